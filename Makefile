@@ -1,0 +1,47 @@
+# Everything sets itself up: `make demo` and `make test` work on a fresh machine with Python 3.11 or newer.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+WORKERS ?= 2
+
+.DEFAULT_GOAL := help
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $(STAMP)
+
+install: $(STAMP) ## make the virtual environment
+
+demo: $(STAMP) ## the main job, in a minute, on the CPU
+	$(BIN)/advnorm demo
+
+test: $(STAMP) ## fast tests
+	$(BIN)/python -m pytest -n $(WORKERS) -m 'not slow and not gpu'
+
+test-all: $(STAMP) ## all tests that this machine can run
+	$(BIN)/python -m pytest -n $(WORKERS)
+
+test-gpu: ## tests on a CUDA device, with the python at hand
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+
+lint: $(STAMP) ## style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP) ## static types
+	$(BIN)/pyright
+
+format: $(STAMP) ## rewrite to the style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove the environment and caches
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+
+.PHONY: help install demo test test-all test-gpu lint types format clean

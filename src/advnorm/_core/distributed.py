@@ -1,0 +1,45 @@
+"""Process-group helpers whose gradients are those of one process on the whole batch."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+ProcessGroup = dist.ProcessGroup
+
+
+def world_size(group: ProcessGroup | None = None) -> int:
+    """Number of ranks in ``group``; 1 where no process group is initialised."""
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+
+
+class _AllReduceSum(Function):
+    """Sum over ranks. Its gradient is again the sum over ranks, so it can be differentiated twice."""
+
+    @staticmethod
+    def forward(ctx, value: Tensor, group: ProcessGroup | None) -> Tensor:  # type: ignore[override]
+        ctx.group = group
+        total = value.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _AllReduceSum.apply(grad, ctx.group), None  # pyright: ignore[reportReturnType]
+
+
+def all_reduce_sum(value: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Differentiable sum of ``value`` over the ranks of ``group``."""
+    return _AllReduceSum.apply(value, group)  # pyright: ignore[reportReturnType]
+
+
+def all_gather_rows(value: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Differentiable stack of every rank's ``value``: shape ``(ranks, *value.shape)``.
+
+    Written as the sum of one-hot placements, so that one collective serves forward and one backward.
+    """
+    placed = value.new_zeros((world_size(group), *value.shape))
+    placed = torch.cat([placed[: dist.get_rank(group)], value[None], placed[dist.get_rank(group) + 1 :]])
+    return all_reduce_sum(placed, group)

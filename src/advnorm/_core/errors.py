@@ -1,0 +1,35 @@
+"""Errors meant for users: each says what came, what is allowed and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class AdvnormError(Exception):
+    """Base of every error that advnorm raises on purpose."""
+
+
+class ConfigError(AdvnormError, ValueError):
+    """A setting or a name that is not allowed."""
+
+
+class RouteError(AdvnormError, RuntimeError):
+    """A forward whose samples cannot be assigned to statistics and affine banks."""
+
+
+class SurgeryError(AdvnormError, TypeError):
+    """A model that cannot be converted or stripped without changing what it computes."""
+
+
+def did_you_mean(name: object, allowed: Iterable[str]) -> str:
+    """A hint for a misspelt name: ``, did you mean 'dual_bn'?`` or the list of what is allowed."""
+    allowed = list(allowed)
+    close = difflib.get_close_matches(str(name), allowed, n=1, cutoff=0.6)
+    return f", did you mean {close[0]!r}?" if close else f"; allowed: {', '.join(map(repr, allowed)) or 'nothing'}"
+
+
+def raise_all(problems: Sequence[str], heading: str, kind: type[AdvnormError] = ConfigError) -> None:
+    """Raise one error that lists every problem, or return when there is none."""
+    if problems:
+        raise kind(f"{heading}: " + "; ".join(problems))

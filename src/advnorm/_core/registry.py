@@ -1,0 +1,49 @@
+"""A named collection that knows how to help with a misspelt name."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+from advnorm._core.errors import ConfigError, did_you_mean
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Maps names to entries, in the order in which they were registered."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._entries: dict[str, T] = {}
+
+    def add(self, name: str, entry: T) -> T:
+        """Register ``entry`` under ``name``; a name can be taken once."""
+        if name in self._entries:
+            raise ConfigError(f"{self.kind} {name!r} is registered already; choose another name")
+        self._entries[name] = entry
+        return entry
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Decorator form of :meth:`add`."""
+        return lambda entry: self.add(name, entry)
+
+    def get(self, name: str) -> T:
+        """The entry called ``name``, or an error that suggests the nearest name."""
+        if not isinstance(name, str) or name not in self._entries:
+            raise ConfigError(f"unknown {self.kind} {name!r}{did_you_mean(name, self._entries)}")
+        return self._entries[name]
+
+    def names(self, pattern: str = "*") -> list[str]:
+        """Registered names that match a shell pattern."""
+        return [name for name in self._entries if fnmatch.fnmatchcase(name, pattern)]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)

@@ -1,0 +1,111 @@
+"""What all models share: how a layer is made from the options, the input normalization, the classifier's frame."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from advnorm.norms import make_norm
+
+# Never in place: without a norm, the input of an activation can be the tensor that the shortcut still needs,
+# and a hook on a norm must see what the norm gave.
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "relu": nn.ReLU,
+    "leaky_relu": nn.LeakyReLU,
+    "selu": nn.SELU,
+    "silu": nn.SiLU,
+}
+
+
+class InputNorm(nn.Module):
+    """(x - mean) / std per channel, so that models and attacks take images in [0, 1].
+
+    The buffers follow the model's device and dtype but stay out of the state dict, which keeps the published keys.
+    A model built on the meta device needs them set again after ``to_empty``.
+    """
+
+    mean: torch.Tensor
+    std: torch.Tensor
+
+    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(std).view(-1, 1, 1), persistent=False)
+        self._shown = f"mean={mean}, std={std}"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x - self.mean) / self.std
+
+    def extra_repr(self) -> str:
+        return self._shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerFactory:
+    """The options of a model, and the layers that they mean.
+
+    Convolutions: He normal, fan out, ReLU's gain whatever the activation; a bias only with ``norm="none"``, where
+    no norm would give one, unless ``conv_bias`` decides. Linear layers: PyTorch's default.
+    """
+
+    num_classes: int = 10
+    norm_name: str = "bn"
+    norm_options: Mapping[str, Any] = field(default_factory=dict)
+    width: float = 1.0
+    activation: str = "relu"
+    in_channels: int = 3
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    conv_bias: bool | None = None
+
+    def channels(self, published: int) -> int:
+        """Channels after the width multiplier: rounded, 8 at least."""
+        return max(8, round(published * self.width))
+
+    def conv(self, in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> nn.Conv2d:
+        bias = self.norm_name == "none" if self.conv_bias is None else self.conv_bias
+        conv = nn.Conv2d(in_channels, out_channels, kernel, stride=stride, padding=kernel // 2, bias=bias)
+        nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
+        if conv.bias is not None:
+            nn.init.zeros_(conv.bias)
+        return conv
+
+    def norm(self, channels: int) -> nn.Module:
+        return make_norm(self.norm_name, channels, dim=2, **self.norm_options)
+
+    def act(self) -> nn.Module:
+        return ACTIVATIONS[self.activation]()
+
+    def classifier(self, features: int) -> nn.Linear:
+        return nn.Linear(features, self.num_classes)
+
+    def input_norm(self) -> InputNorm | None:
+        return None if self.mean is None or self.std is None else InputNorm(self.mean, self.std)
+
+
+class ImageClassifier(nn.Module):
+    """Frame of every model here: input normalization, ``feature_map``, global average pooling, ``fc``."""
+
+    fc: nn.Linear
+
+    def __init__(self, layers: LayerFactory) -> None:
+        super().__init__()
+        self.input_norm = layers.input_norm()
+
+    def feature_map(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalized images to the last feature map, B C H W."""
+        raise NotImplementedError
+
+    def penultimate(self, x: torch.Tensor) -> torch.Tensor:
+        """Images to the pooled features that the classifier reads, B C: g(x) of paper D."""
+        if self.input_norm is not None:
+            x = self.input_norm(x)
+        return F.adaptive_avg_pool2d(self.feature_map(x), 1).flatten(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(self.penultimate(x))

@@ -1,0 +1,59 @@
+"""Pre-activation ResNets for CIFAR, He et al. 2016b."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from advnorm.models.layers import LayerFactory
+from advnorm.models.registry import MODELS, ModelSpec
+from advnorm.models.resnet import DEPTHS, ResidualBlock, ResNet
+
+
+class PreActBlock(ResidualBlock):
+    """x + conv(act(norm(… conv(act(norm(x)))))); a projection reads the first activation and has no norm."""
+
+    norm_in_shortcut = False
+
+    def add_layer(self, i: int, conv: nn.Conv2d, layers: LayerFactory) -> None:
+        self.add_module(f"bn{i}", layers.norm(conv.in_channels))
+        self.add_module(f"conv{i}", conv)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out, shortcut = x, x
+        for i in range(1, self.depth + 1):
+            out = self.act(getattr(self, f"bn{i}")(out))
+            if i == 1 and self.downsample is not None:
+                shortcut = self.downsample(out)
+            out = getattr(self, f"conv{i}")(out)
+        return out + shortcut if self.has_shortcut else out
+
+
+class PreActResNet(ResNet):
+    """ResNet with pre-activation blocks and a bare convolution as stem.
+
+    By default there is no norm after the last block: so is the widely used CIFAR code (kuangliu/pytorch-cifar), and
+    PreAct-ResNet-18 has its 11,171,146 parameters. ``final_norm=True`` adds norm and activation there, as He et al. do.
+    """
+
+    block = PreActBlock
+    stem_norm = False
+
+    def __init__(self, layers: LayerFactory, *, final_norm: bool = False, **options: Any) -> None:
+        super().__init__(layers, **options)
+        self.bn_final = layers.norm(self.fc.in_features) if final_norm else None
+
+    def stem(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv1(x)
+
+    def feature_map(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().feature_map(x)
+        return x if self.bn_final is None else self.act(self.bn_final(x))
+
+
+for _depth, (_kernels, _depths) in DEPTHS.items():
+    _build = partial(PreActResNet, depths=_depths, kernels=_kernels)
+    MODELS.add(f"preact_resnet{_depth}", ModelSpec(build=_build, options={"final_norm": bool}))

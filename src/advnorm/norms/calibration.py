@@ -1,0 +1,104 @@
+"""Re-estimate a statistics bank from given inputs under a given affine bank (paper A, table 5; paper D, table 7)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from advnorm._core.errors import ConfigError
+from advnorm._core.modes import evaluating
+from advnorm.norms import functional
+from advnorm.norms.plan import Plan
+from advnorm.norms.routed import RoutedNorm
+from advnorm.norms.routing import _check_domains, pair, routed_modules
+from advnorm.norms.routing import statistics as statistics_scope
+
+Data = Tensor | Iterable[Any]
+
+
+@torch.no_grad()
+def recalibrate(
+    model: nn.Module, data: Data, *, route: str | None = None, into: str | None = None, batch_size: int = 256
+) -> int:
+    """Replace the statistics of a bank by the moments of ``data`` under the affine bank of ``route``.
+
+    In the notation of paper A, ``recalibrate(model, clean_images, route="adv")`` stores NS with superscript adv (the
+    affine bank in force) and subscript clean (the images). ``data`` is a tensor of images, or an iterable of batches:
+    tensors, or tuples and mappings whose first entry is the images. The forward uses each batch's own moments; the bank
+    receives the pooled mean and unbiased variance of all samples. ``into`` names the domain whose bank is written; by
+    default the bank that normalizes ``route``. Other banks, parameters, flags and the random state stay as they are,
+    and the bank changes only after the last batch went through. Returns the number of samples.
+    """
+    norms = {
+        n: m for n, m in routed_modules(model).items() if isinstance(m, RoutedNorm) and m.plan.statistics == "batch"
+    }
+    if not norms:
+        raise ConfigError("the model has no batch-fed routed norm; convert it with advnorm.convert_norm(model, 'bn')")
+    plan = next(iter(norms.values())).plan
+    if route is None:
+        if plan.routed:
+            raise ConfigError(f"say under which affine bank: route= one of {', '.join(plan.domains)}")
+        route = plan.domains[0]
+    _check_domains(model, [route] if into is None else [route, into])
+    untracked = [name for name, norm in norms.items() if not norm.track_running_stats]
+    if untracked:
+        raise ConfigError(f"these norms keep no running statistics: {', '.join(untracked)}")
+    pooled: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def pool(name: str, norm: RoutedNorm, x: Tensor) -> None:
+        mean, var = (value.double() for value in functional.moments(functional.grouped(x, 1)))
+        count = mean.new_full((1, 1), x.numel() // norm.shape[0])
+        if name in pooled:
+            before = pooled[name]
+            both = [torch.cat(values) for values in zip(before, (mean, var, count))]
+            mean, var, count = (value[None] for value in functional.pool_moments(*both))
+        pooled[name] = mean, var, count
+
+    def hook(name: str, norm: RoutedNorm) -> Callable[..., None]:
+        return lambda _module, args: pool(name, norm, args[0])
+
+    handles = [norm.register_forward_pre_hook(hook(name, norm)) for name, norm in norms.items()]
+    device = next((t.device for t in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
+    samples = 0
+    try:
+        with (
+            evaluating(model),
+            pair(model, statistics=route, affine=route),
+            statistics_scope(model, mode="batch_frozen", groups=1),
+        ):
+            for images in _batches(data, batch_size):
+                samples += len(images)
+                model(images.to(device))
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not samples:
+        raise ConfigError("recalibrate got no data: an iterator that was used up already, or an empty data set")
+    for name, (mean, var, count) in pooled.items():
+        norm = norms[name]
+        running_mean, running_var, seen = norm.statistics_bank(_bank(norm.plan, route, into))
+        running_mean.copy_(mean[0])
+        running_var.copy_((var * count / (count - 1).clamp(min=1))[0])
+        seen.fill_(1)
+    return samples
+
+
+def _bank(plan: Plan, route: str, into: str | None) -> str:
+    return plan.normalized_by[plan.index(route)] if into is None else plan.feeds[plan.index(into)]
+
+
+def _batches(data: Data, batch_size: int) -> Iterable[Tensor]:
+    if isinstance(data, Tensor):
+        yield from data.split(batch_size)
+        return
+    for batch in data:
+        if isinstance(batch, Mapping):
+            batch = next(iter(batch.values()))
+        elif isinstance(batch, tuple | list):
+            batch = batch[0]
+        if not isinstance(batch, Tensor):
+            raise ConfigError(f"recalibrate needs batches of images as tensors, got {type(batch).__name__}")
+        yield batch

@@ -1,0 +1,77 @@
+"""The mathematics of the norms as pure functions: moments, perturbed standardization, Gaussian posteriors.
+
+Shapes are in the names: ``x_GNC`` is ``(groups, samples per group, channels, *spatial)``, ``mean_GC`` is
+``(groups, channels)``. Moments are float32 at least, whatever the precision of the input.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def accumulate_dtype(x: Tensor) -> torch.dtype:
+    """Float32, or float64 for float64 inputs: a half-precision mean is too coarse to normalize with."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def grouped(x: Tensor, groups: int) -> Tensor:
+    """Split the batch dimension into ``groups`` consecutive parts, as a view."""
+    return x.unflatten(0, (groups, x.shape[0] // groups))
+
+
+def channelwise(value_GC: Tensor, ndim: int) -> Tensor:
+    """Lift ``(groups, channels)`` so that it broadcasts against ``x_GNC`` with ``ndim`` dimensions."""
+    return value_GC.reshape(value_GC.shape[0], 1, value_GC.shape[1], *(1,) * (ndim - 3))
+
+
+def moments(x_GNC: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance per group and channel (paper C, eq. 8 and 9; paper A, eq. 3)."""
+    dims = [1, *range(3, x_GNC.ndim)]
+    var_GC, mean_GC = torch.var_mean(x_GNC.to(accumulate_dtype(x_GNC)), dim=dims, correction=0)
+    return mean_GC, var_GC
+
+
+def pool_moments(mean_K: Tensor, var_K: Tensor, count_K: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Moments of the union of K sets of samples, over the first dimension, from theirs (law of total variance)."""
+    count = count_K.sum(0)
+    share_K = count_K / count.clamp(min=1)
+    mean = (share_K * mean_K).sum(0)
+    var = (share_K * (var_K + (mean_K - mean).square())).sum(0)
+    return mean, var, count
+
+
+def perturb_moments(mean: Tensor, invstd: Tensor, delta_mean: Tensor, delta_std: Tensor) -> tuple[Tensor, Tensor]:
+    """Perturbed statistics: ``(1 + δ_μ) μ`` and ``(1 + δ_σ) / σ`` (paper B, eq. 3)."""
+    return (1 + delta_mean) * mean, (1 + delta_std) * invstd
+
+
+def standardize(x_GNC: Tensor, mean_GC: Tensor, invstd_GC: Tensor) -> Tensor:
+    """``(x - μ) / σ`` with given statistics, in the precision of the statistics."""
+    return (x_GNC - channelwise(mean_GC, x_GNC.ndim)) * channelwise(invstd_GC, x_GNC.ndim)
+
+
+def log_density(z_GNC: Tensor, invstd_GC: Tensor) -> Tensor:
+    """Log density of a diagonal Gaussian at every position, all channels together (paper C, eq. 16).
+
+    Takes the standardized ``z = (x - μ) / σ`` and returns ``(groups, samples, *spatial)``.
+    """
+    constant_G = (invstd_GC.log() - 0.5 * math.log(2 * math.pi)).sum(1)
+    return constant_G.reshape(-1, *(1,) * (z_GNC.ndim - 2)) - 0.5 * z_GNC.square().sum(2)
+
+
+def mixture_standardize(x_GNC: Tensor, mean_KGC: Tensor, invstd_KGC: Tensor) -> tuple[Tensor, Tensor]:
+    """Posterior-weighted standardization under K equally likely Gaussians (paper C, eq. 10 to 16).
+
+    Returns the normalized input and the log posterior ``(K, groups, samples, *spatial)``. Everything stays in log
+    space, so that hundreds of channels neither under- nor overflow.
+    """
+    z_K = [standardize(x_GNC, mean_GC, invstd_GC) for mean_GC, invstd_GC in zip(mean_KGC, invstd_KGC)]
+    density = torch.stack([log_density(z, invstd_GC) for z, invstd_GC in zip(z_K, invstd_KGC)])
+    log_posterior = density.log_softmax(0)
+    normalized = torch.zeros_like(z_K[0])
+    for z, weight in zip(z_K, log_posterior.exp()):
+        normalized = normalized + weight.unsqueeze(2) * z
+    return normalized, log_posterior

@@ -1,0 +1,392 @@
+"""The routed norm: banks of statistics and affine parameters, and the plan that assigns samples to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from advnorm._core.distributed import ProcessGroup, all_gather_rows, world_size
+from advnorm._core.errors import ConfigError, RouteError
+from advnorm.norms import functional
+from advnorm.norms.plan import Plan
+from advnorm.norms.routing import Mode, Routed, Run, in_backward, per_part
+
+#: Mean and variance, ``(groups, channels)``, by statistics bank; and with the number of values, ``(groups, 1)``.
+Moments = dict[str, tuple[Tensor, Tensor]]
+Counted = dict[str, tuple[Tensor, Tensor, Tensor]]
+
+
+class RoutedNorm(Routed):
+    """One norm layer of any plan.
+
+    Buffers and parameters carry the names of ``nn.BatchNorm2d``; where there are several banks the bank's name is
+    appended (``running_mean_clean``, ``weight_adv``). The module is no subclass of the built-in batch norm, so
+    ``convert_sync_batchnorm`` leaves it alone; ``sync=True`` is its own synchronization over ranks.
+    """
+
+    def __init__(
+        self,
+        num_features: int | Sequence[int],
+        plan: Plan,
+        *,
+        dim: int | None = 2,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        bias: bool = True,
+        track_running_stats: bool = True,
+        sync: bool = False,
+        process_group: ProcessGroup | None = None,
+        num_groups: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(plan)
+        if dim not in (None, 1, 2, 3):
+            raise ConfigError(f"dim is the number of spatial dimensions of the built-in norm, 1, 2 or 3; got {dim!r}")
+        shape = (num_features,) if isinstance(num_features, int) else tuple(num_features)
+        if not shape or any(size < 1 for size in shape):
+            raise ConfigError(f"num_features must be at least 1, got {num_features!r}")
+        if plan.statistics == "group" and shape[0] % num_groups:
+            raise ConfigError(f"num_groups must divide the {shape[0]} channels, got {num_groups}")
+        self.num_features = num_features
+        self.shape = shape
+        self.dim = dim
+        self.eps = eps
+        self.momentum = momentum
+        self.num_groups = num_groups
+        self.sync = sync
+        self.process_group = process_group
+        self.affine = affine and plan.statistics != "none"
+        self.track_running_stats = track_running_stats and plan.statistics == "batch"
+        self._statistics_suffix = _suffixes(plan.statistics_banks)
+        self._affine_suffix = _suffixes(plan.affine_banks)
+        for suffix in self._affine_suffix.values():
+            for name, wanted in (("weight", self.affine), ("bias", self.affine and bias)):
+                value = nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if wanted else None
+                self.register_parameter(name + suffix, value)
+        for suffix in self._statistics_suffix.values():
+            empty = torch.empty(shape, device=device, dtype=dtype)
+            count = torch.tensor(0, dtype=torch.long, device=device)
+            track = self.track_running_stats
+            self.register_buffer(f"running_mean{suffix}", empty if track else None)
+            self.register_buffer(f"running_var{suffix}", empty.clone() if track else None)
+            self.register_buffer(f"num_batches_tracked{suffix}", count if track else None)
+        self.reset_parameters()
+
+    # -- banks ---------------------------------------------------------------------------------------------------
+
+    def affine_bank(self, bank: str) -> tuple[nn.Parameter | None, nn.Parameter | None]:
+        """Weight and bias of an affine bank."""
+        suffix = self._affine_suffix[bank]
+        return getattr(self, "weight" + suffix), getattr(self, "bias" + suffix)
+
+    def statistics_bank(self, bank: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Running mean, running (unbiased) variance and number of batches of a bank, where the norm tracks them."""
+        suffix = self._statistics_suffix[bank]
+        return (
+            getattr(self, "running_mean" + suffix),
+            getattr(self, "running_var" + suffix),
+            getattr(self, "num_batches_tracked" + suffix),
+        )
+
+    def set_affine_bank(self, bank: str, weight: nn.Parameter | None, bias: nn.Parameter | None) -> None:
+        """Put given parameters, not copies of them, into an affine bank."""
+        suffix = self._affine_suffix[bank]
+        setattr(self, "weight" + suffix, weight)
+        setattr(self, "bias" + suffix, bias)
+
+    def set_statistics_bank(self, bank: str, mean: Tensor, var: Tensor, num_batches: Tensor | None) -> None:
+        """Put given tensors, not copies of them, into a statistics bank."""
+        suffix = self._statistics_suffix[bank]
+        setattr(self, "running_mean" + suffix, mean)
+        setattr(self, "running_var" + suffix, var)
+        if num_batches is not None:
+            setattr(self, "num_batches_tracked" + suffix, num_batches)
+
+    @torch.no_grad()
+    def reset_running_stats(self) -> None:
+        """Mean 0, variance 1, no batch seen, in every bank."""
+        for bank in self._statistics_suffix if self.track_running_stats else ():
+            mean, var, count = self.statistics_bank(bank)
+            mean.zero_()
+            var.fill_(1)
+            count.zero_()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Fresh statistics; weight 1 and bias 0 in every bank."""
+        self.reset_running_stats()
+        for bank in self._affine_suffix:
+            weight, bias = self.affine_bank(bank)
+            if weight is not None:
+                weight.fill_(1)
+            if bias is not None:
+                bias.zero_()
+
+    # -- forward -------------------------------------------------------------------------------------------------
+
+    def forward(self, x: Tensor) -> Tensor:
+        plan = self.plan
+        self._check_input(x)
+        if plan.statistics != "batch":
+            runs = self.runs(x.shape[0], needs_route=plan.routed)
+            return x if plan.statistics == "none" else per_part(x, runs, self._per_sample)
+        mode: Mode = self._mode or ("batch" if self.training or not self.track_running_stats else "running")
+        if mode == "running" and not self.track_running_stats:
+            raise RouteError(
+                "this norm keeps no running statistics (track_running_stats=False); use mode 'batch' or 'batch_frozen'"
+            )
+        runs = self.runs(x.shape[0], needs_route=plan.routed and not (plan.mixture and mode == "running"))
+        if not plan.mixture and self._delta is None:
+            if mode == "running":
+                return per_part(x, runs, self._native_running)
+            spans = _spans(runs)
+            if spans is not None and self._native(runs):
+                feed = self._feeds(mode)
+                return per_part(x, spans, lambda part, span: self._native_batch(part, span, feed))
+        parts = x.split([run.rows for run in runs])
+        moments = self._stored(runs) if mode == "running" else self._moments(parts, runs, mode)
+        normalize = self._mixture if plan.mixture else self._given
+        outputs = [normalize(part, run, moments) for part, run in zip(parts, runs)]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _check_input(self, x: Tensor) -> None:
+        if self.dim is None:
+            return
+        allowed = (2, 3) if self.dim == 1 else (self.dim + 2,)
+        if x.dim() not in allowed:
+            raise ConfigError(
+                f"{self.plan.name} for {self.dim}-d data takes inputs with {' or '.join(map(str, allowed))} "
+                f"dimensions, got shape {tuple(x.shape)}; build the norm with dim={max(1, x.dim() - 2)}"
+            )
+        if x.shape[1] != self.num_features:
+            raise ConfigError(f"{self.plan.name} has {self.num_features} channels, got input of shape {tuple(x.shape)}")
+
+    # The built-in kernels, wherever a bank normalizes just the samples that feed it.
+
+    def _per_sample(self, x: Tensor, run: Run) -> Tensor:
+        weight, bias = self.affine_bank(run.affine)
+        if self.plan.statistics == "last":
+            return F.layer_norm(x, list(self.shape), weight, bias, self.eps)
+        if x[0].numel() <= self.num_groups:
+            raise RouteError(
+                f"{self.plan.name} gets one value per group from input of shape {tuple(x.shape)} and would return "
+                "zeros; use larger images, fewer groups, or a norm that averages over more"
+            )
+        return F.group_norm(x, self.num_groups, weight, bias, self.eps)
+
+    def _native_running(self, x: Tensor, run: Run) -> Tensor:
+        mean, var, _ = self.statistics_bank(run.normalized_by)
+        weight, bias = self.affine_bank(run.affine)
+        return F.batch_norm(x, mean, var, weight, bias, False, 0.0, self.eps)
+
+    def _native(self, runs: list[Run]) -> bool:
+        return (
+            self._groups == 1
+            and all(run.normalized_by == run.feeds for run in runs)
+            and not self._synchronized()
+            and not (self.momentum is None and torch.compiler.is_compiling())  # its factor is a tensor there
+        )
+
+    def _native_batch(self, x: Tensor, span: Span, feed: bool) -> Tensor:
+        self._check_count(x, span.feeds)
+        mean, var, _ = self.statistics_bank(span.feeds) if feed else (None, None, None)
+        factor = self._next_factor(span.feeds) if feed else 0.0
+        if len(span.runs) == 1:
+            weight, bias = self.affine_bank(span.runs[0].affine)
+            return F.batch_norm(x, mean, var, weight, bias, True, factor, self.eps)
+        normalized = F.batch_norm(x, mean, var, None, None, True, factor, self.eps)
+        weight_N, bias_N = self._affine_rows(span.runs, x.dim())
+        if weight_N is None:
+            return normalized
+        if bias_N is None:
+            return (normalized * weight_N).to(x.dtype)
+        return torch.addcmul(bias_N, normalized, weight_N).to(x.dtype)
+
+    def _affine_rows(self, runs: Sequence[Run], ndim: int) -> tuple[Tensor | None, Tensor | None]:
+        """Weight and bias of every row, ``(rows, channels, 1, ...)``."""
+        rows = []
+        for bank in zip(*(self.affine_bank(run.affine) for run in runs)):
+            if bank[0] is None:
+                rows.append(None)
+                continue
+            expanded = [value.expand(run.rows, -1) for value, run in zip(bank, runs)]
+            rows.append(torch.cat(expanded).reshape(-1, self.shape[0], *(1,) * (ndim - 2)))
+        return rows[0], rows[1]
+
+    # Given moments: groups, perturbed, crossed, synchronized and mixture statistics.
+
+    def _stored(self, runs: list[Run]) -> Moments:
+        banks = self.plan.statistics_banks if self.plan.mixture else {run.normalized_by for run in runs}
+        stored = {bank: self.statistics_bank(bank) for bank in banks}
+        return {bank: (mean[None], var[None]) for bank, (mean, var, _) in stored.items()}
+
+    def _moments(self, parts: Sequence[Tensor], runs: list[Run], mode: Mode) -> Moments:
+        """Moments of the samples that feed each bank, ``(groups, channels)`` each; feeds the bank in mode ``batch``."""
+        groups, plan = self._groups, self.plan
+        self._check_present(runs)
+        for run in runs:
+            if run.rows % groups:
+                raise RouteError(
+                    f"{run.rows} samples of one domain cannot be cut into {groups} equal groups; "
+                    "choose a number of groups that divides each domain's share of the batch"
+                )
+        synchronized = self._synchronized()
+        local: Counted = {}
+        for bank in plan.statistics_banks:
+            own = [functional.grouped(part, groups) for part, run in zip(parts, runs) if run.feeds == bank]
+            if own:
+                x_GNC = own[0] if len(own) == 1 else torch.cat(own, 1)
+                count = x_GNC[0].numel() // self.shape[0]
+                if not synchronized:
+                    self._check_count(x_GNC[0], bank)
+                mean, var = functional.moments(x_GNC)
+                local[bank] = mean, var, mean.new_full((groups, 1), count)
+            elif synchronized:
+                zero = parts[0].new_zeros((groups, self.shape[0]), dtype=functional.accumulate_dtype(parts[0]))
+                local[bank] = zero, zero, zero[:, :1]
+        if synchronized:
+            local = self._pool_over_ranks(local)
+        if self._feeds(mode):
+            for bank, (mean, var, count) in local.items():
+                self._feed(bank, *functional.pool_moments(mean.detach(), var.detach(), count))
+        return {bank: (mean, var) for bank, (mean, var, _) in local.items()}
+
+    def _pool_over_ranks(self, local: Counted) -> Counted:
+        """Moments over all ranks from one collective for all banks; gradients flow back to every rank's samples."""
+        channels = self.shape[0]
+        packed_KG = torch.stack([torch.cat(values, 1) for values in local.values()])
+        ranks = all_gather_rows(packed_KG, self.process_group)
+        mean, var, count = functional.pool_moments(*ranks.split([channels, channels, 1], -1))
+        return {bank: (mean[k], var[k], count[k]) for k, bank in enumerate(local)}
+
+    def _check_present(self, runs: list[Run]) -> None:
+        """Refuse batch statistics of a domain that the batch does not have."""
+        plan = self.plan
+        needed = plan.statistics_banks if plan.mixture else tuple(dict.fromkeys(run.normalized_by for run in runs))
+        present = {run.feeds for run in runs}
+        if self._synchronized() and self._route is not None:  # a domain's samples may all be on other ranks
+            present |= {plan.feeds[plan.domains.index(domain)] for domain, _ in self._route}
+        missing = [bank for bank in needed if bank not in present]
+        if missing:
+            counts = ", ".join(f"'{domain}': n{index}" for index, domain in enumerate(plan.domains))
+            raise RouteError(
+                f"{plan.name} normalizes by the batch statistics of {', '.join(missing)}, and this batch has no such "
+                f"samples; concatenate the domains and use `with advnorm.route(model, {{{counts}}}):`, or use stored "
+                "statistics: `with advnorm.statistics(model, mode='running'):`"
+            )
+
+    def _effective(self, bank: str, moments: Moments) -> tuple[Tensor, Tensor]:
+        """Mean and inverse standard deviation of a bank, perturbed where the scope says so (paper B, eq. 3)."""
+        mean, var = moments[bank]
+        invstd = (var + self.eps).rsqrt()
+        if self._delta is not None and bank in self._delta:
+            return functional.perturb_moments(mean, invstd, *self._delta[bank])
+        return mean, invstd
+
+    def _given(self, x: Tensor, run: Run, moments: Moments) -> Tensor:
+        mean, invstd = self._effective(run.normalized_by, moments)
+        if run.normalized_by != run.feeds and not self.plan.other_gradient:
+            mean, invstd = mean.detach(), invstd.detach()
+        z = functional.standardize(functional.grouped(x, mean.shape[0]), mean, invstd)
+        return self._scaled(z.flatten(0, 1), run, x.dtype)
+
+    def _mixture(self, x: Tensor, run: Run, moments: Moments) -> Tensor:
+        banks = self.plan.statistics_banks
+        mean_K, invstd_K = zip(*(self._effective(bank, moments) for bank in banks))
+        z, log_posterior = functional.mixture_standardize(
+            functional.grouped(x, mean_K[0].shape[0]), torch.stack(mean_K), torch.stack(invstd_K)
+        )
+        if self._collected is not None:
+            if self._route is None:
+                raise RouteError("the likelihood needs to know each sample's domain; set a route around the forward")
+            nll = -log_posterior[banks.index(run.feeds)].flatten(0, 1)
+            self._collected.append(nll.flatten(1).sum(1))
+        return self._scaled(z.flatten(0, 1), run, x.dtype)
+
+    def _scaled(self, z: Tensor, run: Run, dtype: torch.dtype) -> Tensor:
+        shape = (-1, *(1,) * (z.dim() - 2))
+        weight, bias = self.affine_bank(run.affine)
+        if weight is not None:
+            z = z * weight.view(shape)
+        if bias is not None:
+            z = z + bias.view(shape)
+        return z.to(dtype)
+
+    # Feeding the banks.
+
+    def _synchronized(self) -> bool:
+        return self.sync and world_size(self.process_group) > 1
+
+    def _feeds(self, mode: Mode) -> bool:
+        if mode != "batch" or not self.track_running_stats:
+            return False
+        # A forward inside a backward is a recomputation by gradient checkpointing: its batch was counted already.
+        return torch.compiler.is_compiling() or not in_backward()
+
+    def _check_count(self, x_NC: Tensor, bank: str) -> None:
+        if x_NC.numel() // self.shape[0] <= 1:
+            raise RouteError(
+                f"batch statistics need more than one value per channel, and the bank {bank!r} gets one from input of "
+                f"shape {tuple(x_NC.shape)}; give each domain at least two samples (drop_last=True in the loader), or "
+                "use stored statistics: `with advnorm.statistics(model, mode='running'):`"
+            )
+
+    def _next_factor(self, bank: str) -> Any:
+        """Count the batch and return the weight of its moments in the running ones; momentum None is the plain mean."""
+        count = self.statistics_bank(bank)[2]
+        count.add_(1)
+        if self.momentum is not None:
+            return self.momentum
+        return 1.0 / count if torch.compiler.is_compiling() else 1.0 / float(count)
+
+    @torch.no_grad()
+    def _feed(self, bank: str, mean: Tensor, var: Tensor, count: Tensor) -> None:
+        """Exponential or cumulative average; the variance is stored unbiased, as the built-in norm stores it."""
+        running_mean, running_var, seen = self.statistics_bank(bank)
+        unbiased = var * (count / (count - 1).clamp(min=1))
+        before = seen.clone()
+        factor = self._next_factor(bank)
+        for running, value in ((running_mean, mean), (running_var, unbiased)):
+            fresh = value.to(running.dtype) * factor + running * (1 - factor)
+            running.copy_(torch.where(count > 0, fresh, running))
+        seen.copy_(torch.where(count.reshape(()) > 0, seen, before))
+
+    def extra_repr(self) -> str:
+        parts = [str(self.num_features), self.plan.name, f"domains={'|'.join(self.plan.domains)}"]
+        if self.plan.statistics == "group":
+            parts.append(f"num_groups={self.num_groups}")
+        if self.plan.statistics == "batch":
+            parts += [f"momentum={self.momentum}", f"sync={self.sync}"]
+        return ", ".join([*parts, f"eps={self.eps}", f"affine={self.affine}"])
+
+
+class Span(NamedTuple):
+    """Neighbouring runs that feed one bank, normalized together."""
+
+    feeds: str
+    runs: tuple[Run, ...]
+
+    @property
+    def rows(self) -> int:
+        return self.runs[-1].stop - self.runs[0].start
+
+
+def _spans(runs: list[Run]) -> list[Span] | None:
+    """Runs by the bank they feed, or None where a bank's samples do not lie together."""
+    spans: list[Span] = []
+    for run in runs:
+        if spans and spans[-1].feeds == run.feeds:
+            spans[-1] = Span(run.feeds, (*spans[-1].runs, run))
+        else:
+            spans.append(Span(run.feeds, (run,)))
+    return spans if len({span.feeds for span in spans}) == len(spans) else None
+
+
+def _suffixes(banks: Sequence[str]) -> dict[str, str]:
+    return {bank: f"_{bank}" if len(banks) > 1 else "" for bank in banks}

@@ -1,0 +1,337 @@
+"""Turn any model into a routed one in place, and take one branch back out as a plain module."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from advnorm._core.errors import ConfigError, SurgeryError, did_you_mean, raise_all
+from advnorm.norms.factory import MODULE_OPTIONS, channel_groups, make_plan
+from advnorm.norms.head import RoutedLinear
+from advnorm.norms.mixture import MixtureNorm
+from advnorm.norms.plan import Plan
+from advnorm.norms.routed import RoutedNorm
+from advnorm.norms.routing import Routed
+
+BATCH_NORMS: dict[type, int | None] = {
+    nn.BatchNorm1d: 1,
+    nn.BatchNorm2d: 2,
+    nn.BatchNorm3d: 3,
+    nn.SyncBatchNorm: None,
+}
+INSTANCE_NORMS: dict[type, int] = {nn.InstanceNorm1d: 1, nn.InstanceNorm2d: 2, nn.InstanceNorm3d: 3}
+BUILT_IN = (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm)
+
+#: Everything that users hang on a module. The dictionaries move as they are, so that a handle still removes its hook.
+_HOOKS = tuple(name for name in vars(nn.Module()) if "_hook" in name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SurgeryReport:
+    """What a conversion did: the modules it replaced, and those it left with the reason."""
+
+    norm: str
+    domains: tuple[str, ...]
+    replaced: Mapping[str, str] = field(default_factory=dict)
+    kept: Mapping[str, str] = field(default_factory=dict)
+    parameters_before: int = 0
+    parameters_after: int = 0
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        added = self.parameters_after - self.parameters_before
+        width = max((len(name) for name in [*self.replaced, *self.kept]), default=0)
+        return "\n".join(
+            [
+                f"{self.norm}: {len(self.replaced)} replaced, {len(self.kept)} kept; "
+                f"domains: {', '.join(self.domains)}; {added:+,} parameters",
+                *(f"  {name:<{width}}  {change}" for name, change in self.replaced.items()),
+                *(f"  {name:<{width}}  kept: {reason}" for name, reason in self.kept.items()),
+                *(f"  note: {note}" for note in self.notes),
+            ]
+        )
+
+
+class _Replace(NamedTuple):
+    build: Callable[[_Ties], nn.Module]
+    change: str = ""
+
+
+class _Keep(NamedTuple):
+    reason: str
+
+
+class _Refuse(NamedTuple):
+    reason: str
+
+
+def convert_norm(
+    model: nn.Module, name: str, *, keep: Iterable[str] = (), sync: bool | None = None, **options: Any
+) -> SurgeryReport:
+    """Replace the norms of ``model`` by the routed norm ``name``, in place; weights and statistics go into every bank.
+
+    Batch norms of the exact built-in types become any norm. Group, instance and layer norms become the routed form of
+    their own kind (``gn`` and ``dual_affine_gn`` …) and stay as they are for other names. A subclass of a built-in norm
+    may do more than normalize and is refused by name; ``keep`` lists modules to leave alone. ``sync`` synchronizes
+    statistics over ranks (default: as the replaced norm did). Further options are those of :func:`advnorm.make_norm`.
+    When anything is refused, nothing is changed. Create the optimizer afterwards: more banks are new parameters.
+    """
+    plan = make_plan(name, **{key: value for key, value in options.items() if key not in MODULE_OPTIONS})
+    keep = (keep,) if isinstance(keep, str) else tuple(keep)
+    names = [module_name for module_name, _ in model.named_modules(remove_duplicate=False)]
+    raise_all(
+        [f"keep names no module: {k!r}{did_you_mean(k, names)}" for k in keep if k not in names], "bad conversion"
+    )
+    replacements: dict[nn.Module, _Replace] = {}
+    kept: dict[str, str] = {}
+    refused: list[str] = []
+    for module_name, module in model.named_modules():
+        verdict = _Keep("as asked") if module_name in keep else _judge(module, plan, sync, options)
+        if isinstance(verdict, _Replace):
+            replacements[module] = verdict
+        elif isinstance(verdict, _Keep):
+            kept[module_name] = verdict.reason
+        elif isinstance(verdict, _Refuse):
+            refused.append(f"{module_name or 'the model itself'} ({verdict.reason})")
+    if refused:
+        raise SurgeryError(
+            f"cannot convert to {name}: {'; '.join(refused)}. To leave modules alone, pass keep=['their.name', ...]"
+        )
+    notes = []
+    if any("outputs change" in verdict.change for verdict in replacements.values()):
+        notes.append("another kind of normalization: outputs change, train the model before you judge it")
+    return _perform(model, replacements, SurgeryReport(norm=name, domains=plan.domains, kept=kept, notes=tuple(notes)))
+
+
+def convert_head(
+    model: nn.Module, *, domains: Sequence[str] = ("clean", "adv"), name: str | None = None
+) -> SurgeryReport:
+    """Give the classifier one linear layer per domain (paper A, table 7: Dual Linear), in place.
+
+    ``name`` is the classifier's module name; without it the model's last linear layer is taken.
+    """
+    domains = tuple(domains)
+    plan = Plan(name="dual_linear", domains=domains, statistics="none", affine=domains)
+    linears = {n: m for n, m in model.named_modules() if type(m) is nn.Linear}
+    routed = {n: m for n, m in model.named_modules() if isinstance(m, RoutedLinear)}
+    if name is None and routed:
+        name = list(routed)[-1]
+    elif name is None and linears:
+        name = list(linears)[-1]
+    elif name is None:
+        raise SurgeryError(
+            "the model has no nn.Linear to make a routed head of; a classifier of another kind stays single"
+        )
+    modules = dict(model.named_modules())
+    if name not in modules:
+        raise ConfigError(f"the model has no module {name!r}{did_you_mean(name, linears)}")
+    report = SurgeryReport(norm=plan.name, domains=domains)
+    if name in routed and routed[name].plan == plan:
+        return _perform(model, {}, replace(report, kept={name: "routed already"}))
+    if name not in linears:
+        raise SurgeryError(
+            f"{name} is a {type(modules[name]).__name__}, not a plain nn.Linear; there are: {', '.join(linears)}"
+        )
+    linear = linears[name]
+
+    def build(ties: _Ties) -> nn.Module:
+        head = RoutedLinear(linear.in_features, linear.out_features, plan, bias=linear.bias is not None, device="meta")
+        for index, domain in enumerate(domains):
+            for kind in ("weight", "bias"):
+                setattr(head, f"{kind}_{domain}", ties.copy(getattr(linear, kind), index))
+        return _carry(linear, head)
+
+    return _perform(model, {linear: _Replace(build, "Linear -> dual_linear")}, report)
+
+
+def strip(model: nn.Module, route: str | None = None) -> nn.Module:
+    """A copy of ``model`` with every routed module as the plain one that ``route`` uses, and the same outputs.
+
+    The copy has no trace of routing: it exports, and where the model came from :func:`convert_norm` its state dict
+    loads into the original architecture. The statistics are those that normalize ``route`` at test time.
+    """
+    plans = {module.plan for module in model.modules() if isinstance(module, Routed)}
+    problems = []
+    for plan in plans:
+        if route is None and plan.routed and not plan.mixture:
+            problems.append(f"{plan.name} has several branches; say which: strip(model, route={plan.domains[-1]!r})")
+        elif route is not None and route not in plan.domains:
+            problems.append(f"unknown domain {route!r}{did_you_mean(route, plan.domains)}")
+    raise_all(sorted(set(problems)), "cannot strip")
+    model = copy.deepcopy(model)
+    if isinstance(model, Routed):
+        return _plain(model, route)
+    replacements: dict[nn.Module, _Replace] = {
+        module: _Replace(lambda _ties, module=module: _plain(module, route))
+        for module in model.modules()
+        if isinstance(module, Routed)
+    }
+    _perform(model, replacements, SurgeryReport(norm="", domains=()))
+    return model
+
+
+# -- what becomes of a module --------------------------------------------------------------------------------------
+
+
+def _judge(
+    module: nn.Module, plan: Plan, sync: bool | None, options: Mapping[str, Any]
+) -> _Replace | _Keep | _Refuse | None:
+    kind = type(module)
+    if isinstance(module, RoutedNorm):
+        if _same_plan(module.plan, plan):
+            return _Keep("routed already")
+        if module.plan.routed or module.plan.mixture:
+            return _Refuse(f"routed already as {module.plan.name}; take a branch out with advnorm.strip first")
+        if module.plan.statistics == "none":
+            return _Keep("none has nothing to convert")
+        return _replacement(module, _plain(module, None), plan, sync if sync is not None else module.sync, options)
+    if isinstance(module, LazyModuleMixin) and isinstance(module, BUILT_IN):
+        return _Refuse(f"{kind.__name__} has no size yet; run one forward first")
+    if kind in BATCH_NORMS or kind in INSTANCE_NORMS or kind in (nn.GroupNorm, nn.LayerNorm):
+        return _replacement(module, module, plan, sync, options)
+    if isinstance(module, BUILT_IN):
+        base = next(base.__name__ for base in kind.__mro__ if base.__module__.startswith("torch.nn.modules"))
+        return _Refuse(f"{kind.__name__} is a subclass of {base} and may do more than normalize")
+    if "norm" in kind.__name__.lower() and not list(module.children()):
+        return _Keep(f"{kind.__name__} is not a built-in norm")
+    return None
+
+
+def _same_plan(old: Plan, new: Plan) -> bool:
+    return old == new or replace(old, statistics="group") == new
+
+
+def _replacement(
+    old: nn.Module, source: Any, plan: Plan, sync: bool | None, options: Mapping[str, Any]
+) -> _Replace | _Keep:
+    """How a plain norm (``old`` itself, or what an unrouted ``old`` stands for) becomes the norm of ``plan``."""
+    kind, family = type(source).__name__, plan.name.removeprefix("dual_affine_")
+    settings: dict[str, Any] = {"eps": source.eps, **{k: v for k, v in options.items() if k in MODULE_OPTIONS}}
+    if isinstance(source, _BatchNorm):
+        features: Any = source.num_features
+        dim = BATCH_NORMS[type(source)]
+        settings = {"momentum": source.momentum, "track_running_stats": source.track_running_stats, **settings}
+        settings["sync"] = isinstance(source, nn.SyncBatchNorm) if sync is None else sync
+        settings.setdefault("process_group", getattr(source, "process_group", None))
+        settings["num_groups"] = options.get("num_groups") or channel_groups(plan.name, features)
+    elif isinstance(source, nn.GroupNorm):
+        features, groups = source.num_channels, source.num_groups
+        if family != "gn" and not (family == "ln" and groups == 1) and not (family == "in" and groups == features):
+            return _Keep(f"{kind} with {groups} groups is not the norm that {plan.name} replaces")
+        dim = getattr(old, "dim", None)
+        settings["num_groups"] = groups
+    elif isinstance(source, nn.LayerNorm):
+        if family != "ln":
+            return _Keep(f"{kind} is not the norm that {plan.name} replaces")
+        features, dim, plan = source.normalized_shape, None, replace(plan, statistics="last")
+    else:
+        assert isinstance(source, _InstanceNorm)
+        if family != "in":
+            return _Keep(f"{kind} is not the norm that {plan.name} replaces")
+        if source.track_running_stats or not source.affine:
+            return _Keep(f"{kind} without affine parameters, or with running statistics, has nothing to route")
+        features, dim = source.num_features, INSTANCE_NORMS[type(source)]
+        settings["num_groups"] = features
+
+    def build(ties: _Ties) -> nn.Module:
+        weight, bias = source.weight, source.bias
+        new = RoutedNorm(features, plan, dim=dim, affine=weight is not None, bias=bias is not None, **settings)
+        for index, bank in enumerate(plan.affine_banks if new.affine else ()):
+            new.set_affine_bank(bank, ties.copy(weight, index), ties.copy(bias, index))
+        for index, bank in enumerate(plan.statistics_banks if new.track_running_stats else ()):
+            values = (source.running_mean, source.running_var, source.num_batches_tracked)
+            new.set_statistics_bank(bank, *(ties.copy(value, index) for value in values))
+        return _carry(old, new)
+
+    changes = isinstance(source, _BatchNorm) and plan.statistics != "batch"
+    return _Replace(build, f"{kind} -> {plan.name}" + (" (outputs change)" if changes else ""))
+
+
+def _plain(module: Routed, route: str | None) -> nn.Module:
+    """The built-in module that computes what ``module`` computes for ``route`` with stored statistics."""
+    plan = module.plan
+    index = 0 if route is None else plan.index(route)
+    if isinstance(module, RoutedLinear):
+        weight, bias = module.bank(plan.affine[index])
+        plain: Any = nn.Linear(module.in_features, module.out_features, bias=bias is not None, device="meta")
+        plain.weight, plain.bias = weight, bias
+        return _carry(module, plain)
+    assert isinstance(module, RoutedNorm)
+    if plan.statistics == "none":
+        return _carry(module, nn.Identity())
+    weight, bias = module.affine_bank(plan.affine[index])
+    if plan.mixture:
+        means, variances, _ = zip(*(module.statistics_bank(bank) for bank in plan.statistics_banks))
+        return _carry(module, MixtureNorm(torch.stack(means), torch.stack(variances), weight, bias, module.eps))
+    settings: dict[str, Any] = {"eps": module.eps, "device": "meta"}
+    if plan.statistics == "batch":
+        kind = {dim: kind for kind, dim in BATCH_NORMS.items()}[module.dim]
+        settings |= {"momentum": module.momentum, "track_running_stats": module.track_running_stats}
+        plain = kind(module.num_features, affine=module.affine, **settings)
+        if module.track_running_stats:
+            bank = module.statistics_bank(plan.normalized_by[index])
+            plain.running_mean, plain.running_var, plain.num_batches_tracked = bank
+    elif plan.statistics == "group":
+        plain = nn.GroupNorm(module.num_groups, module.shape[0], affine=module.affine, **settings)
+    else:
+        plain = nn.LayerNorm(list(module.shape), elementwise_affine=module.affine, bias=bias is not None, **settings)
+    if module.affine:
+        plain.weight, plain.bias = weight, bias
+    return _carry(module, plain)
+
+
+# -- how it is done ------------------------------------------------------------------------------------------------
+
+
+class _Ties:
+    """Copies of a tensor, one per bank: the first bank keeps the original, and tensors shared before stay shared."""
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[int, int], torch.Tensor] = {}
+
+    def copy(self, tensor: Any, index: int) -> Any:
+        if tensor is None or index == 0:
+            return tensor
+        key = (id(tensor), index)
+        if key not in self._copies:
+            fresh = tensor.detach().clone()
+            is_parameter = isinstance(tensor, nn.Parameter)
+            self._copies[key] = nn.Parameter(fresh, requires_grad=tensor.requires_grad) if is_parameter else fresh
+        return self._copies[key]
+
+
+def _carry(old: nn.Module, new: nn.Module) -> nn.Module:
+    """Mode and hooks of ``old`` go over to ``new``."""
+    new.training = old.training
+    for name in _HOOKS:
+        setattr(new, name, getattr(old, name))
+    return new
+
+
+def _perform(model: nn.Module, replacements: Mapping[nn.Module, _Replace], report: SurgeryReport) -> SurgeryReport:
+    """Build every new module, then put them all in place of the old ones, wherever these are held."""
+    if model in replacements:
+        raise SurgeryError(
+            f"the model itself is a {type(model).__name__} and cannot be replaced in place; wrap it in nn.Sequential"
+        )
+    before = _parameter_count(model)
+    ties = _Ties()
+    built = {old: replacement.build(ties) for old, replacement in replacements.items()}
+    names = {name: replacements[module].change for name, module in model.named_modules() if module in built}
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child in built:
+                parent._modules[name] = built[child]
+    return replace(report, replaced=names, parameters_before=before, parameters_after=_parameter_count(model))
+
+
+def _parameter_count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())

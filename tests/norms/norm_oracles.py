@@ -1,0 +1,262 @@
+"""Independent oracles of the routed norms: the papers' formulas, written out in float64.
+
+Nothing here uses advnorm's mathematics; only the names under which a norm stores its state are shared with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from advnorm.norms import NORMS, RoutedNorm, make_norm, make_plan
+
+#: Domains for the norms that have none of their own.
+SOME_DOMAINS = ("clean", "adv", "noise")
+
+MODES = ("batch", "batch_frozen", "running")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A norm as the papers describe it: whose statistics normalize a sample, and whose affine parameters scale it."""
+
+    statistics: str  # mixed | own | other | mixture | sample | nothing
+    affine: str  # one | own
+    channel_groups: Any = None  # for per-sample statistics: number of channel groups from the number of channels
+
+
+#: Papers A (sec. 2.2, 3, 4; fig. 3; table 4), C (app. F) and E.
+PAPER: dict[str, Row] = {
+    "bn": Row("mixed", "one"),
+    "dual_bn": Row("own", "own"),
+    "dual_affine_bn": Row("mixed", "own"),
+    "dual_stats_bn": Row("own", "one"),
+    "cross_bn": Row("other", "own"),
+    "triple_bn": Row("own", "own"),
+    "multi_bn": Row("own", "own"),
+    "gmm_bn": Row("mixture", "one"),
+    "ln": Row("sample", "one", lambda channels: 1),
+    "dual_affine_ln": Row("sample", "own", lambda channels: 1),
+    "gn": Row("sample", "one", lambda channels: math.gcd(32, channels)),
+    "dual_affine_gn": Row("sample", "own", lambda channels: math.gcd(32, channels)),
+    "in": Row("sample", "one", lambda channels: channels),
+    "dual_affine_in": Row("sample", "own", lambda channels: channels),
+    "none": Row("nothing", "one"),
+}
+
+#: Fed by batches: they have statistics banks.
+BANKED = [name for name, row in PAPER.items() if row.statistics in ("mixed", "own", "other", "mixture")]
+
+
+def domains_of(name: str) -> tuple[str, ...]:
+    return make_plan(name, **needed(name)).domains
+
+
+def needed(name: str) -> dict[str, Any]:
+    """What make_norm must be told besides the name."""
+    return {"domains": SOME_DOMAINS} if NORMS.get(name).domains is None else {}
+
+
+def build(name: str, channels: int = 4, **options: Any) -> RoutedNorm:
+    if "bias" in options:  # an option of the module, for surgery, not of the norm's name
+        return RoutedNorm(channels, make_plan(name, **needed(name)), **options)
+    return make_norm(name, channels, **{**needed(name), **options})
+
+
+def randomized(module: nn.Module, seed: int = 0) -> Any:
+    """Parameters and running statistics at values that could not hide a mix-up of banks."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            if tensor.is_floating_point():
+                noise = torch.rand(tensor.shape, generator=generator, dtype=torch.float64)
+                tensor.copy_(0.5 + noise if tensor.dim() < 2 else (noise - 0.5) / tensor[0].numel() ** 0.5)
+    return module
+
+
+def shares(name: str, *, unit: int = 1) -> dict[str, int]:
+    """Unequal shares of a batch, one per domain: ``unit`` times (5, 3) or (4, 3, 2)."""
+    domains = domains_of(name)
+    counts = {1: (5,), 2: (5, 3), 3: (4, 3, 2)}[len(domains)]
+    return {domain: unit * count for domain, count in zip(domains, counts)}
+
+
+def batch(counts: Mapping[str, int], channels: int = 4, spatial: Sequence[int] = (3, 2), *, seed: int = 1) -> Tensor:
+    """Float64 inputs whose domains have means and scales of their own, per channel."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    ones = (1,) * len(spatial)
+    parts = [
+        normal(count, channels, *spatial) * (0.5 + normal(1, channels, *ones).abs()) + normal(1, channels, *ones)
+        for count in counts.values()
+    ]
+    return torch.cat(parts)
+
+
+def bank(prefix: str, kind: str, domain: str) -> str:
+    """Name of a stored tensor: the domain is appended where each domain has its own."""
+    return prefix if kind in ("mixed", "one") else f"{prefix}_{domain}"
+
+
+class Oracle:
+    """What the papers say a norm computes, differentiable by plain autograd, on float64 copies of the norm's state."""
+
+    def __init__(self, name: str, norm: RoutedNorm, *, other_gradient: bool = False) -> None:
+        self.row = PAPER[name]
+        self.domains = norm.plan.domains
+        self.channels = norm.shape[0]
+        self.eps, self.momentum = norm.eps, norm.momentum
+        self.other_gradient = other_gradient
+        self.parameters = {k: v.detach().double().clone().requires_grad_() for k, v in norm.named_parameters()}
+        self.buffers = {k: v.double().clone() if v.is_floating_point() else v.clone() for k, v in norm.named_buffers()}
+        self.likelihood: Tensor | None = None
+
+    # Who normalizes whom.
+
+    def sources(self, domain: str) -> list[str]:
+        if self.row.statistics == "mixed":
+            return list(self.domains)
+        if self.row.statistics == "other":
+            return [other for other in self.domains if other != domain]
+        return [domain]
+
+    def lift(self, value_C: Tensor, x: Tensor) -> Tensor:
+        return value_C.reshape(1, -1, *(1,) * (x.dim() - 2))
+
+    def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """A, eq. 3 and C, eq. 8, 9: mean and biased variance of all values of a channel."""
+        values_C = x.transpose(0, 1).reshape(self.channels, -1)
+        mean_C = values_C.sum(1) / values_C.shape[1]
+        return mean_C, ((values_C - mean_C[:, None]) ** 2).sum(1) / values_C.shape[1]
+
+    def forward(
+        self,
+        x: Tensor,
+        counts: Mapping[str, int],
+        *,
+        mode: str = "batch",
+        groups: int = 1,
+        deltas: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+    ) -> Tensor:
+        """``deltas`` by statistics bank: the domain's name, or ``shared`` where the bank is mixed."""
+        if self.row.statistics == "nothing":
+            return x
+        pieces = dict(zip(counts, x.split(list(counts.values()))))
+        if self.row.statistics == "sample":
+            return torch.cat([self.affine(self.per_sample(piece), domain) for domain, piece in pieces.items()])
+        cut = 1 if mode == "running" else groups
+        parts = {domain: piece.tensor_split(cut) for domain, piece in pieces.items() if len(piece)}
+        outputs: dict[str, list[Tensor]] = {domain: [] for domain in parts}
+        losses: dict[str, list[Tensor]] = {domain: [] for domain in parts}
+        for g in range(cut):
+            here = {domain: part[g] for domain, part in parts.items()}
+            for domain, piece in here.items():
+                if self.row.statistics == "mixture":
+                    z, loss_N = self.mixture(piece, domain, here, mode, deltas)
+                    losses[domain].append(loss_N)
+                else:
+                    mean, var = self.statistics(domain, here, mode)
+                    z = self.standardize(piece, mean, var, self.delta(domain, deltas))
+                outputs[domain].append(self.affine(z, domain))
+        if self.row.statistics == "mixture":
+            per_sample = torch.cat([value for parts in losses.values() for value in parts])
+            self.likelihood = per_sample.sum() / len(per_sample)
+        if mode == "batch" and self.buffers:
+            self.feed(pieces)
+        return torch.cat([piece for parts in outputs.values() for piece in parts])
+
+    def statistics(self, domain: str, here: Mapping[str, Tensor], mode: str) -> tuple[Tensor, Tensor]:
+        sources = self.sources(domain)
+        if mode == "running":
+            return tuple(
+                self.buffers[bank(k, self.row.statistics, sources[0])] for k in ("running_mean", "running_var")
+            )
+        mean, var = self.moments(torch.cat([here[source] for source in sources if source in here]))
+        if self.row.statistics == "other" and not self.other_gradient:
+            mean, var = mean.detach(), var.detach()
+        return mean, var
+
+    def standardize(self, x: Tensor, mean: Tensor, var: Tensor, delta: tuple[Any, Any]) -> Tensor:
+        """B, eq. 3 without the affine mapping: ``(1 + δ_σ) (x - (1 + δ_μ) μ) / σ``."""
+        delta_mean, delta_std = delta
+        std = (var + self.eps) ** 0.5
+        return self.lift((1 + delta_std) / std, x) * (x - self.lift((1 + delta_mean) * mean, x))
+
+    def delta(self, domain: str, deltas: Mapping[str, tuple[Tensor, Tensor]] | None) -> tuple[Any, Any]:
+        key = "shared" if self.row.statistics == "mixed" else self.sources(domain)[0]
+        return (0.0, 0.0) if deltas is None else deltas[key]
+
+    def mixture(
+        self,
+        x: Tensor,
+        domain: str,
+        here: Mapping[str, Tensor],
+        mode: str,
+        deltas: Mapping[str, tuple[Tensor, Tensor]] | None,
+    ) -> tuple[Tensor, Tensor]:
+        """C, eq. 10 to 16 and 21: z, and minus the log posterior of the true domain, summed over positions."""
+        logs, standardized = [], []
+        for k in self.domains:
+            mean, var = self.statistics(k, here, mode)
+            delta_mean, delta_std = self.delta(k, deltas)
+            mean, std = (1 + delta_mean) * mean, (var + self.eps) ** 0.5 / (1 + delta_std)
+            gaussian = torch.distributions.Normal(self.lift(mean, x), self.lift(std, x), validate_args=False)
+            logs.append(gaussian.log_prob(x).sum(1, keepdim=True))
+            standardized.append((x - self.lift(mean, x)) / self.lift(std, x))
+        total = torch.logsumexp(torch.stack(logs), 0)
+        z = sum((log - total).exp() * each for log, each in zip(logs, standardized))
+        own = logs[self.domains.index(domain)] - total
+        assert isinstance(z, Tensor)
+        return z, -own.flatten(1).sum(1)
+
+    def per_sample(self, x: Tensor) -> Tensor:
+        """Mean 0 and variance 1 over each group of channels and all positions of one sample."""
+        assert self.row.channel_groups is not None
+        values = x.reshape(len(x), self.row.channel_groups(self.channels), -1)
+        mean = values.mean(2, keepdim=True)
+        var = ((values - mean) ** 2).mean(2, keepdim=True)
+        return ((values - mean) / (var + self.eps) ** 0.5).reshape(x.shape)
+
+    def affine(self, z: Tensor, domain: str) -> Tensor:
+        weight = self.parameters.get(bank("weight", self.row.affine, domain))
+        bias = self.parameters.get(bank("bias", self.row.affine, domain))
+        z = z if weight is None else z * self.lift(weight, z)
+        return z if bias is None else z + self.lift(bias, z)
+
+    def feed(self, pieces: Mapping[str, Tensor]) -> None:
+        """Exponential (or, with momentum None, cumulative) average of the mean and the unbiased variance of the batch."""
+        mixed = self.row.statistics == "mixed"
+        fed = {"": torch.cat(list(pieces.values()))} if mixed else {d: p for d, p in pieces.items() if len(p)}
+        for domain, x in fed.items():
+            names = [
+                bank(k, self.row.statistics, domain) for k in ("running_mean", "running_var", "num_batches_tracked")
+            ]
+            mean, var, seen = (self.buffers[n] for n in names)
+            new_mean, new_var = self.moments(x.detach())
+            count = x.numel() // self.channels
+            seen += 1
+            factor = 1 / seen.item() if self.momentum is None else self.momentum
+            self.buffers[names[0]] = (1 - factor) * mean + factor * new_mean
+            self.buffers[names[1]] = (1 - factor) * var + factor * new_var * count / (count - 1)
+
+
+def snapshot(module: nn.Module) -> dict[str, Tensor]:
+    """A copy of all state, to compare bit by bit."""
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def changed(module: nn.Module, before: Mapping[str, Tensor]) -> set[str]:
+    """Names of the tensors that are not bit for bit what they were."""
+    return {name for name, value in module.state_dict().items() if not torch.equal(value, before[name])}
+
+
+def statistics_names(names: Sequence[str]) -> set[str]:
+    return {name for name in names if "running_" in name or "num_batches_tracked" in name}
