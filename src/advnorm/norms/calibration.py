@@ -13,7 +13,7 @@ from advnorm._core.modes import evaluating
 from advnorm.norms import functional
 from advnorm.norms.plan import Plan
 from advnorm.norms.routed import RoutedNorm
-from advnorm.norms.routing import _check_domains, pair, routed_modules
+from advnorm.norms.routing import pair, routed_modules
 from advnorm.norms.routing import statistics as statistics_scope
 
 Data = Tensor | Iterable[Any]
@@ -42,7 +42,7 @@ def recalibrate(
         if plan.routed:
             raise ConfigError(f"say under which affine bank: route= one of {', '.join(plan.domains)}")
         route = plan.domains[0]
-    _check_domains(model, [route] if into is None else [route, into])
+    scope = pair(model, statistics=into or route, affine=route)
     untracked = [name for name, norm in norms.items() if not norm.track_running_stats]
     if untracked:
         raise ConfigError(f"these norms keep no running statistics: {', '.join(untracked)}")
@@ -66,7 +66,7 @@ def recalibrate(
     try:
         with (
             evaluating(model),
-            pair(model, statistics=route, affine=route),
+            scope,
             statistics_scope(model, mode="batch_frozen", groups=1),
         ):
             for images in _batches(data, batch_size):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from advnorm._core.errors import ConfigError, did_you_mean, raise_all
@@ -52,17 +53,22 @@ class Plan:
             problems.append(f"statistics banks {unfed} normalize but nothing feeds them")
         raise_all(problems, f"bad plan {self.name!r}")
 
-    @property
+    @cached_property
     def statistics_banks(self) -> tuple[str, ...]:
         """Names of the statistics banks, in order of first use."""
         return tuple(dict.fromkeys(self.feeds))
 
-    @property
+    @cached_property
     def affine_banks(self) -> tuple[str, ...]:
         """Names of the affine banks, in order of first use."""
         return tuple(dict.fromkeys(self.affine))
 
-    @property
+    @cached_property
+    def example_route(self) -> str:
+        """A route over all domains, as one would type it, for messages."""
+        return "{" + ", ".join(f"'{domain}': n{index}" for index, domain in enumerate(self.domains)) + "}"
+
+    @cached_property
     def routed(self) -> bool:
         """Whether two domains are treated differently, so that a forward must know where its samples come from."""
         return any(len(set(banks)) > 1 for banks in (self.normalized_by, self.feeds, self.affine))

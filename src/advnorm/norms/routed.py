@@ -13,7 +13,7 @@ from advnorm._core.distributed import ProcessGroup, all_gather_rows, world_size
 from advnorm._core.errors import ConfigError, RouteError
 from advnorm.norms import functional
 from advnorm.norms.plan import Plan
-from advnorm.norms.routing import Mode, Routed, Run, in_backward, per_part
+from advnorm.norms.routing import Mode, Routed, Run, in_backward, joined, per_part
 
 #: Mean and variance, ``(groups, channels)``, by statistics bank; and with the number of values, ``(groups, 1)``.
 Moments = dict[str, tuple[Tensor, Tensor]]
@@ -63,55 +63,45 @@ class RoutedNorm(Routed):
         self.process_group = process_group
         self.affine = affine and plan.statistics != "none"
         self.track_running_stats = track_running_stats and plan.statistics == "batch"
-        self._statistics_suffix = _suffixes(plan.statistics_banks)
-        self._affine_suffix = _suffixes(plan.affine_banks)
-        for suffix in self._affine_suffix.values():
-            for name, wanted in (("weight", self.affine), ("bias", self.affine and bias)):
+        self._statistics_names = _names(plan.statistics_banks, "running_mean", "running_var", "num_batches_tracked")
+        self._affine_names = _names(plan.affine_banks, "weight", "bias")
+        for weight, bias_name in self._affine_names.values():
+            for name, wanted in ((weight, self.affine), (bias_name, self.affine and bias)):
                 value = nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if wanted else None
-                self.register_parameter(name + suffix, value)
-        for suffix in self._statistics_suffix.values():
+                self.register_parameter(name, value)
+        for mean, var, count in self._statistics_names.values():
             empty = torch.empty(shape, device=device, dtype=dtype)
-            count = torch.tensor(0, dtype=torch.long, device=device)
-            track = self.track_running_stats
-            self.register_buffer(f"running_mean{suffix}", empty if track else None)
-            self.register_buffer(f"running_var{suffix}", empty.clone() if track else None)
-            self.register_buffer(f"num_batches_tracked{suffix}", count if track else None)
+            for name, value in ((mean, empty), (var, empty.clone()), (count, torch.tensor(0, device=device))):
+                self.register_buffer(name, value if self.track_running_stats else None)
         self.reset_parameters()
 
     # -- banks ---------------------------------------------------------------------------------------------------
 
     def affine_bank(self, bank: str) -> tuple[nn.Parameter | None, nn.Parameter | None]:
         """Weight and bias of an affine bank."""
-        suffix = self._affine_suffix[bank]
-        return getattr(self, "weight" + suffix), getattr(self, "bias" + suffix)
+        weight, bias = self._affine_names[bank]
+        return self._parameters[weight], self._parameters[bias]
 
     def statistics_bank(self, bank: str) -> tuple[Tensor, Tensor, Tensor]:
         """Running mean, running (unbiased) variance and number of batches of a bank, where the norm tracks them."""
-        suffix = self._statistics_suffix[bank]
-        return (
-            getattr(self, "running_mean" + suffix),
-            getattr(self, "running_var" + suffix),
-            getattr(self, "num_batches_tracked" + suffix),
-        )
+        mean, var, count = self._statistics_names[bank]
+        return self._buffers[mean], self._buffers[var], self._buffers[count]  # pyright: ignore[reportReturnType]
 
     def set_affine_bank(self, bank: str, weight: nn.Parameter | None, bias: nn.Parameter | None) -> None:
         """Put given parameters, not copies of them, into an affine bank."""
-        suffix = self._affine_suffix[bank]
-        setattr(self, "weight" + suffix, weight)
-        setattr(self, "bias" + suffix, bias)
+        for name, value in zip(self._affine_names[bank], (weight, bias)):
+            setattr(self, name, value)
 
     def set_statistics_bank(self, bank: str, mean: Tensor, var: Tensor, num_batches: Tensor | None) -> None:
         """Put given tensors, not copies of them, into a statistics bank."""
-        suffix = self._statistics_suffix[bank]
-        setattr(self, "running_mean" + suffix, mean)
-        setattr(self, "running_var" + suffix, var)
-        if num_batches is not None:
-            setattr(self, "num_batches_tracked" + suffix, num_batches)
+        for name, value in zip(self._statistics_names[bank], (mean, var, num_batches)):
+            if value is not None:
+                setattr(self, name, value)
 
     @torch.no_grad()
     def reset_running_stats(self) -> None:
         """Mean 0, variance 1, no batch seen, in every bank."""
-        for bank in self._statistics_suffix if self.track_running_stats else ():
+        for bank in self._statistics_names if self.track_running_stats else ():
             mean, var, count = self.statistics_bank(bank)
             mean.zero_()
             var.fill_(1)
@@ -121,7 +111,7 @@ class RoutedNorm(Routed):
     def reset_parameters(self) -> None:
         """Fresh statistics; weight 1 and bias 0 in every bank."""
         self.reset_running_stats()
-        for bank in self._affine_suffix:
+        for bank in self._affine_names:
             weight, bias = self.affine_bank(bank)
             if weight is not None:
                 weight.fill_(1)
@@ -136,24 +126,24 @@ class RoutedNorm(Routed):
         if plan.statistics != "batch":
             runs = self.runs(x.shape[0], needs_route=plan.routed)
             return x if plan.statistics == "none" else per_part(x, runs, self._per_sample)
-        mode: Mode = self._mode or ("batch" if self.training or not self.track_running_stats else "running")
+        mode: Mode = self.state.mode or ("batch" if self.training or not self.track_running_stats else "running")
         if mode == "running" and not self.track_running_stats:
             raise RouteError(
                 "this norm keeps no running statistics (track_running_stats=False); use mode 'batch' or 'batch_frozen'"
             )
         runs = self.runs(x.shape[0], needs_route=plan.routed and not (plan.mixture and mode == "running"))
-        if not plan.mixture and self._delta is None:
+        if not plan.mixture and self.state.delta is None:
             if mode == "running":
                 return per_part(x, runs, self._native_running)
             spans = _spans(runs)
-            if spans is not None and self._native(runs):
+            if spans and self._native():
                 feed = self._feeds(mode)
                 return per_part(x, spans, lambda part, span: self._native_batch(part, span, feed))
         parts = x.split([run.rows for run in runs])
         moments = self._stored(runs) if mode == "running" else self._moments(parts, runs, mode)
-        normalize = self._mixture if plan.mixture else self._given
-        outputs = [normalize(part, run, moments) for part, run in zip(parts, runs)]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        if plan.mixture:
+            return self._mixture(parts, runs, moments)
+        return joined([self._given(part, run, moments) for part, run in zip(parts, runs)])
 
     def _check_input(self, x: Tensor) -> None:
         if self.dim is None:
@@ -183,12 +173,11 @@ class RoutedNorm(Routed):
     def _native_running(self, x: Tensor, run: Run) -> Tensor:
         mean, var, _ = self.statistics_bank(run.normalized_by)
         weight, bias = self.affine_bank(run.affine)
-        return F.batch_norm(x, mean, var, weight, bias, False, 0.0, self.eps)
+        return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, self.eps, torch.backends.cudnn.enabled)
 
-    def _native(self, runs: list[Run]) -> bool:
+    def _native(self) -> bool:
         return (
-            self._groups == 1
-            and all(run.normalized_by == run.feeds for run in runs)
+            self.state.groups == 1
             and not self._synchronized()
             and not (self.momentum is None and torch.compiler.is_compiling())  # its factor is a tensor there
         )
@@ -199,8 +188,8 @@ class RoutedNorm(Routed):
         factor = self._next_factor(span.feeds) if feed else 0.0
         if len(span.runs) == 1:
             weight, bias = self.affine_bank(span.runs[0].affine)
-            return F.batch_norm(x, mean, var, weight, bias, True, factor, self.eps)
-        normalized = F.batch_norm(x, mean, var, None, None, True, factor, self.eps)
+            return torch.batch_norm(x, weight, bias, mean, var, True, factor, self.eps, torch.backends.cudnn.enabled)
+        normalized = torch.batch_norm(x, None, None, mean, var, True, factor, self.eps, torch.backends.cudnn.enabled)
         weight_N, bias_N = self._affine_rows(span.runs, x.dim())
         if weight_N is None:
             return normalized
@@ -221,14 +210,14 @@ class RoutedNorm(Routed):
 
     # Given moments: groups, perturbed, crossed, synchronized and mixture statistics.
 
-    def _stored(self, runs: list[Run]) -> Moments:
+    def _stored(self, runs: Sequence[Run]) -> Moments:
         banks = self.plan.statistics_banks if self.plan.mixture else {run.normalized_by for run in runs}
         stored = {bank: self.statistics_bank(bank) for bank in banks}
         return {bank: (mean[None], var[None]) for bank, (mean, var, _) in stored.items()}
 
-    def _moments(self, parts: Sequence[Tensor], runs: list[Run], mode: Mode) -> Moments:
+    def _moments(self, parts: Sequence[Tensor], runs: Sequence[Run], mode: Mode) -> Moments:
         """Moments of the samples that feed each bank, ``(groups, channels)`` each; feeds the bank in mode ``batch``."""
-        groups, plan = self._groups, self.plan
+        groups, plan = self.state.groups, self.plan
         self._check_present(runs)
         for run in runs:
             if run.rows % groups:
@@ -265,19 +254,18 @@ class RoutedNorm(Routed):
         mean, var, count = functional.pool_moments(*ranks.split([channels, channels, 1], -1))
         return {bank: (mean[k], var[k], count[k]) for k, bank in enumerate(local)}
 
-    def _check_present(self, runs: list[Run]) -> None:
+    def _check_present(self, runs: Sequence[Run]) -> None:
         """Refuse batch statistics of a domain that the batch does not have."""
         plan = self.plan
         needed = plan.statistics_banks if plan.mixture else tuple(dict.fromkeys(run.normalized_by for run in runs))
         present = {run.feeds for run in runs}
-        if self._synchronized() and self._route is not None:  # a domain's samples may all be on other ranks
-            present |= {plan.feeds[plan.domains.index(domain)] for domain, _ in self._route}
+        if self._synchronized() and self.state.route is not None:  # a domain's samples may all be on other ranks
+            present |= {plan.feeds[plan.domains.index(domain)] for domain, _ in self.state.route}
         missing = [bank for bank in needed if bank not in present]
         if missing:
-            counts = ", ".join(f"'{domain}': n{index}" for index, domain in enumerate(plan.domains))
             raise RouteError(
                 f"{plan.name} normalizes by the batch statistics of {', '.join(missing)}, and this batch has no such "
-                f"samples; concatenate the domains and use `with advnorm.route(model, {{{counts}}}):`, or use stored "
+                f"samples; concatenate under `with advnorm.route(model, {plan.example_route}):`, or use stored "
                 "statistics: `with advnorm.statistics(model, mode='running'):`"
             )
 
@@ -285,8 +273,8 @@ class RoutedNorm(Routed):
         """Mean and inverse standard deviation of a bank, perturbed where the scope says so (paper B, eq. 3)."""
         mean, var = moments[bank]
         invstd = (var + self.eps).rsqrt()
-        if self._delta is not None and bank in self._delta:
-            return functional.perturb_moments(mean, invstd, *self._delta[bank])
+        if self.state.delta is not None and bank in self.state.delta:
+            return functional.perturb_moments(mean, invstd, *self.state.delta[bank])
         return mean, invstd
 
     def _given(self, x: Tensor, run: Run, moments: Moments) -> Tensor:
@@ -296,18 +284,21 @@ class RoutedNorm(Routed):
         z = functional.standardize(functional.grouped(x, mean.shape[0]), mean, invstd)
         return self._scaled(z.flatten(0, 1), run, x.dtype)
 
-    def _mixture(self, x: Tensor, run: Run, moments: Moments) -> Tensor:
+    def _mixture(self, parts: Sequence[Tensor], runs: Sequence[Run], moments: Moments) -> Tensor:
         banks = self.plan.statistics_banks
         mean_K, invstd_K = zip(*(self._effective(bank, moments) for bank in banks))
-        z, log_posterior = functional.mixture_standardize(
-            functional.grouped(x, mean_K[0].shape[0]), torch.stack(mean_K), torch.stack(invstd_K)
-        )
-        if self._collected is not None:
-            if self._route is None:
+        mean_KGC, invstd_KGC = torch.stack(mean_K), torch.stack(invstd_K)
+        outputs, likelihoods = [], []
+        for x, run in zip(parts, runs):
+            x_GNC = functional.grouped(x, mean_KGC.shape[1])
+            z, log_posterior = functional.mixture_standardize(x_GNC, mean_KGC, invstd_KGC)
+            outputs.append(self._scaled(z.flatten(0, 1), run, x.dtype))
+            likelihoods.append(-log_posterior[banks.index(run.feeds)].flatten(0, 1).flatten(1).sum(1))
+        if self.state.collected is not None:
+            if self.state.route is None:
                 raise RouteError("the likelihood needs to know each sample's domain; set a route around the forward")
-            nll = -log_posterior[banks.index(run.feeds)].flatten(0, 1)
-            self._collected.append(nll.flatten(1).sum(1))
-        return self._scaled(z.flatten(0, 1), run, x.dtype)
+            self.state.collected.append(joined(likelihoods))
+        return joined(outputs)
 
     def _scaled(self, z: Tensor, run: Run, dtype: torch.dtype) -> Tensor:
         shape = (-1, *(1,) * (z.dim() - 2))
@@ -377,16 +368,19 @@ class Span(NamedTuple):
         return self.runs[-1].stop - self.runs[0].start
 
 
-def _spans(runs: list[Run]) -> list[Span] | None:
-    """Runs by the bank they feed, or None where a bank's samples do not lie together."""
+def _spans(runs: Sequence[Run]) -> list[Span]:
+    """Runs by the bank they feed; none where one is normalized by another bank, or a bank's samples lie apart."""
     spans: list[Span] = []
     for run in runs:
+        if run.normalized_by != run.feeds:
+            return []
         if spans and spans[-1].feeds == run.feeds:
             spans[-1] = Span(run.feeds, (*spans[-1].runs, run))
         else:
             spans.append(Span(run.feeds, (run,)))
-    return spans if len({span.feeds for span in spans}) == len(spans) else None
+    return spans if len({span.feeds for span in spans}) == len(spans) else []
 
 
-def _suffixes(banks: Sequence[str]) -> dict[str, str]:
-    return {bank: f"_{bank}" if len(banks) > 1 else "" for bank in banks}
+def _names(banks: Sequence[str], *names: str) -> dict[str, tuple[str, ...]]:
+    """The built-in norm's names for one bank, with the bank's name appended for several."""
+    return {bank: tuple(f"{name}_{bank}" if len(banks) > 1 else name for name in names) for bank in banks}

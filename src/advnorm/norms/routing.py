@@ -36,94 +36,89 @@ class Run(NamedTuple):
         return self.stop - self.start
 
 
+class State(NamedTuple):
+    """What the enclosing scopes say; the defaults are what holds outside of any."""
+
+    route: tuple[tuple[str, int | None], ...] | None = None  # domains and counts in order; None is the whole batch
+    pair: tuple[str, str] | None = None  # the domain whose statistics bank, the domain whose affine bank
+    mode: Mode | None = None
+    groups: int = 1
+    delta: Mapping[str, tuple[Tensor, Tensor]] | None = None  # by statistics bank: of the mean, of the std
+    collected: list[Tensor] | None = None  # receives the negative log-likelihoods of a mixture norm
+    owner: int | None = None  # the thread that holds the scope
+
+
+UNSCOPED = State()
+
+
 class Routed(nn.Module):
     """A module that treats samples by their domain, as the enclosing scopes say."""
 
     plan: Plan
-
-    # What scopes set.
-    _route: tuple[tuple[str, int | None], ...] | None  # domains and counts in order; None is the whole batch
-    _pair: tuple[str, str] | None  # the domain whose statistics bank, the domain whose affine bank
-    _mode: Mode | None
-    _groups: int
-    _delta: Mapping[str, tuple[Tensor, Tensor]] | None  # by statistics bank: of the mean, of the std
-    _collected: list[Tensor] | None  # receives the negative log-likelihoods of a mixture norm
-    _owner: int | None  # the thread that holds the scope
-
-    #: Outside of any scope.
-    UNSCOPED: Mapping[str, Any] = {
-        "_route": None,
-        "_pair": None,
-        "_mode": None,
-        "_groups": 1,
-        "_delta": None,
-        "_collected": None,
-        "_owner": None,
-    }
+    state: State
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
         self.plan = plan
-        for name, value in self.UNSCOPED.items():
-            setattr(self, name, value)
+        self.state = UNSCOPED
+        self._last: tuple[Any, tuple[Run, ...]] = (None, ())
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a pickle made inside a scope starts outside of it.
-        return {**self.__dict__, **self.UNSCOPED}
+        return {**self.__dict__, "state": UNSCOPED, "_last": (None, ())}
 
-    def runs(self, batch: int, *, needs_route: bool) -> list[Run]:
+    def runs(self, batch: int, *, needs_route: bool) -> tuple[Run, ...]:
         """Cut a batch into runs by the route in force; neighbours that are treated alike become one run."""
-        plan = self.plan
-        if batch == 0:
-            raise RouteError("the batch is empty; skip empty batches before the forward (drop_last=True in the loader)")
-        if not torch.compiler.is_compiling():
-            self._check_thread()
-        if self._pair is not None:
-            statistics, affine = (plan.domains.index(domain) for domain in self._pair)
-            bank = plan.feeds[statistics] if plan.feeds else ""
-            return [Run(bank, bank, plan.affine[affine] if plan.affine else "", 0, batch)]
-        route = self._route
-        if route is None:
-            if needs_route:
-                counts = ", ".join(f"'{domain}': n{index}" for index, domain in enumerate(plan.domains))
-                raise RouteError(
-                    f"{plan.name} has the domains {', '.join(plan.domains)} and no route is set; wrap the forward in "
-                    f"`with advnorm.route(model, '{plan.domains[-1]}'):` for a batch of one domain, or in "
-                    f"`with advnorm.route(model, {{{counts}}}):` for a concatenated one. With gradient checkpointing "
-                    "keep the backward inside the scope, or pass context_fn=advnorm.checkpoint_context(model)"
-                )
-            route = ((plan.domains[0], None),)
-        runs: list[Run] = []
-        start = 0
-        for domain, count in route:
-            index = plan.domains.index(domain)
-            stop = batch if count is None else start + count
-            run = Run(
-                plan.normalized_by[index] if plan.normalized_by else "",
-                plan.feeds[index] if plan.feeds else "",
-                plan.affine[index] if plan.affine else "",
-                start,
-                stop,
-            )
-            if runs and runs[-1][:3] == run[:3]:
-                runs[-1] = runs[-1]._replace(stop=stop)
-            elif stop > start:
-                runs.append(run)
-            start = stop
-        if start != batch:
+        state = self.state
+        if torch.compiler.is_compiling():
+            return cut(self.plan, state, batch, needs_route)
+        if state.owner is not None and state.owner != threading.get_ident() and not in_backward():
             raise RouteError(
-                f"the route {dict(route)} covers {start} samples and the batch has {batch}; "
-                "give one count per domain that sum to the batch size, in the order of the concatenation"
+                "this forward runs in another thread than the one that opened the scope, which would share its route; "
+                "give each thread its own copy of the model (copy.deepcopy), or one process per device (torchrun)"
             )
-        return runs
+        key = (state.route, state.pair, batch, needs_route)
+        if self._last[0] != key:
+            self._last = (key, cut(self.plan, state, batch, needs_route))
+        return self._last[1]
 
-    def _check_thread(self) -> None:
-        if self._owner is None or self._owner == threading.get_ident() or in_backward():
-            return
+
+def cut(plan: Plan, state: State, batch: int, needs_route: bool) -> tuple[Run, ...]:
+    """The runs of a batch under a plan and the scopes in force."""
+    if batch == 0:
+        raise RouteError("the batch is empty; skip empty batches before the forward (drop_last=True in the loader)")
+    if state.pair is not None:
+        statistics, affine = (plan.domains.index(domain) for domain in state.pair)
+        bank = plan.feeds[statistics] if plan.feeds else ""
+        return (Run(bank, bank, plan.affine[affine], 0, batch),)
+    route = state.route
+    if route is None:
+        if needs_route:
+            raise RouteError(
+                f"{plan.name} has the domains {', '.join(plan.domains)} and no route is set; wrap the forward in "
+                f"`with advnorm.route(model, '{plan.domains[-1]}'):` for a batch of one domain, or in "
+                f"`with advnorm.route(model, {plan.example_route}):` for a concatenated one. With gradient "
+                "checkpointing keep the backward inside the scope, or pass context_fn=advnorm.checkpoint_context(model)"
+            )
+        route = ((plan.domains[0], None),)
+    runs: list[Run] = []
+    start = 0
+    for domain, count in route:
+        index = plan.domains.index(domain)
+        stop = batch if count is None else start + count
+        by, feeds = (plan.normalized_by[index], plan.feeds[index]) if plan.feeds else ("", "")
+        run = Run(by, feeds, plan.affine[index], start, stop)
+        if runs and runs[-1][:3] == run[:3]:
+            runs[-1] = runs[-1]._replace(stop=stop)
+        elif stop > start:
+            runs.append(run)
+        start = stop
+    if start != batch:
         raise RouteError(
-            "this forward runs in another thread than the one that opened the scope, which would share its route; "
-            "give each thread its own copy of the model (copy.deepcopy), or one process per device (torchrun)"
+            f"the route {dict(route)} covers {start} samples and the batch has {batch}; "
+            "give one count per domain that sum to the batch size, in the order of the concatenation"
         )
+    return tuple(runs)
 
 
 class _Part(Protocol):
@@ -138,7 +133,12 @@ def per_part(x: Tensor, parts: Sequence[P], function: Callable[[Tensor, P], Tens
     """Apply ``function`` to each part's rows of ``x`` and put the results together again; one part needs no copy."""
     if len(parts) == 1:
         return function(x, parts[0])
-    return torch.cat([function(rows, part) for rows, part in zip(x.split([part.rows for part in parts]), parts)])
+    return joined([function(rows, part) for rows, part in zip(x.split([part.rows for part in parts]), parts)])
+
+
+def joined(pieces: Sequence[Tensor]) -> Tensor:
+    """The pieces one after the other; a single one needs no copy."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
 
 
 def in_backward() -> bool:
@@ -151,47 +151,87 @@ def routed_modules(model: nn.Module) -> dict[str, Routed]:
     return {name: module for name, module in model.named_modules() if isinstance(module, Routed)}
 
 
+def _routed(model: nn.Module) -> list[Routed]:
+    """The modules of :func:`routed_modules` in its order; a scope is opened at every step, and names cost time."""
+    found: dict[Routed, None] = {}
+    seen: set[nn.Module] = set()
+    stack = [model]
+    while stack:
+        module = stack.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        if isinstance(module, Routed):
+            found[module] = None
+        stack.extend(child for child in reversed(module._modules.values()) if child is not None)
+    return list(found)
+
+
 def domains(model: nn.Module) -> tuple[str, ...]:
     """The domains a model's routed modules know, in order; empty for a plain model."""
     return tuple(dict.fromkeys(d for module in routed_modules(model).values() for d in module.plan.domains))
 
 
 class Scope:
-    """Sets attributes of a model's routed modules on entry and restores them on exit. Scopes nest; the inner wins."""
+    """Changes fields of the routed modules' state on entry and restores them on exit. Scopes nest; the inner wins."""
 
-    def __init__(self, model: nn.Module, settings: Callable[[str, Routed], Mapping[str, Any]]) -> None:
-        modules = routed_modules(model)
+    def __init__(
+        self,
+        model: nn.Module,
+        fields: Mapping[str, Any],
+        *,
+        wanted: Sequence[str] = (),
+        delta: Mapping[str, Any] | None = None,
+    ) -> None:
+        modules = _routed(model)
         if not modules:
             raise ConfigError(
                 f"{type(model).__name__} has no routed norms; convert it with advnorm.convert_norm(model, 'dual_bn') "
                 "or build one with advnorm.create_model(..., norm='dual_bn')"
             )
-        self._targets = [(module, settings(name, module)) for name, module in modules.items()]
-        self._saved: list[tuple[Routed, dict[str, Any]]] | None = None
+        problems = [
+            f"unknown domain {domain!r}{did_you_mean(domain, allowed)}"
+            for allowed in dict.fromkeys([module.plan.domains for module in modules])
+            for domain in dict.fromkeys(wanted)
+            if domain not in allowed
+        ]
+        raise_all(problems, "bad route")
+        self._modules = modules
+        self._fields = dict(fields)
+        self._deltas = None if delta is None else [delta.get(name) for name in routed_modules(model)]
+        self._before: list[State] | None = None
 
     def __enter__(self) -> Scope:
-        if self._saved is not None:
+        if self._before is not None:
             raise RouteError("this scope is open already; make a new one with each `with`")
-        owner = None if torch.compiler.is_compiling() else threading.get_ident()
-        for module, _ in self._targets:
-            if owner is not None and module._owner not in (None, owner):
+        before = [module.state for module in self._modules]
+        fields = self._fields
+        if not torch.compiler.is_compiling():
+            owner = threading.get_ident()
+            if any(state.owner is not None and state.owner != owner for state in before):
                 raise RouteError(
                     "another thread holds a scope on this model; give each thread its own copy (copy.deepcopy)"
                 )
-        saved = []
-        for module, settings in self._targets:
-            values = {**settings, "_owner": module._owner or owner}
-            saved.append((module, {name: getattr(module, name) for name in values}))
-            for name, value in values.items():
-                setattr(module, name, value)
-        self._saved = saved
+            fields = {**fields, "owner": owner}
+        self._before = before
+        old, new = None, UNSCOPED
+        for index, (module, state) in enumerate(zip(self._modules, before)):
+            if state is not old:  # neighbours mostly share one state
+                old, new = state, state._replace(**fields)
+            _set_state(module, new if self._deltas is None else new._replace(delta=self._deltas[index]))
         return self
 
     def __exit__(self, *_: object) -> None:
-        saved, self._saved = self._saved or [], None
-        for module, values in saved:
-            for name, value in values.items():
-                setattr(module, name, value)
+        before, self._before = self._before or [], None
+        for module, state in zip(self._modules, before):
+            _set_state(module, state)
+
+
+def _set_state(module: Routed, state: State) -> None:
+    if torch.compiler.is_compiling():
+        module.state = state
+    else:
+        module.__dict__["state"] = state  # the general way of a module checks for parameters first
 
 
 def route(model: nn.Module, route: Route) -> Scope:
@@ -201,8 +241,7 @@ def route(model: nn.Module, route: Route) -> Scope:
     >>> with route(model, {"clean": 128, "adv": 128}): ...
     """
     segments = ((route, None),) if isinstance(route, str) else parse_route(route)
-    _check_domains(model, [domain for domain, _ in segments])
-    return Scope(model, lambda _name, _module: {"_route": segments, "_pair": None})
+    return Scope(model, {"route": segments, "pair": None}, wanted=[domain for domain, _ in segments])
 
 
 def parse_route(route: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
@@ -226,11 +265,10 @@ def pair(model: nn.Module, *, statistics: str, affine: str) -> Scope:
     With statistics mode ``running`` the bank that ``statistics`` feeds normalizes; with ``batch`` the batch's own
     moments normalize and feed that bank.
     """
-    _check_domains(model, [statistics, affine])
     mixtures = [name for name, module in routed_modules(model).items() if module.plan.mixture]
     if mixtures:
         raise ConfigError(f"mixture norms use all statistics banks at once and cannot be paired: {', '.join(mixtures)}")
-    return Scope(model, lambda _name, _module: {"_pair": (statistics, affine)})
+    return Scope(model, {"pair": (statistics, affine)}, wanted=[statistics, affine])
 
 
 def statistics(
@@ -260,16 +298,8 @@ def statistics(
                 "make it with advnorm.zero_perturbation(model) from the same model"
             )
     raise_all(problems, "bad statistics scope")
-    settings: dict[str, Any] = {}
-    if mode is not None:
-        settings["_mode"] = mode
-    if groups is not None:
-        settings["_groups"] = groups
-
-    def of(name: str, _module: Routed) -> dict[str, Any]:
-        return settings if perturbation is None else {**settings, "_delta": perturbation.get(name)}
-
-    return Scope(model, of)
+    given = {"mode": mode, "groups": groups}
+    return Scope(model, {name: value for name, value in given.items() if value is not None}, delta=perturbation)
 
 
 class likelihood:
@@ -284,7 +314,7 @@ class likelihood:
         if not any(module.plan.mixture for module in routed_modules(model).values()):
             raise ConfigError("the model has no mixture norm to take a likelihood from; use norm='gmm_bn'")
         self._terms: list[Tensor] = []
-        self._scope = Scope(model, lambda _name, _module: {"_collected": self._terms})
+        self._scope = Scope(model, {"collected": self._terms})
 
     def __enter__(self) -> likelihood:
         self._terms.clear()
@@ -308,23 +338,20 @@ def checkpoint_context(model: nn.Module) -> Callable[[], tuple[Scope, Scope]]:
     """
 
     def contexts() -> tuple[Scope, Scope]:
-        state = {
-            module: {name: getattr(module, name) for name in ("_route", "_pair", "_mode", "_groups", "_delta")}
-            for module in routed_modules(model).values()
-        }
-        return Scope(model, lambda _name, _module: {}), Scope(model, lambda _name, module: state[module])
+        return Scope(model, {}), Restored(model)
 
     return contexts
 
 
-def _check_domains(model: nn.Module, wanted: list[str]) -> None:
-    known: dict[tuple[str, ...], str] = {}
-    for name, module in routed_modules(model).items():
-        known.setdefault(module.plan.domains, name)
-    problems = [
-        f"unknown domain {domain!r}{did_you_mean(domain, allowed)}" + (f" (in {name})" if len(known) > 1 else "")
-        for allowed, name in known.items()
-        for domain in dict.fromkeys(wanted)
-        if domain not in allowed
-    ]
-    raise_all(problems, "bad route")
+class Restored(Scope):
+    """Scope that brings back the states of the moment at which it was made, in whichever thread enters it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, {})
+        self._states = [module.state for module in self._modules]
+
+    def __enter__(self) -> Restored:
+        self._before = [module.state for module in self._modules]
+        for module, state in zip(self._modules, self._states):
+            _set_state(module, state._replace(owner=threading.get_ident(), collected=None))
+        return self

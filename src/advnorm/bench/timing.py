@@ -1,0 +1,61 @@
+"""Timing of alternatives side by side, so that whatever else the machine does hits all of them alike."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Median seconds of one call, and the median ratio to the reference in the same round."""
+
+    seconds: float
+    ratio: float
+    spread: float
+
+
+def side_by_side(
+    functions: Mapping[str, Callable[[], object]],
+    *,
+    reference: str,
+    rounds: int,
+    device: torch.device,
+    warmup: int = 2,
+    on_round: Callable[[], object] = lambda: None,
+) -> dict[str, Timing]:
+    """Time every function once per round, in alternating order; the ratio to ``reference`` is taken within a round."""
+
+    def once(function: Callable[[], object]) -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    for function in functions.values():
+        for _ in range(warmup):
+            once(function)
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    order = list(functions)
+    for _ in range(rounds):
+        for name in order:
+            times[name].append(once(functions[name]))
+        order.reverse()
+        on_round()
+    result = {}
+    for name, values in times.items():
+        ratios = sorted(own / plain for own, plain in zip(values, times[reference]))
+        quarter = len(ratios) // 4
+        result[name] = Timing(
+            seconds=statistics.median(values),
+            ratio=statistics.median(ratios),
+            spread=ratios[-1 - quarter] - ratios[quarter],
+        )
+    return result

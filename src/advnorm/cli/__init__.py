@@ -1,0 +1,5 @@
+"""The command ``advnorm``."""
+
+from advnorm.cli.app import main
+
+__all__ = ["main"]

@@ -1,0 +1,118 @@
+"""Verbs of the command line; each imports what it needs, so that help is instant."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from advnorm._core.errors import AdvnormError
+
+app = typer.Typer(
+    name="advnorm",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    help="Adversarial training in which normalization is the subject.",
+)
+bench = typer.Typer(no_args_is_help=True, help="Measure what things cost, against a plain reference in the same run.")
+app.add_typer(bench, name="bench")
+console = Console()
+
+
+class Kind(StrEnum):
+    """What `advnorm ls` can list."""
+
+    norms = "norms"
+    models = "models"
+
+
+@app.callback(invoke_without_command=True)
+def version(show: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False) -> None:
+    if show:
+        from advnorm import __version__
+
+        console.print(f"advnorm {__version__}")
+        raise typer.Exit
+
+
+@app.command("ls")
+def list_things(
+    kind: Annotated[Kind, typer.Argument(help="What to list.")],
+    pattern: Annotated[str, typer.Argument(help="Shell pattern, for example 'dual_*'.")] = "*",
+) -> None:
+    """List norms or models by name.
+
+    Examples: `advnorm ls norms`, `advnorm ls models 'resnet*'`
+    """
+    from advnorm.cli import listing
+
+    console.print(listing.norms(pattern) if kind is Kind.norms else listing.models(pattern))
+
+
+@app.command()
+def demo(
+    norm: Annotated[str, typer.Option(help="The norm to convert to; see `advnorm ls norms`.")] = "dual_bn",
+    seed: Annotated[int, typer.Option(help="Seed of the weights and the noise.")] = 0,
+) -> None:
+    """Convert a network trained here on real digits, route a batch, and show what each branch does.
+
+    Example: `advnorm demo --norm cross_bn`
+    """
+    from advnorm.cli.demo import run
+
+    run(console, norm=norm, seed=seed)
+
+
+@bench.command("norms")
+def bench_norms(
+    norms: Annotated[list[str] | None, typer.Argument(help="Norms to measure.")] = None,
+    model: Annotated[str, typer.Option(help="Network; see `advnorm ls models`.")] = "resnet18",
+    batch_size: Annotated[int | None, typer.Option(help="Default: 32 on the CPU, 512 on a GPU.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
+    precision: Annotated[str, typer.Option(help="float32, tf32 or bf16 (autocast).")] = "float32",
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile every network, the plain one too.")] = False,
+    rounds: Annotated[int | None, typer.Option(help="Repetitions; the median counts.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Also write the record here.")] = None,
+) -> None:
+    """Routed networks against the plain one: evaluation, and training on a concatenated batch.
+
+    Examples: `advnorm bench norms`, `advnorm bench norms dual_bn cross_bn gmm_bn --precision bf16 --json norms.json`
+    """
+    from rich.progress import Progress
+
+    from advnorm.bench.norms import bench_norms as measure
+    from advnorm.cli import listing
+
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("measuring", total=None)
+        result = measure(
+            norms or ("bn", "dual_bn"),
+            model=model,
+            batch_size=batch_size,
+            device=device,
+            precision=precision,  # pyright: ignore[reportArgumentType]  # checked there, with a hint
+            compiled=compiled,
+            rounds=rounds,
+            on_round=lambda: progress.advance(task),
+        )
+    console.print(listing.norm_benchmark(result))
+    if json is not None:
+        from advnorm._core.records import write_json
+
+        write_json(json, result.record())
+        console.print(f"record: {json}")
+
+
+def main() -> None:
+    """Run the command; an error meant for the user is one red line, not a traceback."""
+    try:
+        app()
+    except AdvnormError as error:
+        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        sys.exit(2)

@@ -1,0 +1,59 @@
+"""Tables for the terminal."""
+
+from __future__ import annotations
+
+import torch
+from rich.table import Table
+
+from advnorm._core.errors import ConfigError
+from advnorm.bench.norms import LIMITS, NormBenchmark
+from advnorm.models import create_model, list_models
+from advnorm.norms import NORMS
+
+
+def norms(pattern: str) -> Table:
+    """Every norm with its banks and where it comes from."""
+    table = Table("norm", "what it is", "domains", "paper", title="norms", title_justify="left")
+    for name in _matching(NORMS.names(pattern), pattern, "norm"):
+        recipe = NORMS.get(name)
+        table.add_row(name, recipe.summary, ", ".join(recipe.domains or ("any list",)), recipe.paper)
+    return table
+
+
+def models(pattern: str) -> Table:
+    """Every model with its number of parameters."""
+    table = Table("model", title="models", title_justify="left")
+    table.add_column("parameters", justify="right")
+    for name in _matching(list_models(pattern), pattern, "model"):
+        classes = 1000 if name.startswith("imagenet_") else 10
+        with torch.device("meta"):
+            model = create_model(name, num_classes=classes)
+        table.add_row(name, f"{sum(p.numel() for p in model.parameters()):,}")
+    table.caption = "10 classes; imagenet_*: 1000"
+    return table
+
+
+def norm_benchmark(result: NormBenchmark) -> Table:
+    """Milliseconds and ratios to the plain network."""
+    table = Table(title=f"{result.model}, batch {result.batch_size}, {result.device}", title_justify="left")
+    table.add_column("norm")
+    for phase in ("eval", "train"):
+        table.add_column(f"{phase} ms", justify="right")
+        table.add_column("ratio", justify="right")
+    for norm, phases in result.rows.items():
+        cells = []
+        for timing in phases.values():
+            cells += [f"{1000 * timing.seconds:.1f}", f"{timing.ratio:.3f} ± {timing.spread / 2:.3f}"]
+        table.add_row(norm, *cells)
+    table.caption = (
+        f"{result.precision}{', compiled' if result.compiled else ''}; median of {result.rounds} rounds; ± half the "
+        f"interquartile range; promised of dual_bn: eval {LIMITS['eval']:.2f}, train {LIMITS['train']:.2f}"
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def _matching(names: list[str], pattern: str, kind: str) -> list[str]:
+    if not names:
+        raise ConfigError(f"no {kind} matches {pattern!r}; quote shell patterns, for example '*bn*'")
+    return names
