@@ -1,0 +1,101 @@
+"""Imports go down only: the order of the layers is that of the architecture."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import advnorm
+
+PACKAGE = Path(advnorm.__file__).parent
+
+# From the bottom up. A module may import its own layer and those below.
+LAYERS = [
+    "_core",
+    "threat",
+    "norms",
+    "surgery",
+    "models",
+    "data",
+    "attacks",
+    "objectives",
+    "engine",
+    "analysis",
+    "studies",
+    "report",
+    "bench",
+    "cli",
+]
+TOP = {"__init__", "__main__"}  # the public names and the command: above everything
+CORE_MAY_USE = {"torch", "advnorm"}
+# `report` is read where no torch is installed.
+FREE_OF_TORCH = {"report"}
+
+
+def layer_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_modules(source: str) -> set[str]:
+    """Absolute names of everything that a source imports, wherever the statement stands."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute, so that a layer can be read off them"
+            found.add(node.module or "")
+            if node.module == "advnorm":
+                found |= {f"advnorm.{alias.name}" for alias in node.names}
+    return found
+
+
+def upward_edges(layer: str, imports: set[str]) -> list[str]:
+    """Imports of a layer above ``layer``."""
+    edges = []
+    for name in imports:
+        parts = name.split(".")
+        if parts[0] != "advnorm" or len(parts) < 2 or parts[1] not in LAYERS:
+            continue
+        if LAYERS.index(parts[1]) > LAYERS.index(layer):
+            edges.append(name)
+    return edges
+
+
+SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if layer_of(path) not in TOP)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_down_only(path):
+    layer = layer_of(path)
+    assert layer in LAYERS, f"{layer} has no place among the layers; add it where it belongs"
+    imports = imported_modules(path.read_text())
+    assert upward_edges(layer, imports) == []
+    if layer != "cli":  # a verb may look up the version
+        assert "advnorm" not in imports, "import from the module that defines a name, not from the package"
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if layer_of(p) == "_core"], ids=lambda path: path.name)
+def test_the_core_uses_torch_and_the_standard_library_only(path):
+    import sys
+
+    roots = {name.split(".")[0] for name in imported_modules(path.read_text())}
+    assert roots - set(sys.stdlib_module_names) <= CORE_MAY_USE
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if layer_of(p) in FREE_OF_TORCH], ids=lambda path: path.name)
+def test_reports_are_made_without_torch(path):
+    assert not {name for name in imported_modules(path.read_text()) if name.split(".")[0] == "torch"}
+
+
+def test_an_upward_edge_is_found():
+    source = "from advnorm.models import create_model\nimport advnorm.cli\nfrom advnorm import engine"
+    assert sorted(upward_edges("norms", imported_modules(source))) == [
+        "advnorm.cli",
+        "advnorm.engine",
+        "advnorm.models",
+    ]
+
+
+def test_there_is_no_drawer_for_odds_and_ends():
+    assert not [path for path in PACKAGE.rglob("*.py") if path.stem in {"utils", "util", "helpers", "misc", "common"}]
