@@ -13,8 +13,7 @@ from advnorm._core.modes import evaluating
 from advnorm.norms import functional
 from advnorm.norms.plan import Plan
 from advnorm.norms.routed import RoutedNorm
-from advnorm.norms.routing import pair, routed_modules
-from advnorm.norms.routing import statistics as statistics_scope
+from advnorm.norms.routing import Scope, pair, routed_modules
 
 Data = Tensor | Iterable[Any]
 
@@ -37,12 +36,13 @@ def recalibrate(
     }
     if not norms:
         raise ConfigError("the model has no batch-fed routed norm; convert it with advnorm.convert_norm(model, 'bn')")
-    plan = next(iter(norms.values())).plan
     if route is None:
-        if plan.routed:
-            raise ConfigError(f"say under which affine bank: route= one of {', '.join(plan.domains)}")
-        route = plan.domains[0]
-    scope = pair(model, statistics=into or route, affine=route)
+        routed = next((norm.plan for norm in norms.values() if norm.plan.routed), None)
+        if routed is not None:
+            raise ConfigError(f"say under which affine bank: route= one of {', '.join(routed.domains)}")
+        route = next(iter(norms.values())).plan.domains[0]
+    chosen = pair(model, statistics=into or route, affine=route)
+    plainly = Scope(model, {"mode": "batch_frozen", "groups": 1, "delta": None, "collected": None})
     untracked = [name for name, norm in norms.items() if not norm.track_running_stats]
     if untracked:
         raise ConfigError(f"these norms keep no running statistics: {', '.join(untracked)}")
@@ -64,11 +64,7 @@ def recalibrate(
     device = next((t.device for t in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
     samples = 0
     try:
-        with (
-            evaluating(model),
-            scope,
-            statistics_scope(model, mode="batch_frozen", groups=1),
-        ):
+        with evaluating(model), chosen, plainly:
             for images in _batches(data, batch_size):
                 samples += len(images)
                 model(images.to(device))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Literal
 
 from advnorm._core.errors import ConfigError, did_you_mean, raise_all
@@ -33,6 +32,12 @@ class Plan:
     mixture: bool = False
     other_gradient: bool = False
 
+    #: Names of the banks, in order of first use.
+    statistics_banks: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    affine_banks: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    #: Whether two domains are treated differently, so that a forward must know where its samples come from.
+    routed: bool = field(init=False, repr=False, compare=False)
+
     def __post_init__(self) -> None:
         problems = []
         if not self.domains:
@@ -43,35 +48,27 @@ class Plan:
         if len(set(self.domains)) != len(self.domains):
             problems.append(f"every domain needs a name of its own, got {list(self.domains)}")
         width = len(self.domains)
-        for field in ("normalized_by", "feeds") if self.statistics == "batch" else ():
-            if len(getattr(self, field)) != width:
-                problems.append(f"{field} needs one bank per domain ({width}), got {len(getattr(self, field))}")
+        for name in ("normalized_by", "feeds") if self.statistics == "batch" else ():
+            if len(getattr(self, name)) != width:
+                problems.append(f"{name} needs one bank per domain ({width}), got {len(getattr(self, name))}")
         if len(self.affine) != width:
             problems.append(f"affine needs one bank per domain ({width}), got {len(self.affine)}")
         unfed = sorted(set(self.normalized_by) - set(self.feeds))
         if unfed:
             problems.append(f"statistics banks {unfed} normalize but nothing feeds them")
         raise_all(problems, f"bad plan {self.name!r}")
+        derived = {
+            "statistics_banks": tuple(dict.fromkeys(self.feeds)),
+            "affine_banks": tuple(dict.fromkeys(self.affine)),
+            "routed": any(len(set(banks)) > 1 for banks in (self.normalized_by, self.feeds, self.affine)),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
-    @cached_property
-    def statistics_banks(self) -> tuple[str, ...]:
-        """Names of the statistics banks, in order of first use."""
-        return tuple(dict.fromkeys(self.feeds))
-
-    @cached_property
-    def affine_banks(self) -> tuple[str, ...]:
-        """Names of the affine banks, in order of first use."""
-        return tuple(dict.fromkeys(self.affine))
-
-    @cached_property
+    @property
     def example_route(self) -> str:
         """A route over all domains, as one would type it, for messages."""
         return "{" + ", ".join(f"'{domain}': n{index}" for index, domain in enumerate(self.domains)) + "}"
-
-    @cached_property
-    def routed(self) -> bool:
-        """Whether two domains are treated differently, so that a forward must know where its samples come from."""
-        return any(len(set(banks)) > 1 for banks in (self.normalized_by, self.feeds, self.affine))
 
     def index(self, domain: str) -> int:
         """Position of ``domain``, or an error that suggests the nearest name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from advnorm._core.distributed import ProcessGroup, all_gather_rows, world_size
 from advnorm._core.errors import ConfigError, RouteError
 from advnorm.norms import functional
 from advnorm.norms.plan import Plan
-from advnorm.norms.routing import Mode, Routed, Run, in_backward, joined, per_part
+from advnorm.norms.routing import Mode, Routed, Run, joined, per_part
 
 #: Mean and variance, ``(groups, channels)``, by statistics bank; and with the number of values, ``(groups, 1)``.
 Moments = dict[str, tuple[Tensor, Tensor]]
@@ -137,8 +138,9 @@ class RoutedNorm(Routed):
                 return per_part(x, runs, self._native_running)
             spans = _spans(runs)
             if spans and self._native():
-                feed = self._feeds(mode)
-                return per_part(x, spans, lambda part, span: self._native_batch(part, span, feed))
+                for span in spans:
+                    self._check_count(span.rows, x, span.feeds)
+                return per_part(x, spans, self._native_batch if mode == "batch" else self._native_frozen)
         parts = x.split([run.rows for run in runs])
         moments = self._stored(runs) if mode == "running" else self._moments(parts, runs, mode)
         if plan.mixture:
@@ -173,6 +175,8 @@ class RoutedNorm(Routed):
     def _native_running(self, x: Tensor, run: Run) -> Tensor:
         mean, var, _ = self.statistics_bank(run.normalized_by)
         weight, bias = self.affine_bank(run.affine)
+        if torch.is_grad_enabled():  # the kernel's backward reads them as they are by then, whatever was fed meanwhile
+            mean, var = mean.clone(), var.clone()
         return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, self.eps, torch.backends.cudnn.enabled)
 
     def _native(self) -> bool:
@@ -182,14 +186,22 @@ class RoutedNorm(Routed):
             and not (self.momentum is None and torch.compiler.is_compiling())  # its factor is a tensor there
         )
 
-    def _native_batch(self, x: Tensor, span: Span, feed: bool) -> Tensor:
-        self._check_count(x, span.feeds)
-        mean, var, _ = self.statistics_bank(span.feeds) if feed else (None, None, None)
-        factor = self._next_factor(span.feeds) if feed else 0.0
+    def _native_batch(self, x: Tensor, span: Span) -> Tensor:
+        if not self.track_running_stats:
+            return self._native_frozen(x, span)
+        mean, var, _ = self.statistics_bank(span.feeds)
+        if self.recomputing():  # feeds copies, so that the kernel saves as many tensors as the first time
+            return self._native_frozen(x, span, mean.clone(), var.clone())
+        return self._native_frozen(x, span, mean, var, self._next_factor(span.feeds))
+
+    def _native_frozen(
+        self, x: Tensor, span: Span, mean: Tensor | None = None, var: Tensor | None = None, factor: float = 0.0
+    ) -> Tensor:
+        cudnn = torch.backends.cudnn.enabled
         if len(span.runs) == 1:
             weight, bias = self.affine_bank(span.runs[0].affine)
-            return torch.batch_norm(x, weight, bias, mean, var, True, factor, self.eps, torch.backends.cudnn.enabled)
-        normalized = torch.batch_norm(x, None, None, mean, var, True, factor, self.eps, torch.backends.cudnn.enabled)
+            return torch.batch_norm(x, weight, bias, mean, var, True, factor, self.eps, cudnn)
+        normalized = torch.batch_norm(x, None, None, mean, var, True, factor, self.eps, cudnn)
         weight_N, bias_N = self._affine_rows(span.runs, x.dim())
         if weight_N is None:
             return normalized
@@ -213,7 +225,7 @@ class RoutedNorm(Routed):
     def _stored(self, runs: Sequence[Run]) -> Moments:
         banks = self.plan.statistics_banks if self.plan.mixture else {run.normalized_by for run in runs}
         stored = {bank: self.statistics_bank(bank) for bank in banks}
-        return {bank: (mean[None], var[None]) for bank, (mean, var, _) in stored.items()}
+        return {bank: (mean[None].clone(), var[None].clone()) for bank, (mean, var, _) in stored.items()}
 
     def _moments(self, parts: Sequence[Tensor], runs: Sequence[Run], mode: Mode) -> Moments:
         """Moments of the samples that feed each bank, ``(groups, channels)`` each; feeds the bank in mode ``batch``."""
@@ -233,7 +245,7 @@ class RoutedNorm(Routed):
                 x_GNC = own[0] if len(own) == 1 else torch.cat(own, 1)
                 count = x_GNC[0].numel() // self.shape[0]
                 if not synchronized:
-                    self._check_count(x_GNC[0], bank)
+                    self._check_count(x_GNC.shape[1], x_GNC[0], bank)
                 mean, var = functional.moments(x_GNC)
                 local[bank] = mean, var, mean.new_full((groups, 1), count)
             elif synchronized:
@@ -241,7 +253,7 @@ class RoutedNorm(Routed):
                 local[bank] = zero, zero, zero[:, :1]
         if synchronized:
             local = self._pool_over_ranks(local)
-        if self._feeds(mode):
+        if mode == "batch" and self.track_running_stats and not self.recomputing():
             for bank, (mean, var, count) in local.items():
                 self._feed(bank, *functional.pool_moments(mean.detach(), var.detach(), count))
         return {bank: (mean, var) for bank, (mean, var, _) in local.items()}
@@ -269,18 +281,17 @@ class RoutedNorm(Routed):
                 "statistics: `with advnorm.statistics(model, mode='running'):`"
             )
 
-    def _effective(self, bank: str, moments: Moments) -> tuple[Tensor, Tensor]:
+    def _effective(self, bank: str, moments: Moments, *, constant: bool = False) -> tuple[Tensor, Tensor]:
         """Mean and inverse standard deviation of a bank, perturbed where the scope says so (paper B, eq. 3)."""
-        mean, var = moments[bank]
+        mean, var = (value.detach() for value in moments[bank]) if constant else moments[bank]
         invstd = (var + self.eps).rsqrt()
         if self.state.delta is not None and bank in self.state.delta:
             return functional.perturb_moments(mean, invstd, *self.state.delta[bank])
         return mean, invstd
 
     def _given(self, x: Tensor, run: Run, moments: Moments) -> Tensor:
-        mean, invstd = self._effective(run.normalized_by, moments)
-        if run.normalized_by != run.feeds and not self.plan.other_gradient:
-            mean, invstd = mean.detach(), invstd.detach()
+        own = run.normalized_by == run.feeds
+        mean, invstd = self._effective(run.normalized_by, moments, constant=not (own or self.plan.other_gradient))
         z = functional.standardize(functional.grouped(x, mean.shape[0]), mean, invstd)
         return self._scaled(z.flatten(0, 1), run, x.dtype)
 
@@ -293,8 +304,8 @@ class RoutedNorm(Routed):
             x_GNC = functional.grouped(x, mean_KGC.shape[1])
             z, log_posterior = functional.mixture_standardize(x_GNC, mean_KGC, invstd_KGC)
             outputs.append(self._scaled(z.flatten(0, 1), run, x.dtype))
-            likelihoods.append(-log_posterior[banks.index(run.feeds)].flatten(0, 1).flatten(1).sum(1))
-        if self.state.collected is not None:
+            likelihoods.append(-log_posterior[banks.index(run.feeds)].reshape(run.rows, -1).sum(1))
+        if self.state.collected is not None and not self.recomputing():
             if self.state.route is None:
                 raise RouteError("the likelihood needs to know each sample's domain; set a route around the forward")
             self.state.collected.append(joined(likelihoods))
@@ -314,17 +325,11 @@ class RoutedNorm(Routed):
     def _synchronized(self) -> bool:
         return self.sync and world_size(self.process_group) > 1
 
-    def _feeds(self, mode: Mode) -> bool:
-        if mode != "batch" or not self.track_running_stats:
-            return False
-        # A forward inside a backward is a recomputation by gradient checkpointing: its batch was counted already.
-        return torch.compiler.is_compiling() or not in_backward()
-
-    def _check_count(self, x_NC: Tensor, bank: str) -> None:
-        if x_NC.numel() // self.shape[0] <= 1:
+    def _check_count(self, rows: int, x: Tensor, bank: str) -> None:
+        if rows * math.prod(x.shape[2:]) <= 1:
             raise RouteError(
                 f"batch statistics need more than one value per channel, and the bank {bank!r} gets one from input of "
-                f"shape {tuple(x_NC.shape)}; give each domain at least two samples (drop_last=True in the loader), or "
+                f"shape {tuple(x.shape)}; give each domain at least two samples (drop_last=True in the loader), or "
                 "use stored statistics: `with advnorm.statistics(model, mode='running'):`"
             )
 
@@ -334,7 +339,7 @@ class RoutedNorm(Routed):
         count.add_(1)
         if self.momentum is not None:
             return self.momentum
-        return 1.0 / count if torch.compiler.is_compiling() else 1.0 / float(count)
+        return 1.0 / count.double() if torch.compiler.is_compiling() else 1.0 / float(count)
 
     @torch.no_grad()
     def _feed(self, bank: str, mean: Tensor, var: Tensor, count: Tensor) -> None:

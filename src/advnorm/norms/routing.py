@@ -45,6 +45,7 @@ class State(NamedTuple):
     groups: int = 1
     delta: Mapping[str, tuple[Tensor, Tensor]] | None = None  # by statistics bank: of the mean, of the std
     collected: list[Tensor] | None = None  # receives the negative log-likelihoods of a mixture norm
+    recomputing: bool = False  # the forward repeats an earlier one, whose samples were counted then
     owner: int | None = None  # the thread that holds the scope
 
 
@@ -67,6 +68,10 @@ class Routed(nn.Module):
         # A copy or a pickle made inside a scope starts outside of it.
         return {**self.__dict__, "state": UNSCOPED, "_last": (None, ())}
 
+    def recomputing(self) -> bool:
+        """Whether this forward is gradient checkpointing's repetition of an earlier one."""
+        return self.state.recomputing or (not torch.compiler.is_compiling() and in_backward())
+
     def runs(self, batch: int, *, needs_route: bool) -> tuple[Run, ...]:
         """Cut a batch into runs by the route in force; neighbours that are treated alike become one run."""
         state = self.state
@@ -77,7 +82,7 @@ class Routed(nn.Module):
                 "this forward runs in another thread than the one that opened the scope, which would share its route; "
                 "give each thread its own copy of the model (copy.deepcopy), or one process per device (torchrun)"
             )
-        key = (state.route, state.pair, batch, needs_route)
+        key = (state.route, state.pair, state.groups, batch, needs_route)
         if self._last[0] != key:
             self._last = (key, cut(self.plan, state, batch, needs_route))
         return self._last[1]
@@ -108,7 +113,7 @@ def cut(plan: Plan, state: State, batch: int, needs_route: bool) -> tuple[Run, .
         stop = batch if count is None else start + count
         by, feeds = (plan.normalized_by[index], plan.feeds[index]) if plan.feeds else ("", "")
         run = Run(by, feeds, plan.affine[index], start, stop)
-        if runs and runs[-1][:3] == run[:3]:
+        if runs and runs[-1][:3] == run[:3] and state.groups == 1:  # a group is the n-th of every domain's samples
             runs[-1] = runs[-1]._replace(stop=stop)
         elif stop > start:
             runs.append(run)
@@ -289,17 +294,30 @@ def statistics(
         problems.append(f"unknown statistics mode {mode!r}{did_you_mean(mode, MODES)}")
     if groups is not None and (isinstance(groups, bool) or not isinstance(groups, int) or groups < 1):
         problems.append(f"groups must be an integer of at least 1, got {groups!r}")
-    names = routed_modules(model)
     if perturbation is not None:
-        strangers = [name for name in perturbation if name not in names]
-        if strangers:
-            problems.append(
-                f"the perturbation names norms that the model does not have: {', '.join(strangers)}; "
-                "make it with advnorm.zero_perturbation(model) from the same model"
-            )
+        problems += _perturbation_problems(routed_modules(model), perturbation)
     raise_all(problems, "bad statistics scope")
     given = {"mode": mode, "groups": groups}
     return Scope(model, {name: value for name, value in given.items() if value is not None}, delta=perturbation)
+
+
+def _perturbation_problems(norms: Mapping[str, Routed], perturbation: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    problems = []
+    for name, banks in perturbation.items():
+        if name not in norms:
+            problems.append(f"the perturbation names a norm that the model does not have: {name!r}")
+            continue
+        known = norms[name].plan.statistics_banks
+        width = getattr(norms[name], "num_features", None)
+        for bank, deltas in banks.items():
+            if bank not in known:
+                problems.append(f"unknown statistics bank {bank!r} of {name!r}{did_you_mean(bank, known)}")
+            elif any(delta.shape[-1:] != (width,) for delta in deltas):
+                shapes = [tuple(delta.shape) for delta in deltas]
+                problems.append(f"the deltas of bank {bank!r} of {name!r} need {width} channels, got shapes {shapes}")
+    if problems:
+        problems.append("make it with advnorm.zero_perturbation(model) from the same model")
+    return problems
 
 
 class likelihood:
@@ -317,8 +335,8 @@ class likelihood:
         self._scope = Scope(model, {"collected": self._terms})
 
     def __enter__(self) -> likelihood:
-        self._terms.clear()
         self._scope.__enter__()
+        self._terms.clear()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -344,7 +362,7 @@ def checkpoint_context(model: nn.Module) -> Callable[[], tuple[Scope, Scope]]:
 
 
 class Restored(Scope):
-    """Scope that brings back the states of the moment at which it was made, in whichever thread enters it."""
+    """Scope that repeats under the states of the moment at which it was made, in whichever thread enters it."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, {})
@@ -353,5 +371,5 @@ class Restored(Scope):
     def __enter__(self) -> Restored:
         self._before = [module.state for module in self._modules]
         for module, state in zip(self._modules, self._states):
-            _set_state(module, state._replace(owner=threading.get_ident(), collected=None))
+            _set_state(module, state._replace(owner=threading.get_ident(), recomputing=True))
         return self
