@@ -1,5 +1,6 @@
 """Adversarial training in which normalization is the subject."""
 
+from advnorm import attacks
 from advnorm._core.errors import AdvnormError, ConfigError, RouteError, SurgeryError
 from advnorm.models import create_model, list_models
 from advnorm.norms import (
@@ -16,6 +17,7 @@ from advnorm.norms import (
     zero_perturbation,
 )
 from advnorm.surgery import SurgeryReport, convert_head, convert_norm, strip
+from advnorm.threat import ThreatModel
 
 __version__ = "0.1.0"
 
@@ -26,6 +28,8 @@ __all__ = [
     "RouteError",
     "SurgeryError",
     "SurgeryReport",
+    "ThreatModel",
+    "attacks",
     "checkpoint_context",
     "convert_head",
     "convert_norm",

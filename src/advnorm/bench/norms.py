@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
+import torch._dynamo
 import torch.nn.functional as F
 from torch import nn
 
@@ -63,8 +64,8 @@ def bench_norms(
     """
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     on_gpu = where.type == "cuda"
-    batch_size = batch_size or (512 if on_gpu else 32)
-    rounds = rounds or (40 if on_gpu else 9)
+    batch_size = (512 if on_gpu else 32) if batch_size is None else batch_size
+    rounds = (40 if on_gpu else 9) if rounds is None else rounds
     problems = [f"unknown norm {n!r}{did_you_mean(n, list_norms())}" for n in norms if n not in list_norms()]
     problems += [f"{n} needs domains and is not measured here" for n in norms if n == "multi_bn"]
     if model not in list_models():
@@ -89,7 +90,8 @@ def bench_norms(
         for norm in (PLAIN, *norms):
             evaluate[norm], train[norm] = _phases(norm, model, images, labels, precision, compiled)
         run = {"reference": PLAIN, "rounds": rounds, "device": where, "on_round": on_round}
-        timings = {"eval": side_by_side(evaluate, **run), "train": side_by_side(train, **run)}
+        with torch._dynamo.config.patch(recompile_limit=64):  # all networks share one forward
+            timings = {"eval": side_by_side(evaluate, **run), "train": side_by_side(train, **run)}
     finally:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = allow_tf32
     return NormBenchmark(
@@ -115,7 +117,7 @@ def _phases(
         network = strip(network)
     network = network.to(images.device)
     if images.is_cuda:
-        network = network.to(memory_format=torch.channels_last)
+        network = network.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     names = domains(network)
     share = [len(part) for part in labels.tensor_split(len(names) or 1)]
     forward = torch.compile(network, dynamic=False) if compiled else network

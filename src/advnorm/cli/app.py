@@ -58,6 +58,7 @@ def list_things(
 @app.command()
 def demo(
     norm: Annotated[str, typer.Option(help="The norm to convert to; see `advnorm ls norms`.")] = "dual_bn",
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs of each of the two trainings.")] = 8,
     seed: Annotated[int, typer.Option(help="Seed of the weights and the noise.")] = 0,
 ) -> None:
     """Convert a network trained here on real digits, route a batch, and show what each branch does.
@@ -66,7 +67,7 @@ def demo(
     """
     from advnorm.cli.demo import run
 
-    run(console, norm=norm, seed=seed)
+    run(console, norm=norm, epochs=epochs, seed=seed)
 
 
 @bench.command("norms")

@@ -1,0 +1,82 @@
+"""The command line: what it prints, what it refuses, and its exit status."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from advnorm import __version__, list_models, list_norms
+from advnorm._core.errors import AdvnormError
+from advnorm.cli.app import app
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+
+
+def test_ls_norms_lists_every_norm():
+    out = invoke("ls", "norms")
+    assert out.exit_code == 0
+    assert [name for name in list_norms() if name not in out.output] == []
+
+
+def test_ls_models_lists_parameters_and_takes_a_pattern():
+    out = invoke("ls", "models", "*resnet18")
+    assert "11,173,962" in out.output and "11,171,146" in out.output and "11,689,512" in out.output
+    assert [name for name in list_models("*resnet18") if name not in out.output] == []
+    assert "vgg11" not in out.output
+
+
+def test_demo_reports_every_branch():
+    out = invoke("demo", "--norm", "dual_affine_gn", "--epochs", "1")
+    assert out.exit_code == 0, out.output
+    assert "dual_affine_gn: 3 replaced" in out.output
+    assert "bit for bit the same" in out.output
+    rows = {line.split()[1]: line for line in out.output.splitlines() if line.startswith("│")}
+    assert set(rows) >= {"clean", "adv"}
+
+
+def test_bench_norms_prints_ratios_and_writes_a_record(tmp_path):
+    record = tmp_path / "deep" / "norms.json"
+    out = invoke(
+        "bench", "norms", "dual_bn", "none", "--model", "small_cnn", "--batch-size", "8", "--rounds", "2",
+        "--device", "cpu", "--json", str(record),
+    )  # fmt: skip
+    assert out.exit_code == 0, out.output
+    data = json.loads(record.read_text())
+    assert set(data["rows"]) == {"plain nn.BatchNorm2d", "dual_bn", "none"}
+    assert data["rows"]["plain nn.BatchNorm2d"]["eval"]["ratio"] == 1.0
+    assert data["rows"]["dual_bn"]["train"]["seconds"] > 0
+    assert {"device", "torch", "rounds", "batch_size", "precision", "threads"} <= set(data)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("bench", "norms", "dualbn"), "did you mean 'dual_bn'"),
+        (("bench", "norms", "--model", "resnet81"), "did you mean 'resnet18'"),
+        (("bench", "norms", "--precision", "fp8"), "unknown precision 'fp8'"),
+        (("bench", "norms", "--rounds", "-1"), "rounds at least 1"),
+        (("demo", "--norm", "cross_gn"), "did you mean 'cross_bn'"),
+        (("ls", "norms", "x*"), "no norm matches 'x*'"),
+    ],
+)
+def test_a_wrong_argument_is_explained(arguments, message):
+    out = invoke(*arguments)
+    assert isinstance(out.exception, AdvnormError)
+    assert message in str(out.exception)
+
+
+def test_an_error_is_one_line_and_exit_status_2():
+    out = subprocess.run(
+        [sys.executable, "-m", "advnorm", "bench", "norms", "dualbn"], capture_output=True, text=True, check=False
+    )
+    assert out.returncode == 2
+    assert out.stderr.strip() == "error: bad benchmark: unknown norm 'dualbn', did you mean 'dual_bn'?"
+    assert out.stdout == ""
+
+
+def test_version():
+    assert invoke("--version").output.strip() == f"advnorm {__version__}"
