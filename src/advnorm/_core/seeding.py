@@ -1,0 +1,113 @@
+"""Random numbers that belong to an image: the same whatever the batch, its order, the device and the world size.
+
+Every number is a hash of (seed, tags, image index, draw, position), so there is no state to share, save or restore, and
+torch's global generators are never touched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from advnorm._core.errors import ConfigError
+
+_WORD = 0xFFFFFFFF
+_INITIAL = (0x243F6A88, 0x85A308D3)  # the first digits of pi: nothing up the sleeve
+_ODD = 0x9E3779B9
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Bijection of 32-bit words held in int64: xorshift, multiply, as in C. Wellons' hash prospector (bias 0.107).
+
+    Both multipliers are below 2**31, so that no product overflows int64 and every device computes the same bits.
+    """
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _WORD
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & _WORD
+    return x ^ (x >> 15)
+
+
+def _words(tag: int | str | Tensor) -> tuple[int | Tensor, int | Tensor]:
+    """Two 32-bit words of a tag: the low and high half of an integer, or of the hash of a string."""
+    if isinstance(tag, str):
+        tag = int.from_bytes(hashlib.blake2b(tag.encode(), digest_size=8).digest(), "little")
+    return tag & _WORD, (tag >> 32) & _WORD
+
+
+class ImageNoise:
+    """Independent random numbers for each of N images, told apart by ``index``: an image's place in its data set.
+
+    >>> noise = ImageNoise(seed=0, index=torch.arange(10))
+    >>> start = noise.fold("restart").fold(3).uniform((3, 32, 32), draw=0)
+    """
+
+    def __init__(self, seed: int, index: Tensor) -> None:
+        if index.dim() != 1 or index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
+            raise ConfigError(
+                f"index gives one integer per image, got {index.dtype} of shape {tuple(index.shape)}; "
+                "use torch.arange(len(x)), or each image's place in its data set"
+            )
+        index = index.long()
+        key = torch.full_like(index, _INITIAL[0]), torch.full_like(index, _INITIAL[1])
+        self._key = _fold(_fold(key, seed), index)
+
+    @classmethod
+    def _of(cls, key: tuple[Tensor, Tensor]) -> ImageNoise:
+        noise = cls.__new__(cls)
+        noise._key = key
+        return noise
+
+    def __len__(self) -> int:
+        return len(self._key[0])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the numbers are made."""
+        return self._key[0].device
+
+    def fold(self, tag: int | str | Tensor) -> ImageNoise:
+        """An independent stream, for example per attack or restart; a tensor gives one tag to all or one per image."""
+        return self._of(_fold(self._key, tag))
+
+    def select(self, which: Tensor) -> ImageNoise:
+        """The noise of some of the images, by mask or by position; each keeps its own."""
+        return self._of((self._key[0][which], self._key[1][which]))
+
+    def bits(self, shape: Sequence[int], draw: int | str = 0) -> Tensor:
+        """Uniform 32-bit words, ``(N, *shape)``, as int64."""
+        low_N, high_N = _fold(self._key, draw)
+        counter = torch.arange(math.prod(shape), device=low_N.device)
+        words = _mix(_mix((counter + low_N[:, None]) & _WORD) ^ high_N[:, None])
+        return words.reshape(len(self), *shape)
+
+    def uniform(self, shape: Sequence[int], draw: int | str = 0) -> Tensor:
+        """Float32 in [0, 1), multiples of 2**-24."""
+        return (self.bits(shape, draw) >> 8).float() * 2.0**-24
+
+    def normal(self, shape: Sequence[int], draw: int | str = 0) -> Tensor:
+        """Standard normal, float32: Box and Muller's transform in float64, rounded once at the end."""
+        radius, angle = self.bits((2, *shape), draw).double().unbind(1)
+        radius = (-2 * ((radius + 0.5) * 2.0**-32).log()).sqrt()
+        return (radius * (angle * (2 * math.pi * 2.0**-32)).cos()).float()
+
+    def integers(self, high: int, shape: Sequence[int] = (), draw: int | str = 0) -> Tensor:
+        """Int64 in [0, high), for high up to 2**31 (Lemire's multiply and shift; bias below high / 2**32)."""
+        if not 1 <= high <= 2**31:
+            raise ConfigError(f"high must be between 1 and 2**31, got {high}")
+        return (self.bits(shape, draw) * high) >> 32
+
+    def signs(self, shape: Sequence[int], draw: int | str = 0) -> Tensor:
+        """Float32, -1 or 1 with equal chance."""
+        return ((self.bits(shape, draw) >> 31) * 2 - 1).float()
+
+
+def _fold(key: tuple[Tensor, Tensor], tag: int | str | Tensor) -> tuple[Tensor, Tensor]:
+    """Mix a tag into 64-bit keys; a bijection of the key, so that two images never fall together."""
+    low, high = key
+    for word in _words(tag):
+        low = _mix((low + word) & _WORD)
+        high = _mix(high ^ _mix((low + _ODD) & _WORD))
+    return low, high

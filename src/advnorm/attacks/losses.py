@@ -1,0 +1,70 @@
+"""What attacks ascend: one value per image from float32 logits; larger is worse for the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from advnorm._core.errors import ConfigError
+
+_TINY = 1e-12
+
+
+def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
+    """``-log softmax(z)_y``."""
+    return F.cross_entropy(logits.float(), y, reduction="none")
+
+
+def cw_margin(logits: Tensor, y: Tensor) -> Tensor:
+    """``max_{j≠y} z_j - z_y``, above 0 exactly where y does not win (Carlini & Wagner 2017, without their bound)."""
+    logits = logits.float()
+    return logits.scatter(1, y[:, None], -torch.inf).amax(1) - _at(logits, y)
+
+
+def dlr(logits: Tensor, y: Tensor) -> Tensor:
+    """``-(z_y - max_{j≠y} z_j) / (z_π1 - z_π3)`` with π the order of descending logits (Croce & Hein 2020, eq. 6)."""
+    top = _top(logits, 3, "dlr")
+    return cw_margin(logits, y) / (top[:, 0] - top[:, 2]).clamp_min(_TINY)
+
+
+def dlr_targeted(logits: Tensor, y: Tensor, target: Tensor) -> Tensor:
+    """``-(z_y - z_t) / (z_π1 - (z_π3 + z_π4) / 2)`` (Croce & Hein 2020, eq. 7)."""
+    top = _top(logits, 4, "targeted dlr")
+    logits = logits.float()
+    return (_at(logits, target) - _at(logits, y)) / (top[:, 0] - 0.5 * (top[:, 2] + top[:, 3])).clamp_min(_TINY)
+
+
+def kl_to_clean(logits: Tensor, clean_log_probs: Tensor) -> Tensor:
+    """``KL(p(clean) || p(adv))`` (TRADES), from log probabilities on both sides: no log of an underflown 0."""
+    return F.kl_div(logits.float().log_softmax(1), clean_log_probs, reduction="none", log_target=True).sum(1)
+
+
+def _at(logits: Tensor, y: Tensor) -> Tensor:
+    return logits.gather(1, y[:, None])[:, 0]
+
+
+def _top(logits: Tensor, count: int, loss: str) -> Tensor:
+    if logits.shape[1] < count:
+        raise ConfigError(f"the {loss} loss needs at least {count} classes, got {logits.shape[1]}; use loss='cw'")
+    return logits.float().topk(count, dim=1).values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """A loss by name: away from the label, and where there is such a thing towards a target."""
+
+    untargeted: Callable[[Tensor, Tensor], Tensor]
+    targeted: Callable[[Tensor, Tensor, Tensor], Tensor] | None
+
+
+#: ``kl`` takes the clean log probabilities in place of the labels.
+LOSSES: dict[str, Loss] = {
+    "ce": Loss(untargeted=cross_entropy, targeted=lambda z, y, t: -cross_entropy(z, t)),
+    "cw": Loss(untargeted=cw_margin, targeted=lambda z, y, t: -cw_margin(z, t)),
+    "dlr": Loss(untargeted=dlr, targeted=dlr_targeted),
+    "kl": Loss(untargeted=kl_to_clean, targeted=None),
+}

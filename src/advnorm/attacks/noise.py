@@ -1,0 +1,73 @@
+"""Random noise as an attack: what a perturbation does that does not know the model (paper D, B.4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from advnorm._core.errors import did_you_mean
+from advnorm._core.seeding import ImageNoise
+from advnorm.attacks.base import Attack, Option, Predict, register
+from advnorm.attacks.losses import cross_entropy
+from advnorm.attacks.pgd import Worst
+
+Kind = Literal["uniform", "gaussian", "binary"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomNoise(Attack):
+    """Noise inside the ball: ``uniform`` in it, ``gaussian``, or ``binary`` (a random corner).
+
+    Linf: U[-ε, ε], N(0, (ε/2)²) cut off at ±ε, or ±ε. L2 and L1: uniform in the ball, or Gaussian or ±1 noise scaled to
+    length eps. With ``restarts`` the worst of several draws per image.
+    """
+
+    kind: Kind = "uniform"
+    restarts: int = 1
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if self.kind not in get_args(Kind):
+            problems.append(f"unknown kind of noise {self.kind!r}{did_you_mean(self.kind, get_args(Kind))}")
+        if isinstance(self.restarts, bool) or not isinstance(self.restarts, int) or self.restarts < 1:
+            problems.append(f"restarts must be an integer of at least 1, got {self.restarts!r}")
+        return problems
+
+    def perturb(self, predict: Predict, x: Tensor, y: Tensor, noise: ImageNoise) -> Tensor:
+        noise = noise.fold(self.kind)
+        if self.restarts == 1:
+            return self._draw(x, noise.fold(0))
+        worst = Worst(y)
+        for restart in range(self.restarts):
+            x_adv = self._draw(x, noise.fold(restart))
+            with torch.no_grad():
+                logits = predict(x_adv)
+            worst.see(x_adv, logits, cross_entropy(logits, y))
+            if self.progress is not None:
+                self.progress(restart + 1, self.restarts)
+        assert worst.x is not None
+        return worst.x
+
+    def _draw(self, x: Tensor, noise: ImageNoise) -> Tensor:
+        if self.kind == "uniform":
+            return self.threat.random_start(x, noise)
+        shape = x.shape[1:]
+        delta = noise.normal(shape) / 2 if self.kind == "gaussian" else noise.signs(shape)
+        if self.threat.norm != "Linf":
+            length = self.threat.distance(delta, torch.zeros_like(delta)).float()
+            delta = delta / length.view(-1, *(1,) * len(shape))
+        return self.threat.project(x + self.threat.eps * delta, x)
+
+
+for _kind in get_args(Kind):
+    register(
+        f"noise-{_kind}",
+        partial(RandomNoise, kind=_kind),
+        options={"restarts": Option(setting="restarts", parse=int)},
+        summary=f"{_kind} noise in the ball",
+        paper="D",
+    )
