@@ -232,7 +232,7 @@ class Oracle:
         return z if bias is None else z + self.lift(bias, z)
 
     def feed(self, pieces: Mapping[str, Tensor]) -> None:
-        """Exponential (or, with momentum None, cumulative) average of the mean and the unbiased variance of the batch."""
+        """Exponential (with momentum None: cumulative) average of the batch's mean and unbiased variance."""
         mixed = self.row.statistics == "mixed"
         fed = {"": torch.cat(list(pieces.values()))} if mixed else {d: p for d, p in pieces.items() if len(p)}
         for domain, x in fed.items():

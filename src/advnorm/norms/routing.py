@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 import torch
@@ -103,7 +104,8 @@ def cut(plan: Plan, state: State, batch: int, needs_route: bool) -> tuple[Run, .
                 f"{plan.name} has the domains {', '.join(plan.domains)} and no route is set; wrap the forward in "
                 f"`with advnorm.route(model, '{plan.domains[-1]}'):` for a batch of one domain, or in "
                 f"`with advnorm.route(model, {plan.example_route}):` for a concatenated one. With gradient "
-                "checkpointing keep the backward inside the scope, or pass context_fn=advnorm.checkpoint_context(model)"
+                "checkpointing keep the backward inside the scope, or pass context_fn=advnorm.checkpoint_context(model), "
+                "which compiled blocks always need"
             )
         route = ((plan.domains[0], None),)
     runs: list[Run] = []
@@ -258,10 +260,10 @@ def parse_route(route: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
     problems = [
         f"the number of {domain!r} samples must be an integer of at least 0, got {count!r}"
         for domain, count in route.items()
-        if isinstance(count, bool) or not isinstance(count, int | torch.SymInt) or count < 0
+        if isinstance(count, bool) or not isinstance(count, Integral | torch.SymInt) or count < 0
     ]
     raise_all(problems, "bad route")
-    return tuple(route.items())
+    return tuple((domain, int(count) if isinstance(count, Integral) else count) for domain, count in route.items())
 
 
 def pair(model: nn.Module, *, statistics: str, affine: str) -> Scope:
@@ -270,7 +272,7 @@ def pair(model: nn.Module, *, statistics: str, affine: str) -> Scope:
     With statistics mode ``running`` the bank that ``statistics`` feeds normalizes; with ``batch`` the batch's own
     moments normalize and feed that bank.
     """
-    mixtures = [name for name, module in routed_modules(model).items() if module.plan.mixture]
+    mixtures = [name or "the norm" for name, module in routed_modules(model).items() if module.plan.mixture]
     if mixtures:
         raise ConfigError(f"mixture norms use all statistics banks at once and cannot be paired: {', '.join(mixtures)}")
     return Scope(model, {"pair": (statistics, affine)}, wanted=[statistics, affine])
