@@ -1,0 +1,188 @@
+"""FAB: the smallest perturbation that changes the class, by steps onto the linearized decision boundary.
+
+Source: Croce & Hein 2020, "Minimally distorted adversarial examples with a fast adaptive boundary attack".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from advnorm._core.seeding import ImageNoise
+from advnorm.attacks.apgd import (
+    SETTLE_EVERY,
+    Found,
+    Grid,
+    Search,
+    Victim,
+    margin_of,
+    norm_of,
+    on_sphere,
+    per_row,
+    ranked_targets,
+    take,
+)
+from advnorm.attacks.base import Option, register
+from advnorm.threat import ThreatModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class FAB(Search):
+    """``x ← (1 - α) (x + η d) + α (x_0 + η d_0)``, and back by ``β`` where it is adversarial (algorithm 1).
+
+    ``d`` and ``d_0`` lead from the point and from the image to the linearized boundary within the box, by the shortest
+    way; ``α = min(|d| / (|d| + |d_0|), alpha_max)``. A success is an adversarial point within eps.
+    ``targets``: towards each of this many most likely other classes; 0: in each step the nearest boundary of all
+    classes, at one backward pass per class. The first restart begins at the image, the others at random within eps / 2.
+    ``minimal``: go on after a success, to the smallest distance (``search(...).distance``).
+    """
+
+    steps: int = 100
+    targets: int = 9
+    restarts: int = 1
+    alpha_max: float = 0.1
+    eta: float = 1.05
+    beta: float = 0.9
+    minimal: bool = False
+
+    def problems(self) -> list[str]:
+        problems = super().problems() + self.counted("steps", "restarts") + self.counted("targets", least=0)
+        for label, low, high in (("alpha_max", 0, 1), ("eta", 1, 2), ("beta", 0, 1)):
+            if not low <= getattr(self, label) <= high:
+                problems.append(f"{label} must lie in [{low}, {high}], got {getattr(self, label)!r}")
+        return problems
+
+    def variants(self, classes: int) -> int:
+        return self.restarts * max(1, min(self.targets, classes - 1))
+
+    def forwards(self, classes: int) -> int:
+        return 2 * self.steps * self.variants(classes)
+
+    def search(self, victim: Victim, x: Tensor, y: Tensor, noise: ImageNoise) -> Found:
+        clean = victim.strict(x)
+        grid = Grid(victim, self.threat, x, y, self.variants(clean.shape[1]))
+        target = ranked_targets(clean, y, max(1, self.targets)).repeat_interleave(self.restarts, 1).flatten()
+        origin = grid.rows(x)
+        far = torch.full_like(origin.flatten(1)[:, 0], torch.inf)
+        state = _State(x=origin, y=grid.rows(y), target=target, point=origin, distance=far)
+        if self.restarts > 1:
+            later = (torch.arange(len(origin), device=x.device) % self.restarts) > 0
+            halfway = origin + 0.5 * (on_sphere(self.threat, origin, grid.noise(noise)) - origin)
+            state.point = torch.where(per_row(later, origin), halfway, origin)
+        if not self.minimal:
+            grid.see(origin, margin_of(grid.rows(clean), state.y))
+            kept = grid.settle()
+            state = state if kept is None else take(state, kept)
+        for step in range(1, self.steps + 1):
+            if not len(state.y):
+                break
+            difference, normal = self._boundary(victim, state)
+            if step == 1:
+                grid.note_gradients(normal)
+            self._move(state, difference, normal)
+            logits = victim.logits(state.point)
+            within = norm_of((state.point - state.x).flatten(1), self.threat)
+            adversarial = logits.argmax(1) != state.y
+            state.distance = torch.where(adversarial, torch.minimum(within, state.distance), state.distance)
+            margin = margin_of(logits, state.y)
+            grid.see(state.point, margin.masked_fill(within > self.threat.eps * (1 + 1e-6), torch.inf))
+            back = state.x + self.beta * (state.point - state.x)
+            state.point = torch.where(per_row(adversarial, state.point), back, state.point)
+            if not self.minimal and step % SETTLE_EVERY == 0 and step < self.steps:
+                kept = grid.settle()
+                state = state if kept is None else take(state, kept)
+        found = grid.finish()
+        found.distance = state.distance.view(len(x), -1).amin(1) if self.minimal else None
+        return found
+
+    def _boundary(self, victim: Victim, state: _State) -> tuple[Tensor, Tensor]:
+        """``z_t - z_y`` and its gradient, for the given target or for the class whose boundary is nearest."""
+        if self.targets:
+
+            def difference(logits: Tensor, part: slice) -> Tensor:
+                own, other = (logits.gather(1, c[part, None])[:, 0] for c in (state.y, state.target))
+                return other - own
+
+            return victim.gradient(state.point, difference)[1:]
+        logits, grads = victim.jacobian(state.point)
+        rows = torch.arange(len(logits), device=logits.device)
+        gap = logits - logits.gather(1, state.y[:, None])
+        slope = grads - grads[rows, state.y][:, None]
+        away = gap.abs() / norm_of(slope.flatten(2), self.threat, dual=True).clamp_min(1e-12)
+        nearest = away.scatter(1, state.y[:, None], torch.inf).argmin(1)
+        return gap[rows, nearest], slope[rows, nearest]
+
+    def _move(self, state: _State, difference: Tensor, normal: Tensor) -> None:
+        """One step towards the boundary, drawn to the image: eq. 9 and 10 with the projections of section 3."""
+        w = normal.flatten(1)
+        # w·p + offset is the linearized difference at p, for the point and for the image.
+        at_point = difference
+        at_image = difference + (w * (state.x - state.point).flatten(1)).sum(1)
+        d, d_image = onto_boundary(
+            torch.cat([state.point, state.x]).flatten(1),
+            torch.cat([w, w]),
+            torch.cat([at_point, at_image]),
+            self.threat,
+        ).view(2, *state.x.shape)
+        length, length_image = (norm_of(v.flatten(1), self.threat).clamp_min(1e-8) for v in (d, d_image))
+        alpha = per_row((length / (length + length_image)).clamp_max(self.alpha_max), state.x)
+        ahead = (1 - alpha) * (state.point + self.eta * d) + alpha * (state.x + self.eta * d_image)
+        state.point = ahead.clamp(0, 1)
+
+
+@dataclass
+class _State:
+    x: Tensor
+    y: Tensor
+    target: Tensor
+    point: Tensor
+    distance: Tensor
+
+
+def onto_boundary(points: Tensor, w: Tensor, value: Tensor, threat: ThreatModel) -> Tensor:
+    """The shortest ``d`` with ``w·d = -value`` and ``0 <= point + d <= 1``; the farthest corner where none reaches it.
+
+    Each coordinate moves against ``sign(value)·w`` by some ``m_i`` within its ``room_i``, so that ``Σ|w_i| m_i =
+    |value|``. Shortest in Linf: ``m_i = min(λ, room_i)``; in L2: ``min(λ |w_i|, room_i)``; in L1 the coordinates with
+    the largest ``|w_i|`` move first, as far as they can.
+    """
+    down = w * value.sign()[:, None]
+    weight, need = w.abs(), value.abs()[:, None]
+    room = torch.where(down > 0, points, 1 - points).clamp_min(0)
+    if threat.norm == "L1":
+        order = weight.argsort(1, descending=True)
+        gain = (weight * room).gather(1, order)
+        before = gain.cumsum(1) - gain
+        share = ((need - before) / gain.clamp_min(1e-30)).clamp(0, 1)
+        moved = torch.zeros_like(room).scatter(1, order, share) * room
+    else:
+        speed = weight if threat.norm == "L2" else torch.ones_like(weight)
+        moved = torch.minimum(_level(weight * speed, weight * room, need) * speed, room)
+    return -down.sign() * moved
+
+
+def _level(slope: Tensor, cap: Tensor, need: Tensor) -> Tensor:
+    """The least λ with ``Σ min(slope_i λ, cap_i) >= need``, per row; 1e30 where the caps do not suffice.
+
+    The sum is concave and piecewise linear in λ, so Newton's steps from 0 never pass the solution and reach it after
+    finitely many; what a small number of them leaves is far below FAB's overshoot.
+    """
+    level, total = torch.zeros_like(need), cap.sum(1, keepdim=True)
+    for _ in range(12):
+        free = (cap - slope * level).sign_().clamp_min_(0)  # by arithmetic: selection by masks is slow on CPUs
+        left = torch.linalg.vecdot(slope, free)[:, None]
+        rest = need - total + torch.linalg.vecdot(cap, free)[:, None]
+        before, level = level, torch.maximum(level, torch.where(left > 0, rest / left, 1e30))
+        if not level.is_cuda and torch.equal(before, level):
+            break
+    return level
+
+
+_OPTIONS = {name: Option(setting=name, parse=int) for name in ("steps", "restarts")}
+register("fab", partial(FAB, targets=0), options=_OPTIONS, summary="the nearest boundary of all classes", paper="A, C")
+register(
+    "fab-t", FAB, options=_OPTIONS, summary="the boundary to each of the 9 most likely other classes", paper="A, C"
+)
