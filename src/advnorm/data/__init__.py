@@ -1,5 +1,6 @@
-"""Data sets as tensors of images in [0, 1] and labels."""
+"""Data sets as tensors of images and labels."""
 
+from advnorm.data.cifar import cifar10
 from advnorm.data.digits import digits
 
-__all__ = ["digits"]
+__all__ = ["cifar10", "digits"]
