@@ -6,14 +6,20 @@ import importlib.util
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError
 from advnorm._core.modes import evaluating
+from advnorm.attacks import PGD
 from advnorm.attacks.autoattack import AutoAttack
+from advnorm.data import cifar10, digits
+from advnorm.models import create_model
 from advnorm.threat import ThreatModel
 
 OFFICIAL = "pyautoattack"
@@ -26,8 +32,8 @@ class Row:
     seconds: float
     clean: float
     robust: float
-    speedup: float | None = None
-    agreement: float | None = None
+    speedup: float
+    agreement: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +53,46 @@ class AutoAttackBenchmark:
     def record(self) -> dict[str, Any]:
         """As plain data, for JSON."""
         return asdict(self)
+
+
+def subject(
+    weights: Path | str | None, data_dir: Path | str | None, *, images: int, eps: str | None, seed: int
+) -> tuple[nn.Module, Tensor, Tensor, ThreatModel, str]:
+    """Network, images, labels, threat and a name: a given CIFAR-10 ResNet-18, or a small network trained on digits."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if weights is None:
+        threat = ThreatModel(eps=eps or "40/255")
+        x, y = (value[:images].to(device) for value in digits("test"))
+        return _small(threat, seed).to(device), x, y, threat, "small_cnn on digits, PGD-trained"
+    if data_dir is None:
+        raise ConfigError(
+            "--weights needs the CIFAR-10 test images: add --data-dir with the folder of the binary files"
+        )
+    if not Path(weights).is_file():
+        raise ConfigError(f"there is no file {weights}; make one with benchmarks/adversarial_resnet18.py")
+    threat = ThreatModel(eps=eps or "8/255")
+    x, y = (value[:images].to(device) for value in cifar10(data_dir, "test"))
+    model = create_model("resnet18", norm="bn").to(device)
+    model.load_state_dict(load_file(weights, device=str(device)))
+    return model.eval(), x.float() / 255, y, threat, f"ResNet-18 ({Path(weights).name})"
+
+
+def _small(threat: ThreatModel, seed: int) -> nn.Module:
+    """A network that resists a little: PGD-10 adversarial training on digits, some seconds on a CPU."""
+    x, y = digits("train")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = create_model("small_cnn", in_channels=1)
+        attack = PGD(threat=threat, steps=10, step_size=threat.eps / 4, seed=seed)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
+        for _ in range(6):
+            for chosen in torch.randperm(len(x)).split(128):
+                adversarial = attack(model, x[chosen], y[chosen], index=chosen)
+                loss = F.cross_entropy(model(adversarial), y[chosen])
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+    return model.eval()
 
 
 def bench_autoattack(
@@ -112,7 +158,7 @@ def _official(model: nn.Module, x: Tensor, y: Tensor, threat: ThreatModel, batch
 
     with evaluating(model):
         attack = OfficialAutoAttack(model, norm=threat.norm, eps=threat.eps, seed=seed, device=x.device)
-        x_adv = attack.run_standard_evaluation(x, y, batch_size=batch)
+        x_adv, _ = attack.run_standard_evaluation(x, y, batch_size=batch)
         with torch.no_grad():
             return torch.cat([model(part).argmax(1) for part in x_adv.split(batch)]) == y
 

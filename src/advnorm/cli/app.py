@@ -103,11 +103,56 @@ def bench_norms(
             on_round=lambda: progress.advance(task),
         )
     console.print(listing.norm_benchmark(result))
-    if json is not None:
+    _write(json, result.record())
+
+
+@bench.command("autoattack")
+def bench_autoattack(
+    weights: Annotated[
+        Path | None, typer.Option(help="Weights of a ResNet-18 as safetensors; without: a small network, trained now.")
+    ] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder of CIFAR-10; needed with --weights.")] = None,
+    images: Annotated[int, typer.Option(min=1, help="The first so many test images.")] = 1000,
+    eps: Annotated[str | None, typer.Option(help="Linf radius; default 8/255, for the small network 40/255.")] = None,
+    precision: Annotated[
+        list[str] | None, typer.Option(help="Of the search: float32, tf32, bf16; repeat for several.")
+    ] = None,
+    official: Annotated[bool, typer.Option(help="Run pyautoattack too, where it is installed.")] = True,
+    seed: Annotated[int, typer.Option(help="Seed of the noise.")] = 0,
+    json: Annotated[Path | None, typer.Option(help="Also write the record here.")] = None,
+) -> None:
+    """AutoAttack standard: this package against the official code, on the same network and images.
+
+    Examples: `advnorm bench autoattack --images 100`,
+    `advnorm bench autoattack --weights resnet18_eps8.safetensors --data-dir data --json autoattack.json`
+    """
+    from advnorm.bench.autoattack import bench_autoattack as measure
+    from advnorm.bench.autoattack import subject
+    from advnorm.cli import listing
+
+    model, x, y, threat, name = subject(weights, data_dir, images=images, eps=eps, seed=seed)
+    with console.status("measuring") as status:
+        result = measure(
+            model,
+            x,
+            y,
+            threat,
+            name=name,
+            precisions=precision or (("float32", "tf32", "bf16") if x.is_cuda else ("float32",)),
+            official=official,
+            seed=seed,
+            on_row=lambda row: status.update(f"measuring {row}"),
+        )
+    console.print(listing.autoattack_benchmark(result))
+    _write(json, result.record())
+
+
+def _write(path: Path | None, record: dict[str, object]) -> None:
+    if path is not None:
         from advnorm._core.records import write_json
 
-        write_json(json, result.record())
-        console.print(f"record: {json}")
+        write_json(path, record)
+        console.print(f"record: {path}")
 
 
 def main() -> None:

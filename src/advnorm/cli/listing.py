@@ -6,6 +6,7 @@ import torch
 from rich.table import Table
 
 from advnorm._core.errors import ConfigError
+from advnorm.bench.autoattack import AutoAttackBenchmark
 from advnorm.bench.norms import LIMITS, NormBenchmark
 from advnorm.models import create_model, list_models
 from advnorm.norms import NORMS
@@ -49,6 +50,20 @@ def norm_benchmark(result: NormBenchmark) -> Table:
         f"{result.precision}{', compiled' if result.compiled else ''}; median of {result.rounds} rounds; ± half the "
         f"interquartile range; promised of dual_bn: eval {LIMITS['eval']:.2f}, train {LIMITS['train']:.2f}"
     )
+    table.caption_justify = "left"
+    return table
+
+
+def autoattack_benchmark(result: AutoAttackBenchmark) -> Table:
+    """Seconds, speed-up and robust accuracy of each implementation."""
+    title = f"AutoAttack standard, {result.threat}, {result.images} images, {result.model}, {result.device}"
+    table = Table("", title=title, title_justify="left")
+    for column in ("seconds", "speed-up", "robust", "same verdict"):
+        table.add_column(column, justify="right")
+    for label, row in result.rows.items():
+        table.add_row(label, f"{row.seconds:.1f}", f"{row.speedup:.1f}×", f"{row.robust:.2%}", f"{row.agreement:.2%}")
+    clean = next(iter(result.rows.values())).clean
+    table.caption = " ".join([f"clean accuracy {clean:.2%}; compared with {result.reference}.", *result.notes])
     table.caption_justify = "left"
     return table
 
