@@ -1,7 +1,8 @@
 """Adversarial training in which normalization is the subject."""
 
-from advnorm import attacks
+from advnorm import attacks, data
 from advnorm._core.errors import AdvnormError, ConfigError, RouteError, SurgeryError
+from advnorm.engine import accuracy_against_eps, accuracy_against_steps, audit, benchmark
 from advnorm.models import create_model, list_models
 from advnorm.norms import (
     Perturbation,
@@ -29,11 +30,16 @@ __all__ = [
     "SurgeryError",
     "SurgeryReport",
     "ThreatModel",
+    "accuracy_against_eps",
+    "accuracy_against_steps",
     "attacks",
+    "audit",
+    "benchmark",
     "checkpoint_context",
     "convert_head",
     "convert_norm",
     "create_model",
+    "data",
     "domains",
     "likelihood",
     "list_models",

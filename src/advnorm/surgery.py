@@ -14,12 +14,14 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from advnorm._core.errors import ConfigError, SurgeryError, did_you_mean, raise_all
+from advnorm._core.wrappers import parallel_wrappers, unwrapped
 from advnorm.norms.factory import MODULE_OPTIONS, channel_groups, make_plan
 from advnorm.norms.head import RoutedLinear
 from advnorm.norms.mixture import MixtureNorm
 from advnorm.norms.plan import Plan
 from advnorm.norms.routed import RoutedNorm
 from advnorm.norms.routing import Routed
+from advnorm.norms.routing import domains as known_domains
 
 BATCH_NORMS: dict[type, int | None] = {
     nn.BatchNorm1d: 1,
@@ -29,6 +31,9 @@ BATCH_NORMS: dict[type, int | None] = {
 }
 INSTANCE_NORMS: dict[type, int] = {nn.InstanceNorm1d: 1, nn.InstanceNorm2d: 2, nn.InstanceNorm3d: 3}
 BUILT_IN = (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm)
+
+#: Options that a norm which stays can still take on.
+SETTABLE = ("eps", "momentum", "process_group")
 
 #: Everything that users hang on a module. The dictionaries move as they are, so that a handle still removes its hook.
 _HOOKS = tuple(name for name in vars(nn.Module()) if "_hook" in name)
@@ -67,6 +72,7 @@ class _Replace(NamedTuple):
 
 class _Keep(NamedTuple):
     reason: str
+    change: Callable[[], object] | None = None
 
 
 class _Refuse(NamedTuple):
@@ -84,21 +90,22 @@ def convert_norm(
     statistics over ranks (default: as the replaced norm did). Further options are those of :func:`advnorm.make_norm`.
     When anything is refused, nothing is changed. Create the optimizer afterwards: more banks are new parameters.
     """
+    _check_convertible(model)
     plan = make_plan(name, **{key: value for key, value in options.items() if key not in MODULE_OPTIONS})
-    keep = (keep,) if isinstance(keep, str) else tuple(keep)
-    names = [module_name for module_name, _ in model.named_modules(remove_duplicate=False)]
-    raise_all(
-        [f"keep names no module: {k!r}{did_you_mean(k, names)}" for k in keep if k not in names], "bad conversion"
-    )
+    fixed = [key for key in options if key in MODULE_OPTIONS and key not in SETTABLE]
+    raise_all([f"{key} is taken from the norm that is replaced; leave it out" for key in fixed], "bad conversion")
+    left = _modules_below(model, (keep,) if isinstance(keep, str) else tuple(keep))
     replacements: dict[nn.Module, _Replace] = {}
-    kept: dict[str, str] = {}
+    kept: dict[str, _Keep] = {}
     refused: list[str] = []
     for module_name, module in model.named_modules():
-        verdict = _Keep("as asked") if module_name in keep else _judge(module, plan, sync, options)
+        verdict = _judge(module, plan, sync, options)
+        if module in left and verdict is not None:
+            verdict = _Keep("as asked")
         if isinstance(verdict, _Replace):
             replacements[module] = verdict
         elif isinstance(verdict, _Keep):
-            kept[module_name] = verdict.reason
+            kept[module_name] = verdict
         elif isinstance(verdict, _Refuse):
             refused.append(f"{module_name or 'the model itself'} ({verdict.reason})")
     if refused:
@@ -108,17 +115,25 @@ def convert_norm(
     notes = []
     if any("outputs change" in verdict.change for verdict in replacements.values()):
         notes.append("another kind of normalization: outputs change, train the model before you judge it")
-    return _perform(model, replacements, SurgeryReport(norm=name, domains=plan.domains, kept=kept, notes=tuple(notes)))
+    if not replacements and not any(verdict.change or "already" in verdict.reason for verdict in kept.values()):
+        notes.append("nothing was converted: the model has no norm that this name replaces")
+    reasons = {module_name: verdict.reason for module_name, verdict in kept.items()}
+    report = SurgeryReport(norm=name, domains=plan.domains, kept=reasons, notes=tuple(notes))
+    report = _perform(model, replacements, report)
+    for verdict in kept.values():
+        if verdict.change is not None:
+            verdict.change()
+    return report
 
 
-def convert_head(
-    model: nn.Module, *, domains: Sequence[str] = ("clean", "adv"), name: str | None = None
-) -> SurgeryReport:
+def convert_head(model: nn.Module, *, domains: Sequence[str] | None = None, name: str | None = None) -> SurgeryReport:
     """Give the classifier one linear layer per domain (paper A, table 7: Dual Linear), in place.
 
-    ``name`` is the classifier's module name; without it the model's last linear layer is taken.
+    ``domains``: by default those of the model's routed norms, else clean and adv. ``name`` is the classifier's module
+    name; without it the model's last linear layer is taken.
     """
-    domains = tuple(domains)
+    _check_convertible(model)
+    domains = tuple(domains or known_domains(model) or ("clean", "adv"))
     plan = Plan(name="dual_linear", domains=domains, statistics="none", affine=domains)
     linears = {n: m for n, m in model.named_modules() if type(m) is nn.Linear}
     routed = {n: m for n, m in model.named_modules() if isinstance(m, RoutedLinear)}
@@ -136,6 +151,10 @@ def convert_head(
     report = SurgeryReport(norm=plan.name, domains=domains)
     if name in routed and routed[name].plan == plan:
         return _perform(model, {}, replace(report, kept={name: "routed already"}))
+    if name in routed:
+        raise SurgeryError(
+            f"{name} is routed already, over {', '.join(routed[name].plan.domains)}; strip a branch first"
+        )
     if name not in linears:
         raise SurgeryError(
             f"{name} is a {type(modules[name]).__name__}, not a plain nn.Linear; there are: {', '.join(linears)}"
@@ -158,6 +177,7 @@ def strip(model: nn.Module, route: str | None = None) -> nn.Module:
     The copy has no trace of routing: it exports, and where the model came from :func:`convert_norm` its state dict
     loads into the original architecture. The statistics are those that normalize ``route`` at test time.
     """
+    model = unwrapped(model)
     plans = {module.plan for module in model.modules() if isinstance(module, Routed)}
     problems = []
     for plan in plans:
@@ -178,6 +198,25 @@ def strip(model: nn.Module, route: str | None = None) -> nn.Module:
     return model
 
 
+def _check_convertible(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"surgery takes an nn.Module, got {type(model).__name__}")
+    wrappers = parallel_wrappers(model)
+    if wrappers:
+        raise SurgeryError(
+            f"the model is wrapped in {', '.join(wrappers)}, which would not learn of new parameters; "
+            "convert first, then wrap"
+        )
+
+
+def _modules_below(model: nn.Module, names: Sequence[str]) -> set[nn.Module]:
+    """The modules of these names, which may be second names, and all inside of them."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    problems = [f"keep names no module: {name!r}{did_you_mean(name, modules)}" for name in names if name not in modules]
+    raise_all(problems, "bad conversion")
+    return {inner for name in names for inner in modules[name].modules()}
+
+
 # -- what becomes of a module --------------------------------------------------------------------------------------
 
 
@@ -187,9 +226,10 @@ def _judge(
     kind = type(module)
     if isinstance(module, RoutedNorm):
         if _same_plan(module.plan, plan):
-            return _Keep("routed already")
+            return _settings(module, sync, options)
         if module.plan.routed or module.plan.mixture:
-            return _Refuse(f"routed already as {module.plan.name}; take a branch out with advnorm.strip first")
+            how = f"{module.plan.name} over {', '.join(module.plan.domains)}"
+            return _Refuse(f"routed already as {how}; take a branch out with advnorm.strip first")
         if module.plan.statistics == "none":
             return _Keep("none has nothing to convert")
         return _replacement(module, _plain(module, None), plan, sync if sync is not None else module.sync, options)
@@ -203,6 +243,17 @@ def _judge(
     if "norm" in kind.__name__.lower() and not list(module.children()):
         return _Keep(f"{kind.__name__} is not a built-in norm")
     return None
+
+
+def _settings(norm: RoutedNorm, sync: bool | None, options: Mapping[str, Any]) -> _Keep:
+    """A norm of the wanted plan stays; settings that were asked for are changed in it."""
+    wanted = {key: value for key, value in options.items() if key in SETTABLE}
+    wanted |= {} if sync is None else {"sync": sync}
+    changed = {key: value for key, value in wanted.items() if getattr(norm, key) != value}
+    if not changed:
+        return _Keep("routed already")
+    text = ", ".join(f"{key}={value}" for key, value in changed.items())
+    return _Keep(f"routed already, now with {text}", lambda: [setattr(norm, *item) for item in changed.items()])
 
 
 def _same_plan(old: Plan, new: Plan) -> bool:
@@ -220,8 +271,9 @@ def _replacement(
         dim = BATCH_NORMS[type(source)]
         settings = {"momentum": source.momentum, "track_running_stats": source.track_running_stats, **settings}
         settings["sync"] = isinstance(source, nn.SyncBatchNorm) if sync is None else sync
-        settings.setdefault("process_group", getattr(source, "process_group", None))
-        settings["num_groups"] = options.get("num_groups") or channel_groups(plan.name, features)
+        settings.setdefault("process_group", getattr(old, "process_group", None))
+        given = options.get("num_groups")
+        settings["num_groups"] = channel_groups(plan.name, features) if given is None else given
     elif isinstance(source, nn.GroupNorm):
         features, groups = source.num_channels, source.num_groups
         if family != "gn" and not (family == "ln" and groups == 1) and not (family == "in" and groups == features):
@@ -252,6 +304,7 @@ def _replacement(
         return _carry(old, new)
 
     changes = isinstance(source, _BatchNorm) and plan.statistics != "batch"
+    kind = old.plan.name if isinstance(old, RoutedNorm) else kind
     return _Replace(build, f"{kind} -> {plan.name}" + (" (outputs change)" if changes else ""))
 
 
@@ -268,6 +321,10 @@ def _plain(module: Routed, route: str | None) -> nn.Module:
     if plan.statistics == "none":
         return _carry(module, nn.Identity())
     weight, bias = module.affine_bank(plan.affine[index])
+    if plan.mixture and not module.track_running_stats:
+        raise SurgeryError(
+            f"{plan.name} without running statistics computes nothing without its batch; it stays routed"
+        )
     if plan.mixture:
         means, variances, _ = zip(*(module.statistics_bank(bank) for bank in plan.statistics_banks))
         return _carry(module, MixtureNorm(torch.stack(means), torch.stack(variances), weight, bias, module.eps))

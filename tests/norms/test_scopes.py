@@ -1036,3 +1036,97 @@ def test_any_nest_of_scopes_ends_where_it_began(choices, fail):
         assert fail
     assert settings_of(model) == outside
     assert len(trail) == len(choices)
+
+
+# -- scopes that close in another order ------------------------------------------------------------------------------
+
+
+def test_a_generator_that_closes_late_is_told_and_leaves_nothing():
+    model = network("dual_bn")
+
+    def held():
+        with route(model, "adv"):
+            yield
+
+    generator = held()
+    next(generator)
+    with route(model, "clean"):
+        with pytest.raises(RouteError, match="reverse order"):
+            generator.close()
+        with statistics(model, mode="running"):
+            assert all(m.state.route == (("clean", None),) for m in routed_modules(model).values())
+    assert all(m.state == type(m.state)() and m.scopes == () for m in routed_modules(model).values())
+    with pytest.raises(RouteError, match="no route is set"):
+        model(images({"clean": 4}))
+
+
+def test_tasks_that_share_a_model_are_told():
+    import asyncio
+
+    model = network("dual_bn")
+
+    async def task(domain, begin, opened, finish):
+        await begin.wait()
+        with route(model, domain):
+            opened.set()
+            await finish.wait()
+
+    async def both():
+        start, first, second, over = (asyncio.Event() for _ in range(4))
+        start.set()
+        inner = asyncio.create_task(task("adv", first, second, over))
+        outcome = (await asyncio.gather(task("clean", start, first, second), return_exceptions=True))[0]
+        over.set()
+        return [outcome, *await asyncio.gather(inner, return_exceptions=True)]
+
+    outcomes = asyncio.run(both())
+    assert isinstance(outcomes[0], RouteError) and outcomes[1] is None
+    assert all(m.state == type(m.state)() for m in routed_modules(model).values())
+
+
+@pytest.mark.parametrize("stripped", [False, True])
+def test_a_mixture_of_bfloat16_banks_is_computed_in_float32(stripped):
+    torch.manual_seed(3)
+    norm = make_norm("gmm_bn", 256).eval()
+    with torch.no_grad():
+        for bank in ("clean", "adv"):
+            mean, var, _ = norm.statistics_bank(bank)
+            mean.normal_(std=0.05)
+            var.uniform_(0.9, 1.1)
+    norm = norm.bfloat16()
+    x = torch.randn(4, 256, 2, 2).bfloat16()
+    wide = copy.deepcopy(norm).double()
+    if stripped:
+        from advnorm import strip
+
+        norm = strip(norm)
+    torch.testing.assert_close(norm(x).double(), wide(x.double()), rtol=0.02, atol=0.02)
+
+
+def test_recalibration_refuses_what_it_cannot_mean():
+    model = network("dual_bn")
+    x = images({"clean": 4})
+    for data, options, message in (
+        (x, {"route": {"clean": 2, "adv": 2}}, "one domain as its route"),
+        (x, {"route": "adv", "batch_size": 0}, "batch_size must be"),
+        ((x * 255).byte(), {"route": "adv"}, "float tensors"),
+        ([(x * 255).byte()], {"route": "adv"}, "float tensors"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            recalibrate(model, data, **options)
+    recalibrate(model, [x, x, x], route="adv")
+    assert {int(m.num_batches_tracked_adv) for m in routed_modules(model).values()} == {3}
+
+
+def test_a_perturbation_fits_a_compiled_or_wrapped_model():
+    model = network("dual_bn").eval()
+    delta = zero_perturbation(model).map(lambda d: d.detach() + 0.1)
+    x = images({"adv": 4})
+    outputs = []
+    for wrapped in (model, torch.compile(model, backend="eager"), nn.DataParallel(model)):
+        with route(wrapped, "adv"), statistics(wrapped, perturbation=delta), torch.no_grad():
+            outputs.append(model(x))
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
+    for wrong in (3, {"0": 3}, {next(iter(delta)): {"clean": (torch.zeros(4),)}}, {next(iter(delta)): 3}):
+        with pytest.raises(ConfigError, match="bad statistics scope"):
+            statistics(model, perturbation=wrong)

@@ -151,7 +151,7 @@ class Found:
 
     x_adv: Tensor
     fooled: Tensor
-    #: The label's logit minus the largest other one at ``x_adv``, as the search saw it; inf where nothing counted.
+    #: The lowest that the search saw of the label's logit less the largest other one; inf where nothing counted.
     margin: Tensor
     #: Images for which a search by gradients had none to begin with, in any variant.
     zero_gradient: Tensor
@@ -182,7 +182,8 @@ class Grid:
         self._found = Found(x.clone(), no, x.new_full((len(x),), torch.inf), zero_gradient=no.clone())
         self._images = torch.arange(len(x), device=x.device)
         self._x, self._y = x, y
-        self._point, self._margin = x.clone(), self._found.margin.clone()
+        self._point, self._margin = x.clone(), self._found.margin.clone()  # of the candidate
+        self._lowest = self._margin.clone()  # of those that were refuted
         self._done = self._found.fooled.clone()
 
     def rows(self, per_image: Tensor) -> Tensor:
@@ -217,6 +218,7 @@ class Grid:
             self._point[suspects] = candidates
             self._done[suspects] = fooled
             # A candidate that the strict forward refutes makes way for the next one.
+            self._lowest[suspects] = torch.minimum(self._lowest[suspects], self._margin[suspects])
             self._margin[suspects] = torch.where(fooled, self._margin[suspects], torch.inf)
         done = int(self._done.sum())
         if not last and done < max(1, math.ceil(self.DROP * len(self._done))):
@@ -224,11 +226,11 @@ class Grid:
         for whole, part in (
             (self._found.x_adv, self._point),
             (self._found.fooled, self._done),
-            (self._found.margin, self._margin),
+            (self._found.margin, torch.minimum(self._margin, self._lowest)),
         ):
             whole[self._images] = part
         kept = (~self._done).nonzero()[:, 0]
-        for name in ("_images", "_x", "_y", "_point", "_margin", "_done"):
+        for name in ("_images", "_x", "_y", "_point", "_margin", "_lowest", "_done"):
             setattr(self, name, getattr(self, name)[kept])
         return (kept[:, None] * self.variants + torch.arange(self.variants, device=kept.device)).flatten()
 
@@ -344,33 +346,27 @@ class APGD(Search):
     def forwards(self, classes: int) -> int:
         return (self.steps + 1) * self.samples * self.variants(classes)
 
-    def search(self, victim: Victim, x: Tensor, y: Tensor, noise: ImageNoise, *, start: Tensor | None = None) -> Found:
-        """``start``: images inside the ball to go on from in smaller steps, in place of random ones."""
+    def search(self, victim: Victim, x: Tensor, y: Tensor, noise: ImageNoise) -> Found:
         clean = victim.strict(x)
         classes = clean.shape[1]
         grid = Grid(victim, self.threat, x, y, self.variants(classes))
         target = ranked_targets(clean, y, max(1, self.targets)).repeat_interleave(self.restarts, 1).flatten()
         rows = _Rows(x=grid.rows(x), y=grid.rows(y), target=target, noise=grid.noise(noise))
-        origin = rows.x if start is None else grid.rows(start)
         grid.see(rows.x, margin_of(grid.rows(clean), rows.y))
         kept = grid.settle()
-        if kept is not None:
-            rows, origin = take(rows, kept), origin[kept]
+        rows = rows if kept is None else take(rows, kept)
         if len(rows.y):
             climb = partial(_climb, victim=victim, grid=grid, value=self._value(classes), samples=self.samples)
             if self.threat.norm == "L1":
-                self._sparse(rows, climb, None if start is None else origin)
-            elif start is None:
-                climb(rows, on_sphere(self.threat, rows.x, rows.noise), rule=_Dense(self.threat, self.steps, self.rho))
+                self._sparse(rows, climb)
             else:
-                climb(rows, origin, rule=_Dense(self.threat, self.steps, self.rho, first_step=0.25))
+                climb(rows, on_sphere(self.threat, rows.x, rows.noise), rule=_Dense(self.threat, self.steps, self.rho))
         return grid.finish()
 
-    def _sparse(self, rows: _Rows, climb: Callable[..., Tensor], start: Tensor | None) -> None:
+    def _sparse(self, rows: _Rows, climb: Callable[..., Tensor]) -> None:
         early = math.ceil(0.3 * self.steps)
-        phases = [(3, early), (2, early), (1, max(self.steps - 2 * early, 1))] if start is None else [(1, self.steps)]
-        point = rows.x + rows.noise.normal(rows.x.shape[1:], "start") if start is None else start
-        for factor, steps in phases:
+        point = rows.x + rows.noise.normal(rows.x.shape[1:], "start")
+        for factor, steps in ((3, early), (2, early), (1, max(self.steps - 2 * early, 1))):
             rule = _Sparse(ThreatModel(norm="L1", eps=factor * self.threat.eps), steps)
             point = climb(rows, near(rule.threat, rows.x)(point), rule=rule, counts=factor == 1)
 
@@ -486,8 +482,8 @@ def _climb(
 class _Dense:
     """Linf and L2: algorithm 1 of Croce & Hein 2020, steps along the steepest ascent."""
 
-    def __init__(self, threat: ThreatModel, steps: int, rho: float, first_step: float = 2.0) -> None:
-        self.threat, self.steps, self.rho, self.first_step = threat, steps, rho, first_step * threat.eps
+    def __init__(self, threat: ThreatModel, steps: int, rho: float) -> None:
+        self.threat, self.steps, self.rho, self.first_step = threat, steps, rho, 2 * threat.eps
         # w_j = ceil(p_j · steps) with p_{j+1} = p_j + max(p_j - p_{j-1} - 0.03, 0.06), p_1 = 0.22, in whole steps.
         length, shrink, least = (max(int(part * steps), 1) for part in (0.22, 0.03, 0.06))
         self.checkpoints, at = set[int](), length

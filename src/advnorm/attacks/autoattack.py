@@ -32,6 +32,7 @@ from advnorm.attacks.base import Attack, Option, Predict, attacked, check_images
 from advnorm.attacks.fab import FAB
 from advnorm.attacks.losses import cross_entropy
 from advnorm.attacks.square import Square
+from advnorm.attacks.stand_in import fast_stand_in
 
 Version = Literal["standard", "plus", "rand"]
 Precision = Literal["float32", "tf32", "bf16"]
@@ -41,8 +42,9 @@ VERSIONS: Mapping[str, tuple[str, ...]] = {
     "plus": ("apgd-ce", "apgd-dlr", "fab", "square", "apgd-t", "fab-t"),
     "rand": ("apgd-ce", "apgd-dlr"),
 }
-#: What decides the survivors of a fast search.
-FINISH = "float32"
+#: After a fast search the attacks by gradients decide the close calls in float32, under their names with this ending;
+#: close is a margin of so many times the tolerance.
+AGAIN, CLOSE = "-float32", 8
 #: Images for the checks before the attack.
 PROBE = 64
 #: Rows of a forward: on a CPU, and at most on a GPU, where more gain nothing.
@@ -55,9 +57,9 @@ class AutoAttack(Attack):
 
     ``version``: ``standard``, ``plus`` (restarts, and untargeted attacks too) or ``rand`` (for randomized models: every
     gradient is the mean of ``samples`` forwards); or the names of ``attacks`` in order.
-    ``precision``: of the search. A success always counts only after a strict float32 forward of the projected image;
-    after a search in ``tf32`` or ``bf16`` (autocast), APGD-T in strict float32 goes on from the best point of each
-    survivor towards the 3 most likely classes, and only what it cannot fool is robust.
+    ``precision``: of the search. A success counts only after a strict float32 forward of the projected image. After a
+    search in ``tf32`` or ``bf16`` (autocast) the close calls, survivors that came near to the boundary, go through the
+    attacks by gradients again in strict float32. Near: 8 times as far as the margins in the two precisions may differ.
     ``batch_size``: rows of one forward (an image takes one for each target or restart); None: as many as pay. Halved
     when memory runs out.
     """
@@ -116,12 +118,6 @@ class AutoAttack(Attack):
         }
         return {name: table[name] for name in self.attacks or VERSIONS[self.version]}
 
-    def finish(self) -> dict[str, Search]:
-        """What decides the survivors of a fast search: APGD-T that goes on from their best points."""
-        base = {name: getattr(self, name) for name in ("threat", "seed", "route", "statistics")}
-        samples = self.samples if self.version == "rand" else 1
-        return {FINISH: APGD(**base, loss="dlr", targets=3, steps=min(30, self.steps), samples=samples)}
-
     def perturb(self, predict: Predict, x: Tensor, y: Tensor, noise: ImageNoise) -> Tensor:
         return _Cascade(self, predict, x, y, noise, device=x.device).run().x_adv
 
@@ -154,7 +150,10 @@ class AutoAttack(Attack):
             torch.manual_seed(self.seed)  # of randomized models; `attacked` gives the callers theirs back
             predict = checked(predict, largest_label)
             noise = ImageNoise(self.seed, index.to(device)).fold(type(self).__name__)
-            cascade = _Cascade(self, predict, x, y, noise, device=device, search=search)
+            fast = search
+            if fast is None and self.precision == "bf16":
+                fast = fast_stand_in(model, route=self.route, statistics=self.statistics)
+            cascade = _Cascade(self, predict, x, y, noise, device=device, search=fast)
             if record is not None:
                 cascade.record = Record(Path(record), self._asked(x, y, index, cascade, search))
             if bar or (bar is None and sys.stderr.isatty()):
@@ -232,8 +231,9 @@ class AutoAttackResult:
 
     def __str__(self) -> str:
         lines = [f"AutoAttack {self.attack.version}, {self.attack.threat}, {len(self.x_adv)} images"]
+        width = max(map(len, self.stages))
         for name, accuracy in self.accuracy.items():
-            lines.append(f"  {name:9} {100 * accuracy:6.2f} %  {self.seconds.get(name, 0):8.1f} s")
+            lines.append(f"  {name:{width}} {100 * accuracy:6.2f} %  {self.seconds.get(name, 0):8.1f} s")
         return "\n".join([*lines, *(f"  warning ({flag.name}): {flag.message}" for flag in self.warnings)])
 
 
@@ -297,8 +297,10 @@ class _Cascade:
             self._take_in(names.index(batch.stage), batch)
             done[batch.stage][batch.images] = True
         for place, name in enumerate(stages, 1):
-            left = ((self.fooled_by == ROBUST) & ~done[name]).nonzero()[:, 0]
-            self._stage(place, names, stages[name], left, classes)
+            left = (self.fooled_by == ROBUST) & ~done[name]
+            if name.endswith(AGAIN):
+                left &= self.margin <= CLOSE * self.victim.tolerance
+            self._stage(place, names, stages[name], left.nonzero()[:, 0], classes)
         result = AutoAttackResult(
             attack=self.attack,
             x_adv=self.best,
@@ -331,7 +333,7 @@ class _Cascade:
         if self.victim is not self.strict:
             gap = margin_of(self.victim.logits(probe), labels) - margin_of(logits, labels)
             self.victim.tolerance = 2 * gap.abs().max().item()
-            stages |= self.attack.finish() if len(stages) > 1 or "square" not in stages else {}
+            stages |= {name + AGAIN: stages[name] for name in stages if name != "square"}
         if self.attack.batch_size is None and self.device.type == "cuda":
             self.memory.size = _fitting_rows(self.victim, probe, labels)
         for part in torch.arange(len(self.x), device=self.x.device).split(self.memory.size or len(self.x)):
@@ -375,11 +377,8 @@ class _Cascade:
 
     def _attack(self, name: str, search: Search, images: Tensor) -> Found:
         x, y = self.x[images].to(self.device), self.y[images].to(self.device)
-        noise = self.noise.select(images.to(self.device)).fold(name)
-        if name == FINISH:
-            assert isinstance(search, APGD)
-            return search.search(self.strict, x, y, noise, start=self.best[images].to(self.device))
-        return search.search(self.victim, x, y, noise)
+        noise = self.noise.select(images.to(self.device)).fold(name.removesuffix(AGAIN))
+        return search.search(self.strict if name.endswith(AGAIN) else self.victim, x, y, noise)
 
     def _take_in(self, place: int, batch: Batch) -> None:
         images, found = batch.images, batch.found
@@ -552,7 +551,7 @@ def _flags_after(names: tuple[str, ...], fooled_by: Tensor, no_gradient: Tensor)
 def _digest(tensor: Tensor) -> str:
     """A hash of a tensor's type, shape and bits."""
     digest = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
-    digest.update(memoryview(tensor.detach().cpu().contiguous().numpy()).cast("B"))
+    digest.update(cast(Any, tensor.detach().cpu().contiguous().numpy()))
     return digest.hexdigest()
 
 
@@ -680,7 +679,7 @@ register(
     options={
         **{name: Option(setting=name, parse=int) for name in ("steps", "queries")},
         **{version: Option(setting="version", value=version) for version in VERSIONS},
-        **{precision: Option(setting="precision", value=precision) for precision in get_args(Precision)},
+        **{word: Option(setting="precision", parse=word.__add__) for word in ("float", "tf", "bf")},
     },
     summary="APGD-CE, APGD-T, FAB-T and Square in a cascade",
     paper="A, C",

@@ -34,6 +34,7 @@ class Row:
     robust: float
     speedup: float
     agreement: float
+    stages: dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,12 +112,12 @@ def bench_autoattack(
     """Time our standard AutoAttack in several precisions, and the official one where it is installed."""
     here = importlib.util.find_spec(OFFICIAL) is not None
     notes = [] if here or not official else [f"{OFFICIAL} is not installed: ratios are to our strict float32 run"]
-    runs: dict[str, Callable[[], Tensor]] = {}
+    runs: dict[str, Callable[[], tuple[Tensor, dict[str, float]]]] = {}
     if official and here:
-        runs[f"{OFFICIAL} (official code)"] = lambda: _official(model, x, y, threat, official_batch, seed)
+        runs[f"{OFFICIAL} (official code)"] = lambda: (_official(model, x, y, threat, official_batch, seed), {})
     for precision in precisions:
         attack = AutoAttack(threat=threat, precision=precision, seed=seed)  # pyright: ignore[reportArgumentType]
-        runs[f"advnorm {precision}"] = lambda attack=attack: attack.evaluate(model, x, y, bar=False).robust
+        runs[f"advnorm {precision}"] = lambda attack=attack: _ours(attack, model, x, y)
     if not runs:
         raise ConfigError("nothing to measure; give at least one precision")
     with torch.no_grad(), evaluating(model):
@@ -127,7 +128,8 @@ def bench_autoattack(
         on_row(label)
         _synchronize(x.device)
         started = time.perf_counter()
-        robust = run().cpu()
+        robust, stages = run()
+        robust = robust.cpu()
         _synchronize(x.device)
         seconds = time.perf_counter() - started
         reference = reference or (label, robust, seconds)
@@ -137,6 +139,7 @@ def bench_autoattack(
             robust=robust.double().mean().item(),
             speedup=reference[2] / seconds,
             agreement=(robust == reference[1]).double().mean().item(),
+            stages=stages,
         )
     assert reference is not None
     return AutoAttackBenchmark(
@@ -150,6 +153,11 @@ def bench_autoattack(
         rows=rows,
         notes=tuple(notes),
     )
+
+
+def _ours(attack: AutoAttack, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, float]]:
+    result = attack.evaluate(model, x, y, bar=False)
+    return result.robust, result.seconds
 
 
 def _official(model: nn.Module, x: Tensor, y: Tensor, threat: ThreatModel, batch: int, seed: int) -> Tensor:

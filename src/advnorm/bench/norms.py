@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from advnorm._core.errors import ConfigError, did_you_mean, raise_all
+from advnorm._core.precision import float32_as
 from advnorm.bench.timing import Timing, side_by_side
 from advnorm.models import create_model, list_models
 from advnorm.norms import domains, list_norms, route
@@ -83,17 +84,13 @@ def bench_norms(
     labels = torch.randint(10, (batch_size,), generator=generator).to(where)
     if on_gpu:
         images = images.to(memory_format=torch.channels_last)
-    allow_tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
-    try:
+    with float32_as("tf32" if precision == "tf32" else "ieee", where):
         evaluate, train = {}, {}
         for norm in (PLAIN, *norms):
             evaluate[norm], train[norm] = _phases(norm, model, images, labels, precision, compiled)
         run = {"reference": PLAIN, "rounds": rounds, "device": where, "on_round": on_round}
         with torch._dynamo.config.patch(recompile_limit=64):  # all networks share one forward
             timings = {"eval": side_by_side(evaluate, **run), "train": side_by_side(train, **run)}
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = allow_tf32
     return NormBenchmark(
         model=model,
         batch_size=batch_size,

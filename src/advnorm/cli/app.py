@@ -30,6 +30,7 @@ class Kind(StrEnum):
 
     norms = "norms"
     models = "models"
+    attacks = "attacks"
 
 
 @app.callback(invoke_without_command=True)
@@ -46,13 +47,13 @@ def list_things(
     kind: Annotated[Kind, typer.Argument(help="What to list.")],
     pattern: Annotated[str, typer.Argument(help="Shell pattern, for example 'dual_*'.")] = "*",
 ) -> None:
-    """List norms or models by name.
+    """List norms, models or attacks by name.
 
-    Examples: `advnorm ls norms`, `advnorm ls models 'resnet*'`
+    Examples: `advnorm ls norms`, `advnorm ls models 'resnet*'`, `advnorm ls attacks`
     """
     from advnorm.cli import listing
 
-    console.print(listing.norms(pattern) if kind is Kind.norms else listing.models(pattern))
+    console.print({"norms": listing.norms, "models": listing.models, "attacks": listing.attacks}[kind](pattern))
 
 
 @app.command()
@@ -68,6 +69,110 @@ def demo(
     from advnorm.cli.demo import run
 
     run(console, norm=norm, epochs=epochs, seed=seed)
+
+
+Target = Annotated[str, typer.Argument(help="module:function that returns the model; looked up from here.")]
+Weights = Annotated[Path | None, typer.Option(help="Its weights, as .safetensors.")]
+Data = Annotated[str, typer.Option(help="digits, cifar10:FOLDER, or a .npz or .safetensors file with x and y.")]
+Eps = Annotated[str, typer.Option(help="Radius in pixel scale, for example 8/255.")]
+Norm = Annotated[str, typer.Option(help="Linf, L2 or L1.")]
+Statistics = Annotated[str, typer.Option(help="What batch norms use: running, batch or batch_frozen.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="So many images at most.")]
+BatchSize = Annotated[int | None, typer.Option(min=1, help="Images at a time; default: as many as fit.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")]
+Seed = Annotated[int, typer.Option(help="Seed of the noise.")]
+Json = Annotated[Path | None, typer.Option(help="Record; a killed run continues from it.")]
+
+
+@app.command()
+def evaluate(
+    target: Target,
+    attacks: Annotated[
+        list[str] | None, typer.Option(help="Attack; repeat for several. See `advnorm ls attacks`.")
+    ] = None,
+    route: Annotated[list[str] | None, typer.Option(help="Branch; repeat for several.")] = None,
+    weights: Weights = None,
+    data: Data = "digits",
+    eps: Eps = "8/255",
+    norm: Norm = "Linf",
+    statistics: Statistics = "running",
+    limit: Limit = None,
+    batch_size: BatchSize = None,
+    device: Device = None,
+    seed: Seed = 0,
+    json: Json = None,
+) -> None:
+    """Clean and robust accuracy of anybody's classifier, per attack and over all of them.
+
+    Example: `advnorm evaluate my_models:build --weights w.safetensors --data cifar10:data --attacks pgd10 --attacks
+    autoattack --route adv --json result.json`
+    """
+    from advnorm.cli import evaluate as verbs
+
+    code = verbs.evaluate(
+        console,
+        target,
+        weights=weights,
+        data=data,
+        eps=eps,
+        norm=norm,  # pyright: ignore[reportArgumentType]  # checked there, with a hint
+        attacks=attacks or ("pgd10", "autoattack"),
+        route=route or (),
+        limit=limit,
+        batch_size=batch_size,
+        device=device,
+        seed=seed,
+        statistics=statistics,  # pyright: ignore[reportArgumentType]
+        json=json,
+    )
+    raise typer.Exit(code)
+
+
+@app.command()
+def audit(
+    target: Target,
+    route: Annotated[
+        str | None, typer.Option(help="Branch to judge; default: the one that withstands PGD-10 best.")
+    ] = None,
+    budget: Annotated[str, typer.Option(help="quick, standard or full.")] = "standard",
+    surrogate: Annotated[str | None, typer.Option(help="module:function of a model to transfer attacks from.")] = None,
+    weights: Weights = None,
+    data: Data = "digits",
+    eps: Eps = "8/255",
+    norm: Norm = "Linf",
+    statistics: Statistics = "running",
+    limit: Limit = None,
+    batch_size: BatchSize = None,
+    device: Device = None,
+    seed: Seed = 0,
+    json: Json = None,
+    plot: Annotated[Path | None, typer.Option(help="Write the figure here (.png, .svg, .pdf).")] = None,
+) -> None:
+    """Is the robustness of a classifier real? Exit status: 0 real, 1 false, 3 inconclusive, 4 none there.
+
+    Example: `advnorm audit my_models:build --weights w.safetensors --data cifar10:data --eps 8/255 --plot audit.png`
+    """
+    from advnorm.cli import evaluate as verbs
+
+    code = verbs.audit(
+        console,
+        target,
+        weights=weights,
+        data=data,
+        eps=eps,
+        norm=norm,  # pyright: ignore[reportArgumentType]  # checked there, with a hint
+        route=route,
+        budget=budget,  # pyright: ignore[reportArgumentType]
+        surrogate=surrogate,
+        limit=limit,
+        batch_size=batch_size,
+        device=device,
+        seed=seed,
+        statistics=statistics,  # pyright: ignore[reportArgumentType]
+        json=json,
+        plot=plot,
+    )
+    raise typer.Exit(code)
 
 
 @bench.command("norms")

@@ -6,6 +6,7 @@ import torch
 from rich.table import Table
 
 from advnorm._core.errors import ConfigError
+from advnorm.attacks import ATTACKS, list_attacks
 from advnorm.bench.autoattack import AutoAttackBenchmark
 from advnorm.bench.norms import LIMITS, NormBenchmark
 from advnorm.models import create_model, list_models
@@ -31,6 +32,18 @@ def models(pattern: str) -> Table:
             model = create_model(name, num_classes=classes)
         table.add_row(name, f"{sum(p.numel() for p in model.parameters()):,}")
     table.caption = "10 classes; imagenet_*: 1000"
+    return table
+
+
+def attacks(pattern: str) -> Table:
+    """Every attack with its options and where it is used; a name takes options: ``pgd20-restarts5``."""
+    table = Table("attack", "what it is", "options", "paper", title="attacks", title_justify="left")
+    for name in _matching(ATTACKS.names(pattern), pattern, "attack"):
+        family = ATTACKS.get(name)
+        options = ", ".join(f"{word}N" if option.parse else word for word, option in family.options.items())
+        table.add_row(list_attacks(name)[0], family.summary, options, family.paper)
+    table.caption = "a number after the name sets the steps; options follow with '-', for example pgd20-restarts5-cw"
+    table.caption_justify = "left"
     return table
 
 

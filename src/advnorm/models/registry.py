@@ -66,7 +66,7 @@ def create_model(
     spec = MODELS.get(name) if name in MODELS else None
     problems = [] if spec else [f"unknown model {name!r}{did_you_mean(name, MODELS)}"]
     for label, number in (("num_classes", num_classes), ("in_channels", in_channels)):
-        if not isinstance(number, Integral):
+        if isinstance(number, bool) or not isinstance(number, Integral):
             problems.append(f"{label} must be an integer, got {number!r}")
         elif number < 1:
             problems.append(f"{label} must be at least 1, got {number}")
@@ -80,9 +80,12 @@ def create_model(
     problems += _norm_problems(name, spec, norm, norm_options)
     problems += _option_problems(name, spec, options)
 
-    if mean is None and std is None and spec is not None:
+    given = mean is not None or std is not None
+    if not given and spec is not None:
         mean, std = spec.mean, spec.std
     if not normalize:
+        if given:
+            problems.append("normalize=False leaves mean and std out; give either")
         mean = std = None
     if (mean is None) != (std is None):
         problems.append("mean and std belong together, give both or neither")
@@ -112,7 +115,9 @@ def _norm_problems(name: str, spec: ModelSpec | None, norm: str, options: Mappin
         return [f"{name} has no normalization, leave norm out or use norm='none', got {norm!r} with options {options}"]
     try:
         with torch.device("meta"):
-            make_norm(norm, 64 * (options.get("num_groups") or 1), dim=2, **options)  # divisible by the groups
+            groups = options.get("num_groups")
+            channels = 64 * groups if isinstance(groups, int) and groups > 0 else 64  # divisible by the groups
+            make_norm(norm, channels, dim=2, **options)
     except (ConfigError, TypeError) as error:
         return [f"norm_options: {error}"]
     return []

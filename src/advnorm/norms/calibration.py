@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from advnorm._core.distributed import all_gather_rows
 from advnorm._core.errors import ConfigError
 from advnorm._core.modes import evaluating
 from advnorm.norms import functional
@@ -29,13 +30,24 @@ def recalibrate(
     tensors, or tuples and mappings whose first entry is the images. The forward uses each batch's own moments; the bank
     receives the pooled mean and unbiased variance of all samples. ``into`` names the domain whose bank is written; by
     default the bank that normalizes ``route``. Other banks, parameters, flags and the random state stay as they are,
-    and the bank changes only after the last batch went through. Returns the number of samples.
+    and the bank changes only after the last batch went through. With ``sync`` each rank gives its share of the data.
+    Returns the number of samples.
     """
     norms = {
         n: m for n, m in routed_modules(model).items() if isinstance(m, RoutedNorm) and m.plan.statistics == "batch"
     }
     if not norms:
         raise ConfigError("the model has no batch-fed routed norm; convert it with advnorm.convert_norm(model, 'bn')")
+    if route is not None and not isinstance(route, str):
+        raise ConfigError(f"recalibrate takes one domain as its route, got {route!r}; call it once for each")
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise ConfigError(f"batch_size must be an integer of at least 1, got {batch_size!r}")
+    mixtures = [name or "the norm" for name, norm in norms.items() if norm.plan.mixture]
+    if mixtures:
+        raise ConfigError(
+            f"mixture norms use all banks at once: {', '.join(mixtures)}; feed them by forwards of concatenated "
+            "batches in mode 'batch', after norm.reset_running_stats() and with momentum None"
+        )
     if route is None:
         routed = next((norm.plan for norm in norms.values() if norm.plan.routed), None)
         if routed is not None:
@@ -62,11 +74,11 @@ def recalibrate(
 
     handles = [norm.register_forward_pre_hook(hook(name, norm)) for name, norm in norms.items()]
     device = next((t.device for t in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
-    samples = 0
+    samples = batches = 0
     try:
         with evaluating(model), chosen, plainly:
             for images in _batches(data, batch_size):
-                samples += len(images)
+                samples, batches = samples + len(images), batches + 1
                 model(images.to(device))
     finally:
         for handle in handles:
@@ -75,10 +87,13 @@ def recalibrate(
         raise ConfigError("recalibrate got no data: an iterator that was used up already, or an empty data set")
     for name, (mean, var, count) in pooled.items():
         norm = norms[name]
+        if norm.synchronized:
+            packed = all_gather_rows(torch.cat([mean, var, count], 1), norm.process_group)
+            mean, var, count = functional.pool_moments(*packed.split([mean.shape[1], var.shape[1], 1], -1))
         running_mean, running_var, seen = norm.statistics_bank(_bank(norm.plan, route, into))
         running_mean.copy_(mean[0])
         running_var.copy_((var * count / (count - 1).clamp(min=1))[0])
-        seen.fill_(1)
+        seen.fill_(batches)
     return samples
 
 
@@ -87,14 +102,12 @@ def _bank(plan: Plan, route: str, into: str | None) -> str:
 
 
 def _batches(data: Data, batch_size: int) -> Iterable[Tensor]:
-    if isinstance(data, Tensor):
-        yield from data.split(batch_size)
-        return
-    for batch in data:
+    for batch in data.split(batch_size) if isinstance(data, Tensor) and len(data) else data:
         if isinstance(batch, Mapping):
             batch = next(iter(batch.values()))
         elif isinstance(batch, tuple | list):
             batch = batch[0]
-        if not isinstance(batch, Tensor):
-            raise ConfigError(f"recalibrate needs batches of images as tensors, got {type(batch).__name__}")
+        if not isinstance(batch, Tensor) or not batch.is_floating_point():
+            kind = batch.dtype if isinstance(batch, Tensor) else type(batch).__name__
+            raise ConfigError(f"recalibrate needs batches of images as float tensors, got {kind}")
         yield batch

@@ -118,7 +118,7 @@ def make_plan(name: str, *, domains: Sequence[str] | None = None, **options: Any
 def channel_groups(name: str, channels: int) -> int:
     """Number of channel groups that the per-sample norm ``name`` has by default; 1 for the others."""
     groups = NORMS.get(name).num_groups
-    return 1 if groups is None else groups(channels)
+    return 1 if groups is None or not isinstance(channels, int) else groups(channels)
 
 
 def make_norm(
@@ -139,5 +139,5 @@ def make_norm(
     own = {key: value for key, value in options.items() if key not in MODULE_OPTIONS}
     plan = make_plan(name, domains=domains, **own)
     module_options = {key: value for key, value in options.items() if key in MODULE_OPTIONS}
-    groups = own.get("num_groups") or channel_groups(name, num_features)
+    groups = channel_groups(name, num_features) if own.get("num_groups") is None else own["num_groups"]
     return RoutedNorm(num_features, plan, dim=dim, num_groups=groups, **module_options)

@@ -17,6 +17,11 @@ def accumulate_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+def own_copy(stored: Tensor) -> Tensor:
+    """A stored statistic to compute with: float32 at least, and free of what is fed to the bank later."""
+    return stored.to(accumulate_dtype(stored), copy=True)
+
+
 def grouped(x: Tensor, groups: int) -> Tensor:
     """Split the batch dimension into ``groups`` consecutive parts, as a view."""
     return x.unflatten(0, (groups, x.shape[0] // groups))

@@ -26,8 +26,9 @@ class MixtureNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        invstd_KC = (self.var_KC + self.eps).rsqrt()
-        z, _ = functional.mixture_standardize(x[None], self.mean_KC[:, None], invstd_KC[:, None])
+        dtype = functional.accumulate_dtype(self.mean_KC)
+        invstd_KC = (self.var_KC.to(dtype) + self.eps).rsqrt()
+        z, _ = functional.mixture_standardize(x[None], self.mean_KC.to(dtype)[:, None], invstd_KC[:, None])
         z = z[0]
         shape = (-1, *(1,) * (z.dim() - 2))
         if self.weight is not None:

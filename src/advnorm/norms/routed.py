@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from advnorm._core.distributed import ProcessGroup, all_gather_rows, world_size
-from advnorm._core.errors import ConfigError, RouteError
+from advnorm._core.errors import ConfigError, RouteError, raise_all
 from advnorm.norms import functional
 from advnorm.norms.plan import Plan
 from advnorm.norms.routing import Mode, Routed, Run, joined, per_part
@@ -47,13 +47,8 @@ class RoutedNorm(Routed):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(plan)
-        if dim not in (None, 1, 2, 3):
-            raise ConfigError(f"dim is the number of spatial dimensions of the built-in norm, 1, 2 or 3; got {dim!r}")
-        shape = (num_features,) if isinstance(num_features, int) else tuple(num_features)
-        if not shape or any(size < 1 for size in shape):
-            raise ConfigError(f"num_features must be at least 1, got {num_features!r}")
-        if plan.statistics == "group" and shape[0] % num_groups:
-            raise ConfigError(f"num_groups must divide the {shape[0]} channels, got {num_groups}")
+        shape = tuple(num_features) if isinstance(num_features, Sequence) else (num_features,)
+        raise_all(_problems(shape, plan, dim, eps, momentum, num_groups), f"bad norm {plan.name!r}")
         self.num_features = num_features
         self.shape = shape
         self.dim = dim
@@ -148,15 +143,13 @@ class RoutedNorm(Routed):
         return joined([self._given(part, run, moments) for part, run in zip(parts, runs)])
 
     def _check_input(self, x: Tensor) -> None:
-        if self.dim is None:
-            return
-        allowed = (2, 3) if self.dim == 1 else (self.dim + 2,)
-        if x.dim() not in allowed:
+        allowed = (2, 3) if self.dim == 1 else (self.dim + 2,) if self.dim else ()
+        if self.dim is not None and x.dim() not in allowed:
             raise ConfigError(
                 f"{self.plan.name} for {self.dim}-d data takes inputs with {' or '.join(map(str, allowed))} "
                 f"dimensions, got shape {tuple(x.shape)}; build the norm with dim={max(1, x.dim() - 2)}"
             )
-        if x.shape[1] != self.num_features:
+        if self.plan.statistics != "last" and (x.dim() < 2 or x.shape[1] != self.num_features):
             raise ConfigError(f"{self.plan.name} has {self.num_features} channels, got input of shape {tuple(x.shape)}")
 
     # The built-in kernels, wherever a bank normalizes just the samples that feed it.
@@ -165,7 +158,7 @@ class RoutedNorm(Routed):
         weight, bias = self.affine_bank(run.affine)
         if self.plan.statistics == "last":
             return F.layer_norm(x, list(self.shape), weight, bias, self.eps)
-        if x[0].numel() <= self.num_groups:
+        if self.dim is not None and x[0].numel() <= self.num_groups:  # a replaced nn.GroupNorm stays as it was
             raise RouteError(
                 f"{self.plan.name} gets one value per group from input of shape {tuple(x.shape)} and would return "
                 "zeros; use larger images, fewer groups, or a norm that averages over more"
@@ -182,7 +175,7 @@ class RoutedNorm(Routed):
     def _native(self) -> bool:
         return (
             self.state.groups == 1
-            and not self._synchronized()
+            and not self.synchronized
             and not (self.momentum is None and torch.compiler.is_compiling())  # its factor is a tensor there
         )
 
@@ -220,12 +213,27 @@ class RoutedNorm(Routed):
             rows.append(torch.cat(expanded).reshape(-1, self.shape[0], *(1,) * (ndim - 2)))
         return rows[0], rows[1]
 
+    _version = 2  # as the built-in norm: older state dicts have no num_batches_tracked
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ):
+        if (local_metadata.get("version") or 0) < 2 and self.track_running_stats:
+            for *_, count in self._statistics_names.values():
+                state_dict.setdefault(prefix + count, torch.tensor(0))
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
     # Given moments: groups, perturbed, crossed, synchronized and mixture statistics.
 
     def _stored(self, runs: Sequence[Run]) -> Moments:
         banks = self.plan.statistics_banks if self.plan.mixture else {run.normalized_by for run in runs}
-        stored = {bank: self.statistics_bank(bank) for bank in banks}
-        return {bank: (mean[None].clone(), var[None].clone()) for bank, (mean, var, _) in stored.items()}
+        stored = {bank: self.statistics_bank(bank)[:2] for bank in banks}
+        return {
+            bank: (functional.own_copy(mean)[None], functional.own_copy(var)[None])
+            for bank, (mean, var) in stored.items()
+        }
 
     def _moments(self, parts: Sequence[Tensor], runs: Sequence[Run], mode: Mode) -> Moments:
         """Moments of the samples that feed each bank, ``(groups, channels)`` each; feeds the bank in mode ``batch``."""
@@ -237,7 +245,7 @@ class RoutedNorm(Routed):
                     f"{run.rows} samples of one domain cannot be cut into {groups} equal groups; "
                     "choose a number of groups that divides each domain's share of the batch"
                 )
-        synchronized = self._synchronized()
+        synchronized = self.synchronized
         local: Counted = {}
         for bank in plan.statistics_banks:
             own = [functional.grouped(part, groups) for part, run in zip(parts, runs) if run.feeds == bank]
@@ -271,7 +279,7 @@ class RoutedNorm(Routed):
         plan = self.plan
         needed = plan.statistics_banks if plan.mixture else tuple(dict.fromkeys(run.normalized_by for run in runs))
         present = {run.feeds for run in runs}
-        if self._synchronized() and self.state.route is not None:  # a domain's samples may all be on other ranks
+        if self.synchronized and self.state.route is not None:  # a domain's samples may all be on other ranks
             present |= {plan.feeds[plan.domains.index(domain)] for domain, _ in self.state.route}
         missing = [bank for bank in needed if bank not in present]
         if missing:
@@ -322,15 +330,17 @@ class RoutedNorm(Routed):
 
     # Feeding the banks.
 
-    def _synchronized(self) -> bool:
+    @property
+    def synchronized(self) -> bool:
+        """Whether batch moments are taken over several ranks."""
         return self.sync and world_size(self.process_group) > 1
 
     def _check_count(self, rows: int, x: Tensor, bank: str) -> None:
         if rows * math.prod(x.shape[2:]) <= 1:
             raise RouteError(
                 f"batch statistics need more than one value per channel, and the bank {bank!r} gets one from input of "
-                f"shape {tuple(x.shape)}; give each domain at least two samples (drop_last=True in the loader), or "
-                "use stored statistics: `with advnorm.statistics(model, mode='running'):`"
+                f"shape {tuple(x.shape)}; give each domain (and each group of it) at least two samples, drop_last=True "
+                "in the loader, or use stored statistics: `with advnorm.statistics(model, mode='running'):`"
             )
 
     def _next_factor(self, bank: str) -> Any:
@@ -384,6 +394,34 @@ def _spans(runs: Sequence[Run]) -> list[Span]:
         else:
             spans.append(Span(run.feeds, (run,)))
     return spans if len({span.feeds for span in spans}) == len(spans) else []
+
+
+def _problems(shape: tuple[Any, ...], plan: Plan, dim: Any, eps: Any, momentum: Any, num_groups: Any) -> list[str]:
+    """What is wrong with the settings of a norm."""
+
+    def counts(value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+    def within(value: Any, high: float) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= high
+
+    problems = []
+    if dim not in (None, 1, 2, 3):
+        problems.append(f"dim is the number of spatial dimensions of the built-in norm, 1, 2 or 3; got {dim!r}")
+    channels = bool(shape) and all(counts(size) for size in shape)
+    if not channels:
+        problems.append(
+            f"num_features must be an integer of at least 1, got {shape[0] if len(shape) == 1 else shape!r}"
+        )
+    if not counts(num_groups):
+        problems.append(f"num_groups must be an integer of at least 1, got {num_groups!r}")
+    elif channels and plan.statistics == "group" and shape[0] % num_groups:
+        problems.append(f"num_groups must divide the {shape[0]} channels, got {num_groups}")
+    if not within(eps, math.inf):
+        problems.append(f"eps must be a number of at least 0, got {eps!r}")
+    if momentum is not None and not within(momentum, 1):
+        problems.append(f"momentum must lie in [0, 1], or be None for the plain mean over batches, got {momentum!r}")
+    return problems
 
 
 def _names(banks: Sequence[str], *names: str) -> dict[str, tuple[str, ...]]:

@@ -6,6 +6,7 @@ Nothing is copied, so a graph that is alive keeps its tensors; nothing is left o
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError, RouteError, did_you_mean, raise_all
+from advnorm._core.wrappers import unwrapped
 from advnorm.norms.plan import Plan
 
 Mode = Literal["batch", "batch_frozen", "running"]
@@ -63,11 +65,21 @@ class Routed(nn.Module):
         super().__init__()
         self.plan = plan
         self.state = UNSCOPED
+        self.scopes: tuple[Scope, ...] = ()
         self._last: tuple[Any, tuple[Run, ...]] = (None, ())
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a pickle made inside a scope starts outside of it.
-        return {**self.__dict__, "state": UNSCOPED, "_last": (None, ())}
+        return {**self.__dict__, "state": UNSCOPED, "scopes": (), "_last": (None, ())}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Routed:
+        group = getattr(self, "process_group", None)
+        if group is not None:
+            memo[id(group)] = group  # a copy talks to the same ranks
+        clone = type(self).__new__(type(self))
+        memo[id(self)] = clone
+        clone.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        return clone
 
     def recomputing(self) -> bool:
         """Whether this forward is gradient checkpointing's repetition of an earlier one."""
@@ -155,7 +167,7 @@ def in_backward() -> bool:
 
 def routed_modules(model: nn.Module) -> dict[str, Routed]:
     """The routed modules of a model by name, shared ones once."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, Routed)}
+    return {name: module for name, module in unwrapped(model).named_modules() if isinstance(module, Routed)}
 
 
 def _routed(model: nn.Module) -> list[Routed]:
@@ -190,6 +202,8 @@ class Scope:
         wanted: Sequence[str] = (),
         delta: Mapping[str, Any] | None = None,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"a scope is opened on an nn.Module, got {type(model).__name__}")
         modules = _routed(model)
         if not modules:
             raise ConfigError(
@@ -212,26 +226,52 @@ class Scope:
         if self._before is not None:
             raise RouteError("this scope is open already; make a new one with each `with`")
         before = [module.state for module in self._modules]
+        compiling = torch.compiler.is_compiling()
         fields = self._fields
-        if not torch.compiler.is_compiling():
+        if not compiling:
             owner = threading.get_ident()
             if any(state.owner is not None and state.owner != owner for state in before):
                 raise RouteError(
                     "another thread holds a scope on this model; give each thread its own copy (copy.deepcopy)"
                 )
-            fields = {**fields, "owner": owner}
+            fields = self._fields = {**fields, "owner": owner}
         self._before = before
         old, new = None, UNSCOPED
         for index, (module, state) in enumerate(zip(self._modules, before)):
             if state is not old:  # neighbours mostly share one state
                 old, new = state, state._replace(**fields)
-            _set_state(module, new if self._deltas is None else new._replace(delta=self._deltas[index]))
+            _set_state(module, self._applied(new, index, fresh=True))
+            if not compiling:
+                module.__dict__["scopes"] = (*module.scopes, self)
         return self
+
+    def _applied(self, state: State, index: int, *, fresh: bool = False) -> State:
+        """What this scope makes of a state of its module number ``index``."""
+        state = state if fresh else state._replace(**self._fields)
+        return state if self._deltas is None else state._replace(delta=self._deltas[index])
 
     def __exit__(self, *_: object) -> None:
         before, self._before = self._before or [], None
+        crossed = False
         for module, state in zip(self._modules, before):
+            if not torch.compiler.is_compiling():
+                crossed |= module.scopes[-1:] != (self,)
+                left = tuple(scope for scope in module.scopes if scope is not self)
+                module.__dict__["scopes"] = left
+                if crossed or self._outlived:
+                    state = UNSCOPED
+                    for scope in left:
+                        scope._outlived = True  # what it saw on entry is no longer true
+                        state = scope._applied(state, scope._modules.index(module))
             _set_state(module, state)
+        self._outlived = False
+        if crossed:
+            raise RouteError(
+                "scopes must close in the reverse order of opening: a scope that was opened inside this one, by a "
+                "generator or another task, is still open; give each of them its own copy of the model"
+            )
+
+    _outlived = False
 
 
 def _set_state(module: Routed, state: State) -> None:
@@ -305,16 +345,21 @@ def statistics(
 
 def _perturbation_problems(norms: Mapping[str, Routed], perturbation: Mapping[str, Mapping[str, Any]]) -> list[str]:
     problems = []
+    if not isinstance(perturbation, Mapping):
+        return [f"a perturbation maps norms to banks to (δ of the mean, δ of the std), got {perturbation!r}"]
     for name, banks in perturbation.items():
         if name not in norms:
             problems.append(f"the perturbation names a norm that the model does not have: {name!r}")
             continue
         known = norms[name].plan.statistics_banks
         width = getattr(norms[name], "num_features", None)
-        for bank, deltas in banks.items():
-            if bank not in known:
+        for bank, deltas in banks.items() if isinstance(banks, Mapping) else ((None, banks),):
+            pair = isinstance(deltas, tuple | list) and len(deltas) == 2 and all(isinstance(d, Tensor) for d in deltas)
+            if bank is None or not pair:
+                problems.append(f"{name!r} needs {{bank: (tensor, tensor)}}, got {banks!r}")
+            elif bank not in known:
                 problems.append(f"unknown statistics bank {bank!r} of {name!r}{did_you_mean(bank, known)}")
-            elif any(delta.shape[-1:] != (width,) for delta in deltas):
+            elif any(delta.shape != (width,) for delta in deltas):
                 shapes = [tuple(delta.shape) for delta in deltas]
                 problems.append(f"the deltas of bank {bank!r} of {name!r} need {width} channels, got shapes {shapes}")
     if problems:
@@ -372,6 +417,10 @@ class Restored(Scope):
 
     def __enter__(self) -> Restored:
         self._before = [module.state for module in self._modules]
-        for module, state in zip(self._modules, self._states):
-            _set_state(module, state._replace(owner=threading.get_ident(), recomputing=True))
+        for index, module in enumerate(self._modules):
+            module.__dict__["scopes"] = (*module.scopes, self)
+            _set_state(module, self._applied(module.state, index))
         return self
+
+    def _applied(self, state: State, index: int, *, fresh: bool = False) -> State:
+        return self._states[index]._replace(owner=threading.get_ident(), recomputing=True)

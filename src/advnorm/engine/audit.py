@@ -1,0 +1,664 @@
+"""Is the robustness real? A ladder of attacks, the signs of gradient masking, and a verdict in plain words.
+
+Signs and their reading: Athalye et al. 2018, "Obfuscated gradients give a false sense of security", section 3; Carlini
+et al. 2019, "On evaluating adversarial robustness"; papers A (table 3) and C (section 3.2) for falsely robust models.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+import advnorm.attacks as attack_names
+from advnorm._core.errors import ConfigError, did_you_mean, raise_all
+from advnorm._core.precision import float32_as
+from advnorm._core.records import write_json
+from advnorm.attacks import attacked, input_gradient
+from advnorm.attacks.losses import cross_entropy
+from advnorm.engine.evaluate import (
+    AS_CALLED,
+    Case,
+    Job,
+    Partial,
+    Runner,
+    branches,
+    model_fingerprint,
+    partial_path,
+    prepare,
+    progress_bar,
+    rendered,
+    unmoving,
+)
+from advnorm.norms import Mode, routed_modules
+from advnorm.threat import ThreatModel
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Word = Literal["real", "false", "inconclusive", "none"]
+Budget = Literal["quick", "standard", "full"]
+Weight = Literal["decides", "doubt", "note"]
+
+#: Exit status of the command; 2 is a usage error.
+EXIT_CODES: Mapping[Word, int] = {"real": 0, "false": 1, "inconclusive": 3, "none": 4}
+
+# Thresholds. Pairs PGD-10 → AutoAttack that the papers print (A tables 1 to 8, C tables 1, 3 and 4). Sound models keep
+# 0.46 to 0.94 of PGD-10 and lose at most 14.3 points; falsely robust ones keep at most 0.14 and lose at least 21.9.
+
+#: A smaller gap is no sign of anything: sound models at eps 8/255 lose 3 to 7 points.
+GAP_POINTS = 8.0
+#: Less than this share of PGD-10 left in the worst case: false. Halfway between 0.14 and 0.46.
+FALSE_RATIO = 0.3
+#: A gap that no sound model of the papers has, where little more than half is left: false.
+FALSE_POINTS, FALSE_POINTS_RATIO = 20.0, 0.6
+#: Below it a gap is a doubt, and with any other doubt false; sound models at eps 16/255 go down to 0.46.
+DOUBT_RATIO = 0.5
+#: PGD-10 accuracy up to which nobody claims robustness: undefended models have 0 to 2 %.
+NONE_CLAIMED = 0.10
+#: ... and worst-case accuracy that goes with it, unless chance is more.
+NONE_LEFT = 0.05
+#: A weaker attack may be better than a stronger one on so many points, by its random start.
+ORDER_POINTS = 2.0
+#: More steps may lower the accuracy by so much: sound models lose 1 to 3 points from 10 to 50 steps, hybrid ones of
+#: paper E keep falling (fig. 2).
+STEPS_POINTS, STEPS_RATIO = 5.0, 0.15
+#: Survivors of all gradient attacks that Square fools: on sound models next to none.
+SQUARE_POINTS = 1.0
+#: Right images whose loss gradient is exactly zero: a confident model has a few in float32.
+ZERO_SHARE = 0.1
+#: Where every image can be turned grey, accuracy is at most the share of the commonest class; and these points.
+LARGE_EPS_POINTS = 3.0
+#: Relative difference of an image's logits alone and in a batch, or between two forwards, that is beyond rounding.
+SAME = 1e-3
+#: Difference of the two largest logits beyond which float32 cross-entropy loses its gradient: exp(-88) underflows.
+LOGIT_GAP = 50.0
+#: Fewer images decide nothing: 95 % of the time an accuracy is then 18 points off or less.
+LEAST_IMAGES = 30
+
+#: Of right images for the statistics of gradients.
+GRADIENT_IMAGES = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rung:
+    """An attack of the ladder; ``alone`` on every right image, else only on what withstood the rungs before."""
+
+    attack: str
+    text: str
+    alone: bool = False
+    gradients: bool = True
+
+
+def _ladder(budget: Budget, classes: int) -> tuple[Rung, ...]:
+    quick, full = budget == "quick", budget == "full"
+    some = "-steps40" if quick else ""
+    noise = "noise-uniform" if quick else "noise-uniform-restarts10"
+    loss = "dlr" if classes > 2 else "cw"
+    rungs = [
+        Rung(attack=noise, text="random noise", alone=True, gradients=False),
+        Rung(attack="fgsm", text="one step", alone=True),
+        Rung(attack="pgd10", text="the usual claim", alone=True),
+        Rung(attack="pgd10-cw", text="another loss", alone=True),
+        Rung(attack="pgd50", text="more steps", alone=True),
+    ]
+    if full:
+        rungs += [Rung(attack=f"pgd{n}", text="more steps", alone=True) for n in (100, 500)]
+    rungs += [
+        Rung(attack=f"pgd50-restarts{2 if quick else 5}-{loss}-worst", text="restarts, a loss without scale"),
+        Rung(attack="apgd-ce" + some, text="adaptive steps"),
+        Rung(attack="apgd-t" + some, text="towards each class"),
+        Rung(attack="fab-t" + some, text="nearest boundary"),
+        Rung(attack=f"square-queries{1000 if quick else 5000}", text="without gradients", gradients=False),
+    ]
+    return tuple(rungs)
+
+
+#: Images unless the caller says, spread evenly over the data; None: all.
+LIMITS: Mapping[Budget, int | None] = {"quick": 200, "standard": 1000, "full": None}
+
+
+# -- the verdict -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """One measurement: what it came to, what was expected, and what it weighs when it is not as expected.
+
+    ``decides``: the robustness is false. ``doubt``: it cannot be called real. ``note``: to know.
+    """
+
+    name: str
+    value: float
+    expected: str
+    ok: bool
+    weight: Weight
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A rung as it went: accuracy under this attack where it ran on all images, and the worst case so far."""
+
+    attack: str
+    text: str
+    alone: float | None
+    worst: float
+    skipped: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Verdict:
+    """What an audit found. ``verdict``: real, false, inconclusive, or none: no robustness there, and none claimed."""
+
+    verdict: Word
+    reasons: tuple[str, ...]
+    advice: tuple[str, ...]
+    threat: ThreatModel
+    route: str
+    images: int
+    ladder: tuple[Step, ...]
+    evidence: tuple[Evidence, ...]
+    #: Accuracy under PGD-20 by eps.
+    eps_curve: tuple[tuple[float, float], ...]
+    #: Largest share of one class: what a constant answer gets.
+    chance: float
+    #: Of the branches that were not judged: clean, PGD-10 and worst-case accuracy.
+    others: Mapping[str, Mapping[str, float]]
+    conditions: Mapping[str, Any]
+
+    @property
+    def clean(self) -> float:
+        """Clean accuracy."""
+        return self.ladder[0].worst
+
+    @property
+    def claimed(self) -> float:
+        """Accuracy under PGD-10, by which most papers claim robustness."""
+        return next(step.alone for step in self.ladder if step.attack == "pgd10" and step.alone is not None)
+
+    @property
+    def worst_case(self) -> float:
+        """Share of the images that withstood everything."""
+        return self.ladder[-1].worst
+
+    @property
+    def exit_code(self) -> int:
+        """For scripts: 0 real, 1 false, 3 inconclusive, 4 none; 2 is a usage error."""
+        return EXIT_CODES[self.verdict]
+
+    def table(self) -> Table:
+        """The ladder, for the terminal."""
+        from rich.table import Table
+
+        title = f"{self.route}, {self.images} images, {self.threat}"
+        table = Table("attack", "", title=title, title_justify="left")
+        for column in ("accuracy", "worst case so far"):
+            table.add_column(column, justify="right")
+        for step in self.ladder:
+            alone = step.skipped or ("" if step.alone is None else f"{100 * step.alone:.1f}")
+            table.add_row(step.attack, step.text, alone, f"{100 * step.worst:.1f}")
+        for route, row in self.others.items():
+            cells = " / ".join(f"{name} {100 * value:.1f}" for name, value in row.items())
+            table.add_row(f"branch {route}", cells, "", f"{100 * row['worst case']:.1f}")
+        return table
+
+    def evidence_table(self) -> Table:
+        """The measurements, for the terminal."""
+        from rich.table import Table
+
+        table = Table("", "evidence", title="evidence", title_justify="left")
+        table.add_column("measured", justify="right")
+        table.add_column("expected")
+        marks = {"decides": "[bold red]✗[/]", "doubt": "[yellow]?[/]", "note": "[dim]i[/]"}
+        for item in self.evidence:
+            mark = "[green]✓[/]" if item.ok else marks[item.weight]
+            table.add_row(mark, item.text, f"{item.value:.3g}", item.expected)
+        return table
+
+    def summary(self) -> str:
+        """The verdict in words, with reasons and advice."""
+        headline = {
+            "real": "REAL: nothing found that speaks against this robustness",
+            "false": "FALSE: this robustness does not stand up to stronger attacks",
+            "inconclusive": "INCONCLUSIVE: the attacks cannot be trusted on this model, or do not agree",
+            "none": "NONE: this model is not robust at this eps, and PGD-10 says so too",
+        }[self.verdict]
+        lines = [headline, *(f"  - {reason}" for reason in self.reasons)]
+        if self.advice:
+            lines += ["What to try:", *(f"  - {advice}" for advice in self.advice)]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return "\n".join([rendered(self.table()), rendered(self.evidence_table()), self.summary()])
+
+    def record(self) -> dict[str, Any]:
+        """All of it as plain data, for JSON."""
+        return {
+            "format": "advnorm.audit/1",
+            "verdict": self.verdict,
+            "exit_code": self.exit_code,
+            "reasons": list(self.reasons),
+            "advice": list(self.advice),
+            "clean": self.clean,
+            "pgd10": self.claimed,
+            "worst_case": self.worst_case,
+            "threat": dataclasses.asdict(self.threat),
+            "route": self.route,
+            "images": self.images,
+            "chance": self.chance,
+            "ladder": [dataclasses.asdict(step) for step in self.ladder],
+            "evidence": [
+                {**dataclasses.asdict(e), "value": e.value if math.isfinite(e.value) else None} for e in self.evidence
+            ],
+            "eps_curve": [list(point) for point in self.eps_curve],
+            "other_branches": {route: dict(row) for route, row in self.others.items()},
+            **self.conditions,
+        }
+
+    def plot(self, path: Path | str) -> None:
+        """Write a figure: accuracy along the ladder, and against eps."""
+        from matplotlib.figure import Figure
+
+        blue, orange, grey = "#0072B2", "#D55E00", "#666666"  # Okabe and Ito: safe for the colour-blind
+        figure = Figure(figsize=(10, 4.2), layout="constrained")
+        bars, curve = figure.subplots(1, 2, width_ratios=(2.2, 1))
+        names = [step.attack for step in self.ladder]
+        worst = [100 * step.worst for step in self.ladder]
+        bars.bar(names, worst, color=blue, label="worst case so far")
+        alone = [(step.attack, 100 * step.alone) for step in self.ladder if step.alone is not None]
+        bars.plot(*zip(*alone), "o", color=orange, markeredgecolor="white", markersize=8, label="this attack alone")
+        for place, step in enumerate(self.ladder):
+            top = 100 * max(step.worst, step.alone or 0)
+            bars.annotate(
+                f"{worst[place]:.0f}", (place, top), (0, 6), textcoords="offset points", ha="center", fontsize=8
+            )
+        curve.plot([eps for eps, _ in self.eps_curve], [100 * a for _, a in self.eps_curve], "o-", color=blue)
+        curve.axvline(self.threat.eps, color=orange, linestyle=":", label=f"{self.threat}")
+        for axes in (bars, curve):
+            axes.axhline(100 * self.chance, color=grey, linestyle="--", linewidth=1, label="one class for all")
+            axes.set_ylim(0, 108)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.legend(frameon=False, fontsize=8, loc="upper right")
+        bars.set_ylabel("accuracy (%)")
+        bars.tick_params(axis="x", labelrotation=40)
+        for label in bars.get_xticklabels():
+            label.set_horizontalalignment("right")
+        curve.set_xlabel(f"eps ({self.threat.norm}), PGD-20 on two losses")
+        figure.suptitle(
+            f"{self.verdict}: clean {self.clean:.0%}, PGD-10 {self.claimed:.0%}, worst {self.worst_case:.0%}"
+        )
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150)
+
+
+# -- the audit ---------------------------------------------------------------------------------------------------------
+
+
+def audit(
+    model: nn.Module,
+    data: Any,
+    threat: ThreatModel,
+    *,
+    route: str | None = None,
+    budget: Budget = "standard",
+    surrogate: nn.Module | None = None,
+    limit: int | None = None,
+    batch_size: int | None = None,
+    device: str | torch.device | None = None,
+    record: Path | str | None = None,
+    progress: bool = False,
+    seed: int = 0,
+    statistics: Mode = "running",
+) -> Verdict:
+    """Tell real robustness from false: climb a ladder of attacks, look for the signs of masking, and say what follows.
+
+    ``budget``: ``quick`` (200 images), ``standard`` (1000) or ``full`` (all of them, PGD up to 500 steps); ``limit``
+    overrides the number of images. ``route``: the branch to judge. A model with several branches and no route is judged
+    by the branch that withstands PGD-10 best, and the others are reported.
+    ``surrogate``: a copy of the model without what may mask its gradients; attacks on it are transferred.
+    ``statistics="batch_frozen"``: the model uses the statistics of the batch at test time.
+    ``record``: JSON file for the verdict; a killed audit continues from ``<record>.partial``.
+    """
+    problems = []
+    if budget not in get_args(Budget):
+        problems.append(f"unknown budget {budget!r}{did_you_mean(budget, get_args(Budget))}")
+    if not (route is None or isinstance(route, str)):
+        problems.append(f"an audit judges one route, got {route!r}; the other branches are reported beside it")
+    if surrogate is not None and not isinstance(surrogate, nn.Module):
+        problems.append(f"the surrogate must be an nn.Module, got {type(surrogate).__name__}")
+    raise_all(problems, "bad audit")
+    if isinstance(model, nn.Module) and isinstance(threat, ThreatModel) and threat.eps == 0:
+        raise ConfigError("an audit needs an eps above 0; without a perturbation there is nothing to withstand")
+    known = branches(model) if isinstance(model, nn.Module) else ()
+    routes = _routes(model, known, route)
+    case = prepare(
+        model,
+        data,
+        threat,
+        "pgd10",
+        routes,
+        batch_size=batch_size,
+        device=device,
+        seed=seed,
+        limit=LIMITS[budget] if limit is None else limit,
+        spread=True,
+        statistics=statistics,
+    )
+    partial = Partial(None if record is None else partial_path(record), case.fingerprint)
+    with progress_bar(progress) as bar:
+        verdict = _Audit(case, Runner(case, partial, bar), budget, surrogate).run(judged=route if known else None)
+    if record is not None:
+        write_json(record, verdict.record())
+        partial.remove()
+    return verdict
+
+
+def _routes(model: nn.Module, known: Sequence[str], route: str | None) -> Sequence[str | None]:
+    if not known or (route is not None and route not in known):
+        return [route]
+    if route is None and all(module.state.route is not None for module in routed_modules(model).values()):
+        return [None]  # an enclosing scope says which
+    return list(known)
+
+
+class _Audit:
+    """One audit under way."""
+
+    def __init__(self, case: Case, runner: Runner, budget: Budget, surrogate: nn.Module | None) -> None:
+        self.case, self.runner, self.surrogate = case, runner, surrogate
+        self.budget: Budget = budget
+        self.threat: ThreatModel = case.threat
+        self.chance = case.labels.bincount().max().item() / len(case.labels)
+        #: Points that two images make: no order of attacks is refuted by less.
+        self.slack = 200 / len(case.labels)
+        self.evidence: list[Evidence] = []
+        self.advice: list[str] = []
+
+    def run(self, judged: str | None) -> Verdict:
+        case = self.case
+        probes = {route: self._probe(route) for route in case.routes}
+        clean = {route: self.runner.clean(route) for route in case.routes}
+        claims = {
+            route: self._attack("pgd10", route, clean[route]) if probes[route].gradients else clean[route]
+            for route in case.routes
+        }
+        if judged is None:  # the branch that claims most
+            judged = max(case.routes, key=lambda route: _share(claims[route]))
+        self.route, self.right, self.probe = judged, clean[judged], probes[judged]
+        self._look_at_outputs()
+        ladder, worst = self._climb()
+        curve = self._raise_eps()
+        worst = self._transfer(ladder, worst)
+        others = {
+            str(route): {
+                "clean": _share(clean[route]),
+                "PGD-10": _share(claims[route]),
+                "worst case": _share(self._attack("apgd-t-steps40", route, claims[route])),
+            }
+            for route in case.routes
+            if route != judged
+        }
+        self._look_at_choice()
+        claimed = _share(claims[judged])
+        self._weigh_gap(claimed, _share(worst))
+        word, reasons = self._decide(claimed, _share(worst))
+        return Verdict(
+            verdict=word,
+            reasons=tuple(reasons),
+            advice=tuple(self._what_to_try(word)),
+            threat=self.threat,
+            route=judged or AS_CALLED,
+            images=len(self.right),
+            ladder=tuple(ladder),
+            evidence=tuple(self.evidence),
+            eps_curve=tuple(curve),
+            chance=self.chance,
+            others=others,
+            conditions={
+                **case.conditions(),
+                "budget": self.budget,
+                "fingerprint": case.fingerprint,
+                "warnings": list(self.runner.partial.warnings()),
+            },
+        )
+
+    # -- measurements --
+
+    def _attack(self, name: str, route: str | None, among: Tensor, *, threat: ThreatModel | None = None) -> Tensor:
+        settings = {"seed": self.case.seed, "route": route, "statistics": self.case.statistics}
+        attack = attack_names.get(name, threat=threat or self.threat, **settings)
+        return self.runner.robust(Job(name=name, attack=attack, route=route), among)
+
+    def _probe(self, route: str | None) -> _Probe:
+        """Whether the loss has a gradient with respect to the image, and the number of classes."""
+        case = self.case
+        x, y = (part[:4].to(case.device) for part in (case.images, case.labels))
+        with attacked(case.model, route=route, statistics=unmoving(case.statistics)) as predict:
+            logits = predict(x.requires_grad_())
+            try:
+                input_gradient(cross_entropy(logits, y), x)
+            except (ConfigError, RuntimeError):
+                return _Probe(gradients=False, classes=logits.shape[1])
+        return _Probe(gradients=True, classes=logits.shape[1])
+
+    def _climb(self) -> tuple[list[Step], Tensor]:
+        clean = _share(self.right)
+        ladder, worst = [Step(attack="clean", text="no attack", alone=clean, worst=clean)], self.right
+        results: dict[str, Tensor] = {}
+        for rung in _ladder(self.budget, self.probe.classes):
+            skipped = "no gradients" if rung.gradients and not self.probe.gradients else ""
+            if rung.attack.startswith("square") and self.case.images.dim() != 4:
+                skipped = "not images"
+            if skipped:
+                # An attack that cannot move leaves the claim at the clean accuracy.
+                alone = clean if rung.attack == "pgd10" else None
+                step = Step(attack=rung.attack, text=rung.text, alone=alone, worst=_share(worst), skipped=skipped)
+                ladder.append(step)
+                continue
+            before = worst
+            robust = self._attack(rung.attack, self.route, self.right if rung.alone else worst)
+            worst, results[rung.attack] = worst & robust, robust
+            alone = _share(robust) if rung.alone else None
+            ladder.append(Step(attack=rung.attack, text=rung.text, alone=alone, worst=_share(worst)))
+            if rung.attack.startswith("square"):
+                text = "points that Square, without gradients, takes from the survivors of gradient attacks"
+                self._expect("square", text, 100 * (_share(before) - _share(worst)), SQUARE_POINTS)
+        if self.probe.gradients:
+            self._compare(results)
+        return ladder, worst
+
+    def _compare(self, results: Mapping[str, Tensor]) -> None:
+        """What must not be better: noise and one step than ten steps, many steps than ten by much."""
+        points = {name: 100 * _share(robust) for name, robust in results.items()}
+        noise = next(name for name in points if name.startswith("noise"))
+        for weak, text in ((noise, "random noise"), ("fgsm", "one step")):
+            self._expect(weak, f"points by which {text} beats PGD-10", points["pgd10"] - points[weak], ORDER_POINTS)
+        steps = [name for name in ("pgd10", "pgd50", "pgd100", "pgd500") if name in points]
+        for fewer, more in pairwise(steps):
+            text = f"points that {more} takes from {fewer}; more steps must level off"
+            allowed = max(STEPS_POINTS, STEPS_RATIO * points[fewer])
+            self._expect(f"{fewer} to {more}", text, points[fewer] - points[more], allowed)
+
+    def _raise_eps(self) -> list[tuple[float, float]]:
+        """PGD-20 on two losses at growing eps, up to where every image can be turned grey."""
+        curve = [(0.0, _share(self.right))]
+        if not self.probe.gradients:
+            return curve
+        grey = max(self._grey(), self.threat.eps)
+        factors = (1.0, 2.0) if self.budget == "quick" else (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+        for eps in [*(self.threat.eps * factor for factor in factors if self.threat.eps * factor < grey), grey]:
+            threat = ThreatModel(norm=self.threat.norm, eps=eps)
+            robust = self._attack("pgd20", self.route, self.right, threat=threat)
+            robust = self._attack("cw20", self.route, robust, threat=threat)
+            curve.append((eps, _share(robust)))
+        rise = 100 * max(after - before for (_, before), (_, after) in pairwise(curve))
+        self._expect("eps", "points gained by a larger eps", rise, ORDER_POINTS)
+        text = f"accuracy (%) at eps {grey:.3g}, where every image can be turned grey"
+        self._expect("large eps", text, 100 * curve[-1][1], 100 * self.chance + LARGE_EPS_POINTS)
+        return curve
+
+    def _grey(self) -> float:
+        """The eps at which the grey image lies in every ball, so that no classifier is better than a constant."""
+        pixels = math.prod(self.case.images.shape[1:])
+        return {"Linf": 0.5, "L2": 0.5 * math.sqrt(pixels), "L1": 0.5 * pixels}[self.threat.norm]
+
+    def _transfer(self, ladder: list[Step], worst: Tensor) -> Tensor:
+        """Attacks computed on the other branches and on the surrogate, judged on this one."""
+        sources: list[tuple[str, str | None, nn.Module | None]] = [
+            (f"from {route}", route, None) for route in self.case.routes if route != self.route
+        ]
+        if self.surrogate is not None:
+            route = self.route if self.route in branches(self.surrogate) else None
+            sources.append(("from surrogate", route, self.surrogate))
+        pgd = next(step.alone for step in ladder if step.attack == "pgd10") or 0.0
+        for name, route, source in sources:
+            attack = attack_names.get("pgd50", threat=self.threat, seed=self.case.seed, route=route)
+            origin = "" if source is None else model_fingerprint(source)
+            job = Job(name=name, attack=attack, route=self.route, origin=origin)
+            robust = self.runner.robust(job, self.right, source=source)
+            worst = worst & robust
+            ladder.append(Step(attack=name, text="PGD-50 transferred", alone=_share(robust), worst=_share(worst)))
+            text = f"points by which PGD-50 {name} beats PGD-10 on the model itself"
+            self._expect(f"transfer {name}", text, 100 * (pgd - _share(robust)), ORDER_POINTS)
+        return worst
+
+    def _look_at_outputs(self) -> None:
+        """Logits and gradients of some of the right images."""
+        case = self.case
+        rows = self.right.nonzero()[:GRADIENT_IMAGES, 0]
+        rows = rows if len(rows) else torch.arange(min(len(case.images), GRADIENT_IMAGES))
+        logits, norms = [], []
+        statistics = unmoving(case.statistics)
+        with attacked(case.model, route=self.route, statistics=statistics) as predict, float32_as("ieee", case.device):
+            for part in rows.split(min(case.batch_size, 64)):
+                x, y = case.images[part].to(case.device).requires_grad_(), case.labels[part].to(case.device)
+                z = predict(x)
+                logits.append(z.detach())
+                if self.probe.gradients:
+                    norms.append(input_gradient(cross_entropy(z, y), x).double().flatten(1).norm(dim=1))
+            x = case.images[rows[:8]].to(case.device)
+            with torch.no_grad():
+                together, again = predict(x), predict(x)
+                single = torch.cat([predict(image) for image in x.split(1)])
+        self._look_at_gradients(torch.cat(norms) if norms else torch.zeros(len(rows)))
+        size = together.abs().amax().clamp_min(1e-12)
+        differs, varies = ((other - together).abs().amax().div(size).item() for other in (single, again))
+        if varies > SAME:
+            differs = 0.0  # cannot be told apart from it
+            self.advice.append("the outputs are random: attack their expectation with AutoAttack(version='rand')")
+        if differs > SAME:
+            self.advice.append(
+                "an image's output depends on the others in its batch: evaluate with running statistics, "
+                "or the number holds only for this batch size and order"
+            )
+        self._expect("batch", "an image's logits alone and in a batch: relative difference", differs, SAME)
+        self._expect("random", "two forwards of the same images: relative difference", varies, SAME)
+        z = torch.cat(logits)
+        probabilities = bool((z >= 0).all() and (z.sum(1) - 1).abs().max() < 1e-3)
+        self._expect("probabilities", "outputs are probabilities, not logits (1: yes)", float(probabilities), 0)
+        if probabilities:
+            self.advice.append("return logits, not probabilities: a second softmax flattens the gradients")
+        top = z.topk(2, dim=1).values
+        gap = (top[:, 0] - top[:, 1]).median().item()
+        self._expect("logit gap", "median difference of the two largest logits", gap, LOGIT_GAP, weight="note")
+        if gap > LOGIT_GAP:
+            self.advice.append("the logits are so large that float32 cross-entropy loses its gradient: divide them")
+
+    def _look_at_gradients(self, norms: Tensor) -> None:
+        finite = norms.isfinite()
+        zero = (norms == 0).double().mean().item()
+        self._expect("zero gradients", "share of the images whose loss gradient is zero", zero, ZERO_SHARE)
+        broken = (~finite).double().mean().item()
+        self._expect("broken gradients", "share of the images whose loss gradient is not finite", broken, 0)
+        sizes = norms[finite & (norms > 0)].cpu()
+        if len(sizes):
+            low, middle, high = sizes.quantile(torch.tensor([0.05, 0.5, 0.95], dtype=sizes.dtype)).tolist()
+            text = f"median norm of the loss gradient; 5 % are below {low:.2g}, 5 % above {high:.2g}"
+            self._expect("gradient norm", text, middle, math.inf, weight="note")
+        if zero > ZERO_SHARE:
+            self.advice.append(
+                "find what stops the gradients (quantization, rounding, detach, huge logits) and attack the model "
+                "without it: audit(..., surrogate=)"
+            )
+
+    def _look_at_choice(self) -> None:
+        mixtures = [name for name, module in routed_modules(self.case.model).items() if module.plan.mixture]
+        if mixtures:
+            text = "norms that weigh their statistics by the input; every attack went through this choice"
+            self._expect("choice", text, len(mixtures), math.inf, weight="note")
+
+    def _weigh_gap(self, claimed: float, worst: float) -> None:
+        points, left = 100 * (claimed - worst), worst / claimed if claimed else 1.0
+        false = left < FALSE_RATIO or (points > FALSE_POINTS and left < FALSE_POINTS_RATIO)
+        ok = points <= GAP_POINTS or not (false or left < DOUBT_RATIO)
+        self.evidence.insert(
+            0,
+            Evidence(
+                name="gap",
+                value=points,
+                expected=f"at most {GAP_POINTS:g}, or {DOUBT_RATIO:g} of PGD-10 left",
+                ok=ok,
+                weight="decides" if false else "doubt",
+                text=f"points from PGD-10 ({100 * claimed:.1f}) to the worst case ({100 * worst:.1f}); {left:.2f} left",
+            ),
+        )
+
+    def _expect(self, name: str, text: str, value: float, most: float, *, weight: Weight = "doubt") -> None:
+        """Add a measurement that should be at most so large; two images more are never a sign where it is in points."""
+        in_points = text.startswith(("points", "accuracy"))
+        ok = value <= (max(most, self.slack) if in_points else most)
+        expected = "" if math.isinf(most) else f"at most {most:.3g}"
+        self.evidence.append(Evidence(name=name, value=value, expected=expected, ok=ok, weight=weight, text=text))
+
+    # -- conclusions --
+
+    def _decide(self, claimed: float, worst: float) -> tuple[Word, list[str]]:
+        gap, *rest = self.evidence
+        doubts = [item for item in rest if not item.ok and item.weight != "note"]
+        signs = [f"{item.text}: {item.value:.3g}, expected {item.expected}" for item in doubts]
+        numbers = f"PGD-10 leaves {claimed:.1%}, the worst case {worst:.1%} of {len(self.right)} images"
+        if claimed <= max(NONE_CLAIMED, self.chance) and worst <= max(NONE_LEFT, self.chance):
+            return "none", [numbers]
+        if len(self.right) < LEAST_IMAGES:
+            return "inconclusive", [numbers, f"fewer than {LEAST_IMAGES} images decide nothing", *signs]
+        if not gap.ok and (gap.weight == "decides" or doubts):
+            return "false", [f"{numbers}: no such gap on a soundly trained model", *signs]
+        if not gap.ok:
+            return "inconclusive", [f"{numbers}: a wide gap, and no sign of masking beside it"]
+        if doubts:
+            return "inconclusive", [numbers, *signs]
+        return "real", [numbers, "accuracy levels off with more steps and falls with eps, and the gradients are sound"]
+
+    def _what_to_try(self, word: Word) -> list[str]:
+        advice = list(self.advice)
+        if word == "false":
+            advice.append(
+                "trained on clean and adversarial images with one norm? Add a KL term between the two outputs "
+                "(paper A, table 8: AutoAttack 0.5 % to 23.6 %), or give each an affine of its own ('dual_affine_bn')"
+            )
+            advice.append("train against more attack steps, with random starts, or at a smaller eps")
+        if word == "inconclusive" and len(self.right) < LEAST_IMAGES:
+            advice.append("give more images")
+        elif word == "inconclusive" and self.budget != "full":
+            advice.append("run again with budget='full'")
+        if word == "none":
+            advice.append("train adversarially, for example on PGD-10 images of this eps; or judge the 'adv' branch")
+        return advice
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Probe:
+    gradients: bool
+    classes: int
+
+
+def _share(verdicts: Tensor) -> float:
+    return verdicts.sum().item() / len(verdicts)

@@ -1,0 +1,472 @@
+"""Benchmarks: right numbers, all conditions, everything checked first, and a kill that costs nothing."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import save_file
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import advnorm
+from advnorm._core.errors import ConfigError
+from advnorm.attacks import PGD
+from advnorm.cli import evaluate as cli
+from advnorm.cli import listing
+from advnorm.engine import BenchmarkResult, accuracy_against_eps, accuracy_against_steps, benchmark
+from advnorm.engine.evaluate import gather
+
+THREAT = advnorm.ThreatModel(eps=0.2)
+ATTACKS = ["fgsm", "pgd10", "apgd-ce-steps10"]
+
+
+class Counting(nn.Module):
+    """Counts forwards, and may answer with something else than logits."""
+
+    def __init__(self, answer=None, classes: int = 10) -> None:
+        super().__init__()
+        self.fc = nn.Linear(64, classes)
+        self.forwards = 0
+        self.answer = answer
+
+    def forward(self, x):
+        self.forwards += 1
+        logits = self.fc(x.flatten(1))
+        return logits if self.answer is None else self.answer(logits)
+
+
+def some(data, count=40):
+    return data[0][:count], data[1][:count]
+
+
+def without_time(record: dict) -> dict:
+    """Without the commit too: its mark for changed files may change while the tests run."""
+    return {key: value for key, value in record.items() if key not in ("seconds", "commit")}
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def test_accuracies_are_those_of_the_attacks_by_hand(sound, data):
+    x, y = some(data)
+    result = benchmark(sound, (x, y), THREAT, ATTACKS)
+    sound.eval()
+    with torch.no_grad():
+        clean = sound(x).argmax(1) == y
+        assert torch.equal(result.clean["as called"], clean)
+        for name in ATTACKS:
+            # Only right images are attacked; each keeps the noise of its place.
+            x_adv = advnorm.attacks.get(name, threat=THREAT)(sound, x, y)
+            assert torch.equal(result.robust["as called"][name], clean & (sound(x_adv).argmax(1) == y)), name
+    union = torch.stack(list(result.robust["as called"].values())).all(0)
+    assert torch.equal(result.union(), union)
+    assert result.robust_accuracy() == union.sum().item() / len(union)
+    assert result.robust_accuracy("pgd10") == result.accuracy["as called"]["pgd10"]
+    assert 0.4 < result.robust_accuracy() <= result.robust_accuracy("fgsm") < result.clean_accuracy()
+
+
+def test_the_batch_size_changes_nothing(sound, data):
+    results = [benchmark(sound, some(data), THREAT, ATTACKS, batch_size=size) for size in (7, 64)]
+    first, second = ({**r.record(), "batch_size": 0, "seconds": 0} for r in results)
+    assert first == second
+
+
+def test_several_routes_in_one_call_are_the_single_ones(dual, data):
+    both = benchmark(dual, some(data), THREAT, "pgd10", ["clean", "adv"])
+    assert both.routes == ("clean", "adv")
+    for route in both.routes:
+        single = benchmark(dual, some(data), THREAT, "pgd10", route)
+        assert torch.equal(both.robust[route]["pgd10"], single.robust[route]["pgd10"])
+    with pytest.raises(ConfigError, match="say which route"):
+        both.robust_accuracy("pgd10")
+
+
+def test_an_attack_with_a_route_of_its_own_is_transferred(dual, data):
+    x, y = some(data)
+    attack = PGD(threat=THREAT, steps=5, route="clean")
+    result = benchmark(dual, (x, y), THREAT, {"from clean": attack}, "adv")
+    x_adv = attack(dual, x, y)
+    dual.eval()
+    with torch.no_grad(), advnorm.route(dual, "adv"):
+        expected = (dual(x).argmax(1) == y) & (dual(x_adv).argmax(1) == y)
+    assert torch.equal(result.robust["adv"]["from clean"], expected)
+
+
+def test_a_model_in_train_mode_is_judged_in_eval_mode_and_stays_as_it_was(sound, data):
+    sound.eval()
+    expected = benchmark(sound, some(data), THREAT, "pgd10").record()["verdicts"]
+    before = {name: value.clone() for name, value in sound.state_dict().items()}
+    sound.train()
+    sound.bn2.eval()
+    assert benchmark(sound, some(data), THREAT, "pgd10").record()["verdicts"] == expected
+    assert sound.training and sound.bn1.training and not sound.bn2.training
+    assert all(torch.equal(before[name], value) for name, value in sound.state_dict().items())
+
+
+def test_accuracy_against_steps_and_eps(sound, data):
+    steps = accuracy_against_steps(sound, some(data), THREAT, (1, 5, 20))
+    assert steps.values == (1, 5, 20) and steps.accuracy() == sorted(steps.accuracy(), reverse=True)
+    eps = accuracy_against_eps(sound, some(data), THREAT, (0.05, "51/255", 0.5))
+    assert eps.values == (0.05, 0.2, 0.5)
+    assert eps.accuracy()[0] > eps.accuracy()[1] > eps.accuracy()[2] == 0
+    assert eps.accuracy()[1] == benchmark(sound, some(data), THREAT, "pgd20").robust_accuracy()
+    for curve in (steps, eps):
+        assert json.loads(json.dumps(curve.record()))["values"] == list(curve.values)
+        assert "as called" in str(curve)
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+
+class MapStyle(Dataset):
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, place):
+        return self.x[place], int(self.y[place])  # never an IndexError of its own
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda x, y: (x, y),
+        lambda x, y: [x.numpy(), y.numpy()],
+        TensorDataset,
+        MapStyle,
+        lambda x, y: DataLoader(TensorDataset(x, y), batch_size=7),
+        lambda x, y: ((x[i : i + 9], y[i : i + 9]) for i in range(0, len(x), 9)),
+    ],
+    ids=["tensors", "arrays", "TensorDataset", "map style", "loader", "generator"],
+)
+def test_data_comes_in_many_forms(wrap, data):
+    x, y = some(data, 20)
+    for limit in (None, 11):
+        images, labels = gather(wrap(x, y), limit)
+        assert torch.equal(images, x[:limit]) and torch.equal(labels, y[:limit])
+
+
+# -- before any long work ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data": lambda x, y: (x[:0], y[:0])}, "the batch is empty"),
+        ({"data": lambda x, y: []}, "the data set is empty"),
+        ({"data": lambda x, y: (x * 255, y)}, "must lie in \\[0, 1\\].*divide by 255"),
+        ({"data": lambda x, y: ((x - 0.5) / 0.5, y)}, "input normalization belongs inside the model"),
+        ({"data": lambda x, y: (x.double(), y)}, "use x.float()"),
+        ({"data": lambda x, y: (x, y + 1)}, "labels go up to 10 and the model has 10 classes"),
+        ({"data": lambda x, y: (x, y - 1)}, "labels must be at least 0"),
+        ({"data": lambda x, y: (x, y.float())}, "use y.long()"),
+        ({"data": lambda x, y: (x[:, :, :4], y)}, "the model fails on images of shape"),
+        ({"data": lambda x, y: x}, "data must be \\(images, labels\\)"),
+        ({"data": lambda x, y: [x, x, x]}, "data must give \\(images, labels\\)"),
+        ({"model": lambda: Counting(lambda z: z * float("nan"))}, "returns NaN logits"),
+        ({"model": lambda: Counting(lambda z: (z, z))}, "returned tuple .*return self.model\\(x\\)\\[0\\]"),
+        ({"model": lambda: Counting(lambda z: z[:, 0])}, "needs logits of shape"),
+        ({"model": lambda: torch.sin}, "must be an nn.Module"),
+        ({"attacks": ["pgd10", "autoatack"]}, "did you mean 'autoattack'"),
+        ({"attacks": "pgd10-restart5"}, "did you mean 'restarts'"),
+        ({"attacks": []}, "no attack given"),
+        ({"attacks": {"strong": PGD(threat=advnorm.ThreatModel(eps=0.5))}}, "has the threat model"),
+        ({"route": "adv"}, "no routed norms"),
+        ({"batch_size": 0}, "batch_size must be an integer of at least 1"),
+        ({"limit": 0}, "limit must be an integer of at least 1"),
+        ({"device": "tpu"}, "unknown device 'tpu'"),
+        ({"threat": 8 / 255}, "threat must be a ThreatModel"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_any_long_work(change, message, data):
+    x, y = some(data)
+    model = change.get("model", Counting)()
+    given = {key: value for key, value in change.items() if key not in ("model", "data", "threat")}
+    with pytest.raises(ConfigError, match=message):
+        benchmark(model, change.get("data", lambda x, y: (x, y))(x, y), change.get("threat", THREAT), **given)
+    assert getattr(model, "forwards", 0) <= 1
+
+
+def test_eps_8_is_refused_with_the_cure():
+    with pytest.raises(ConfigError, match="did you mean '8/255'"):
+        advnorm.ThreatModel(eps=8)
+
+
+def test_a_missing_and_an_unknown_route_are_explained(data):
+    model = advnorm.create_model("small_cnn", in_channels=1, norm="dual_bn")
+    with pytest.raises(ConfigError, match="no route is set"):
+        benchmark(model, some(data), THREAT, "pgd10")
+    with pytest.raises(ConfigError, match="unknown domain 'avd', did you mean 'adv'"):
+        benchmark(model, some(data), THREAT, "pgd10", "avd")
+    with advnorm.route(model, "adv"):
+        assert benchmark(model, some(data), THREAT, "fgsm").routes == ("as called",)
+
+
+def test_all_problems_come_in_one_error(data):
+    x, y = some(data)
+    with pytest.raises(ConfigError) as error:
+        benchmark(Counting(lambda z: z * float("nan")), (x, y), THREAT, ["pdg10", "pgd0"], batch_size=-1)
+    for part in ("did you mean 'pgd", "steps must be an integer", "batch_size", "NaN logits"):
+        assert part in str(error.value)
+
+
+def test_nan_for_one_image_is_found_before_the_attacks(data):
+    x, y = some(data)
+    model = Counting(lambda z: torch.where(torch.arange(len(z))[:, None] == 30, torch.nan, z) if len(z) > 30 else z)
+    with pytest.raises(ConfigError, match="NaN logits for image 30"):
+        benchmark(model, (x, y), THREAT, "pgd10")
+    assert model.forwards == 2
+
+
+def test_a_tuple_is_no_problem_where_the_logits_are_named(data):
+    result = benchmark(Counting(lambda z: {"logits": z, "features": z}), some(data), THREAT, "fgsm")
+    assert result.images == 40
+
+
+# -- records -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_record_has_all_conditions_and_leads_back_to_the_result(dual, data, tmp_path):
+    path = tmp_path / "deep" / "result.json"
+    result = benchmark(dual, some(data), THREAT, ["pgd10", "fgsm"], ["adv"], record=path, seed=3)
+    record = json.loads(path.read_text())
+    assert record == json.loads(json.dumps(result.record()))
+    assert {
+        "threat",
+        "attacks",
+        "routes",
+        "images",
+        "seed",
+        "batch_size",
+        "device",
+        "torch",
+        "advnorm",
+        "commit",
+    } <= set(record)
+    assert record["model"]["norms"] == ["dual_bn"] and record["model"]["domains"] == ["clean", "adv"]
+    assert record["model"]["parameters"] == sum(p.numel() for p in dual.parameters())
+    assert "steps=10" in record["attacks"]["pgd10"] and "seed=3" in record["attacks"]["pgd10"]
+    assert record["seconds"]["adv"]["pgd10"] > 0
+    assert list(tmp_path.glob("deep/*")) == [path]
+    loaded = BenchmarkResult.load(path)
+    assert loaded.record() == record and str(loaded) == str(result)
+    assert torch.equal(loaded.robust["adv"]["pgd10"], result.robust["adv"]["pgd10"])
+
+
+def test_a_finished_record_is_read_back_and_a_foreign_one_refused(data, tmp_path):
+    path = tmp_path / "r.json"
+    model = Counting()
+    first = benchmark(model, some(data), THREAT, "fgsm", record=path)
+    model.forwards = 0
+    assert benchmark(model, some(data), THREAT, "fgsm", record=path).record() == first.record()
+    assert model.forwards == 1
+    for other in ({"attacks": "pgd1"}, {"data": some(data, 41)}):
+        with pytest.raises(ConfigError, match=f"{path} holds the record of another evaluation"):
+            benchmark(model, **{"data": some(data), "attacks": "fgsm", **other}, threat=THREAT, record=path)
+    nn.init.zeros_(model.fc.weight)
+    with pytest.raises(ConfigError, match="another evaluation"):
+        benchmark(model, some(data), THREAT, "fgsm", record=path)
+    path.write_text("{")
+    with pytest.raises(ConfigError, match=f"{path} is damaged"):
+        benchmark(model, some(data), THREAT, "fgsm", record=path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is damaged"),
+        ("[]", "is damaged"),
+        ('{"format": "advnorm.benchmark/1"}', "is not a partial evaluation"),
+        ('{"format": "advnorm.partial/1", "jobs": {}, "fingerprint": "x"}', "belongs to another evaluation"),
+    ],
+)
+def test_a_partial_file_that_does_not_fit_is_named(content, message, data, tmp_path):
+    partial = tmp_path / "r.json.partial"
+    partial.write_text(content)
+    with pytest.raises(ConfigError, match=message) as error:
+        benchmark(Counting(), some(data), THREAT, "fgsm", record=tmp_path / "r.json")
+    assert str(partial) in str(error.value)
+
+
+def test_memory_that_runs_out_halves_the_batch_and_is_told(data):
+    class Large(Counting):
+        def forward(self, x):
+            if len(x) > 10:
+                raise torch.OutOfMemoryError("CUDA out of memory (pretended)")
+            return super().forward(x)
+
+    model, weak = Large(), advnorm.ThreatModel(eps=0.01)
+    x = data[0][:40]
+    y = Counting.forward(model, x).argmax(1)  # all right
+    result = benchmark(model, (x, y), weak, "pgd3", batch_size=40)
+    assert result.warnings[-2:] == tuple(
+        f"pgd3: memory did not suffice for {size} images at a time, went on with {size // 2}" for size in (40, 20)
+    )
+    model.__class__ = Counting
+    assert torch.equal(result.union(), benchmark(model, (x, y), weak, "pgd3").union())
+
+
+SCRIPT = """
+    import os, signal, sys
+    import torch
+    import advnorm
+    from advnorm.attacks import autoattack
+    from advnorm.data import digits
+    from advnorm.engine import benchmark, evaluate
+
+    torch.set_num_threads(1)
+    x, y = digits("train")
+    means = torch.stack([x[y == c].mean(0).flatten() for c in range(10)])
+    linear = torch.nn.Linear(64, 10)  # the nearest class mean: deterministic, and right on nine of ten digits
+    linear.weight.data, linear.bias.data = means, -means.square().sum(1) / 2
+    model = torch.nn.Sequential(torch.nn.Flatten(), linear)
+    x, y = (part[:40] for part in digits("test"))
+    threat = advnorm.ThreatModel(eps=0.1)
+    cascade = autoattack.AutoAttack(threat=threat, steps=10, queries=50, batch_size=36)
+
+    def killed(function, when):
+        count = 0
+        def wrapped(self, *arguments):
+            nonlocal count
+            function(self, *arguments)
+            count += when(*arguments)
+            if count == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return wrapped
+
+    record, kill = sys.argv[1], sys.argv[2]
+    if kill == "pgd":
+        evaluate.Partial.save = killed(evaluate.Partial.save, lambda *_: 1)
+    elif kill == "apgd-t":
+        autoattack.Record.add = killed(autoattack.Record.add, lambda batch: batch.stage == "apgd-t")
+    result = benchmark(
+        model, (x, y), threat, {"pgd": advnorm.attacks.PGD(threat=threat, steps=5), "aa": cascade},
+        batch_size=8, record=record,
+    )
+    print(result)
+"""
+
+
+def test_a_killed_evaluation_continues_and_ends_with_the_same_record(tmp_path):
+    script = tmp_path / "run.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+
+    def run(name: str, kill: str = "") -> int:
+        command = [sys.executable, str(script), str(tmp_path / name), kill]
+        return subprocess.run(command, capture_output=True, check=False).returncode
+
+    assert run("whole.json") == 0
+    assert run("killed.json", "pgd") == -signal.SIGKILL
+    partial = json.loads((tmp_path / "killed.json.partial").read_text())
+    (pgd,) = partial["jobs"].values()
+    assert not (tmp_path / "killed.json").exists() and set("1?") <= set(pgd["verdicts"])
+    assert run("killed.json", "apgd-t") == -signal.SIGKILL
+    folder = next(tmp_path.glob("killed.json.partial.*"))
+    batches = len(list(folder.glob("batch-*")))
+    assert batches >= 3  # APGD-CE and two batches of APGD-T
+    assert run("killed.json") == 0
+    whole, killed = (json.loads((tmp_path / name).read_text()) for name in ("whole.json", "killed.json"))
+    assert without_time(whole) == without_time(killed)
+    assert 0 < whole["accuracy"]["as called"]["union"] < whole["accuracy"]["as called"]["clean"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["killed.json", "run.py", "whole.json"]
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_model(sound, tmp_path, monkeypatch) -> Path:
+    """A folder with a module of the user's and weights."""
+    (tmp_path / "my_model_of_tests.py").write_text(
+        "import advnorm\n"
+        "def build():\n    return advnorm.create_model('small_cnn', in_channels=1)\n"
+        "def number():\n    return 7\n"
+    )
+    save_file(sound.state_dict(), tmp_path / "w.safetensors")
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    sys.modules.pop("my_model_of_tests", None)
+
+
+def test_evaluate_prints_the_table_of_ones_own_model(own_model, data):
+    import numpy as np
+
+    x, y = some(data)
+    np.savez("d.npz", x=(x * 255).round().byte().numpy(), y=y.int().numpy())
+    save_file({"images": (x * 255).round() / 255, "labels": y}, "d.safetensors")
+    console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
+    accuracies = []
+    for name in ("d.npz", "d.safetensors"):
+        status = cli.evaluate(
+            console, "my_model_of_tests:build", weights=Path("w.safetensors"), data=name, eps="51/255",
+            attacks=["pgd10"], device="cpu", json=Path(f"{name}.json"),
+        )  # fmt: skip
+        assert status == 0
+        accuracies.append(json.loads(Path(f"{name}.json").read_text())["accuracy"]["as called"])
+    assert accuracies[0] == accuracies[1] and accuracies[0]["clean"] > 0.9
+    assert "pgd10" in console.export_text() and "as called" not in sys.path
+
+
+@pytest.mark.parametrize(
+    ("target", "weights", "data", "message"),
+    [
+        ("my_model_of_tests", None, "digits", "write module:function"),
+        ("my_modell:build", None, "digits", "no module 'my_modell'"),
+        ("my_model_of_tests:bild", None, "digits", "did you mean 'build'"),
+        ("my_model_of_tests:number", None, "digits", "must return an nn.Module, got int"),
+        ("my_model_of_tests:build", "w.pth", "digits", "must be a .safetensors file.*save_file"),
+        ("my_model_of_tests:build", "x.safetensors", "digits", "there is no file x.safetensors"),
+        ("my_model_of_tests:build", "other.safetensors", "digits", "does not fit the model: missing: .*and 16 more"),
+        ("my_model_of_tests:build", None, "digitz", "unknown data 'digitz'"),
+        ("my_model_of_tests:build", None, "d.npz", "there is no file d.npz"),
+        ("my_model_of_tests:build", None, "other.safetensors", "holds a; name the images 'x'"),
+    ],
+)
+def test_a_command_that_cannot_work_says_why(own_model, target, weights, data, message):
+    save_file({"a": torch.zeros(1)}, "other.safetensors")
+    with pytest.raises(ConfigError, match=message):
+        cli.evaluate(
+            Console(quiet=True), target, weights=None if weights is None else Path(weights), data=data,
+            attacks=["fgsm"], device="cpu",
+        )  # fmt: skip
+
+
+def test_the_table_of_attacks_lists_every_one():
+    console = Console(record=True, width=200, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(listing.attacks("*"))
+    text = console.export_text()
+    assert [name for name in advnorm.attacks.list_attacks() if name not in text] == []
+    with pytest.raises(ConfigError, match="no attack matches 'x\\*'"):
+        listing.attacks("x*")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_the_verdicts_are_those_of_the_cpu_and_tf32_is_left_as_it_was(sound, data):
+    import copy
+
+    attacks = ["pgd10", "autoattack-steps10-queries50"]
+    expected = benchmark(sound, some(data), THREAT, attacks)
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32"
+    try:
+        result = benchmark(copy.deepcopy(sound).cuda(), some(data), THREAT, attacks, device="cuda")
+        assert matmul.fp32_precision == "tf32"
+    finally:
+        matmul.fp32_precision = before
+    for name in attacks:
+        same = result.robust["as called"][name] == expected.robust["as called"][name]
+        assert same.double().mean() >= 0.95
+    with pytest.raises(ConfigError, match="model.to\\('cuda'\\)"):
+        benchmark(sound, some(data), THREAT, "fgsm", device="cuda")
