@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from advnorm.norms import make_norm, route, statistics
+from advnorm.norms import make_norm, recalibrate, route, routed_modules, statistics
 
 WORLD = 2
 CHANNELS = 3
@@ -236,6 +236,17 @@ def collectives_per_forward(rank: int) -> dict[str, int]:
     return found
 
 
+def recalibrated(rank: int) -> dict[str, Any]:
+    """Ranks with another number of batches each."""
+    model = small_network(sync=True)
+    recalibrate(model, shares_of_data()[rank], route="adv")
+    return {"buffers": dict(model.named_buffers()), "sync": all(norm.sync for norm in routed_modules(model).values())}
+
+
+def shares_of_data() -> list[list[Tensor]]:
+    return [[half(0), half(1) * 2, half(0, 1) + 1], [half(1, 1) - 1]]
+
+
 SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
     scenario.__name__: scenario
     for scenario in (
@@ -243,6 +254,7 @@ SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
         concatenated_with_defaults,
         one_route_with_find_unused,
         collectives_per_forward,
+        recalibrated,
         # Failures last: they leave a reducer in the middle of its work.
         one_route_with_defaults,
         two_forwards_with_find_unused,

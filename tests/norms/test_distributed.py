@@ -12,11 +12,11 @@ import pytest
 import rank_worker
 import torch
 from norm_oracles import Oracle, domains_of
-from rank_worker import CASES, WORLD, Case, Objective, half, small_network
+from rank_worker import CASES, WORLD, Case, Objective, half, shares_of_data, small_network
 from torch import Tensor
 
 import advnorm
-from advnorm.norms import route
+from advnorm.norms import recalibrate, route
 
 pytestmark = [
     pytest.mark.world_size(WORLD),
@@ -166,3 +166,13 @@ def test_a_synchronized_norm_communicates_once_for_batch_statistics_and_else_nev
     for result in seen(ranks, "collectives_per_forward"):
         for key, calls in result.items():
             assert calls == (0 if key.endswith(("running", "unsynchronized")) else 1), key
+
+
+def test_synchronized_norms_are_recalibrated_by_the_batches_of_all_ranks(ranks):
+    model = small_network(sync=False)
+    recalibrate(model, [batch for share in shares_of_data() for batch in share], route="adv")
+    for result in seen(ranks, "recalibrated"):
+        assert result["sync"]
+        for name, buffer in model.named_buffers():
+            if "num_batches" not in name:
+                torch.testing.assert_close(result["buffers"][name], buffer, rtol=1e-9, atol=1e-11, msg=name)

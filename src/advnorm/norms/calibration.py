@@ -75,7 +75,10 @@ def recalibrate(
     handles = [norm.register_forward_pre_hook(hook(name, norm)) for name, norm in norms.items()]
     device = next((t.device for t in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
     samples = batches = 0
+    flags = [(norm, norm.sync) for norm in norms.values()]
     try:
+        for norm in norms.values():  # each rank walks through its own batches, as many as it has
+            norm.sync = False
         with evaluating(model), chosen, plainly:
             for images in _batches(data, batch_size):
                 samples, batches = samples + len(images), batches + 1
@@ -83,6 +86,8 @@ def recalibrate(
     finally:
         for handle in handles:
             handle.remove()
+        for norm, sync in flags:
+            norm.sync = sync
     if not samples:
         raise ConfigError("recalibrate got no data: an iterator that was used up already, or an empty data set")
     for name, (mean, var, count) in pooled.items():
