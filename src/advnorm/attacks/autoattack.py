@@ -282,7 +282,7 @@ class _Cascade:
         self.flags: list[Flag] = []
         self.fooled_by = torch.full_like(y, ROBUST)
         self.best, self.margin = x.clone(), torch.full(y.shape, torch.inf, device=x.device)
-        self.no_gradient = torch.zeros_like(y, dtype=torch.bool)
+        self.no_gradient: dict[str, int] = {}
         self.seconds: dict[str, float] = {}
         self.forwards: dict[str, int] = {}
 
@@ -386,7 +386,7 @@ class _Cascade:
         self.best[images[closer]] = found.x_adv[closer]
         self.margin[images[closer]] = found.margin[closer]
         self.fooled_by[images[found.fooled]] = place
-        self.no_gradient[images] |= found.zero_gradient
+        self.no_gradient[batch.stage] = self.no_gradient.get(batch.stage, 0) + int(found.zero_gradient.sum())
         self.seconds[batch.stage] = self.seconds.get(batch.stage, 0.0) + batch.seconds
         self.forwards[batch.stage] = self.forwards.get(batch.stage, 0) + batch.forwards
 
@@ -525,12 +525,13 @@ def _differentiates(victim: Victim, x: Tensor) -> bool:
     return called
 
 
-def _flags_after(names: tuple[str, ...], fooled_by: Tensor, no_gradient: Tensor) -> list[Flag]:
+def _flags_after(names: tuple[str, ...], fooled_by: Tensor, no_gradient: Mapping[str, int]) -> list[Flag]:
     flags = []
-    if no_gradient.any():
+    without = ", ".join(f"{name} on {count} images" for name, count in no_gradient.items() if count)
+    if without:
         message = (
-            f"{int(no_gradient.sum())} of {len(no_gradient)} images had a zero gradient, so that attacks by gradients "
-            "cannot be trusted; look for saturation, rounding or a huge scale of the logits"
+            f"zero gradients met {without}, where attacks by gradients cannot be trusted; "
+            "look for saturation, rounding or a huge scale of the logits"
         )
         flags.append(Flag("zero-gradients", message))
     if "square" in names and len(names) > 2:

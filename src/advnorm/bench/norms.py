@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -56,12 +56,14 @@ def bench_norms(
     precision: Precision = "float32",
     compiled: bool = False,
     rounds: int | None = None,
+    threads: int = 1,
     on_round: Callable[[], object] = lambda: None,
 ) -> NormBenchmark:
     """Time evaluation through one branch and training on a concatenated batch, each against the plain network.
 
     Evaluation is one forward without gradients. Training is forward, cross-entropy and backward on a batch that is half
-    clean, half adversarial for the routed networks; the plain network takes the same batch.
+    clean, half adversarial for the routed networks; the plain network takes the same batch. ``threads`` of the CPU: one
+    by default, since on a shared machine threads wait for each other longer than they work.
     """
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     on_gpu = where.type == "cuda"
@@ -73,6 +75,8 @@ def bench_norms(
         problems.append(f"unknown model {model!r}{did_you_mean(model, list_models())}")
     if batch_size < 6 or rounds < 1:
         problems.append(f"batch_size must be at least 6 and rounds at least 1, got {batch_size} and {rounds}")
+    if threads < 1:
+        problems.append(f"threads must be at least 1, got {threads}")
     if precision not in ("float32", "tf32", "bf16"):
         problems.append(f"unknown precision {precision!r}{did_you_mean(precision, ('float32', 'tf32', 'bf16'))}")
     raise_all(problems, "bad benchmark")
@@ -84,7 +88,7 @@ def bench_norms(
     labels = torch.randint(10, (batch_size,), generator=generator).to(where)
     if on_gpu:
         images = images.to(memory_format=torch.channels_last)
-    with float32_as("tf32" if precision == "tf32" else "ieee", where):
+    with float32_as("tf32" if precision == "tf32" else "ieee", where), _threads(threads):
         evaluate, train = {}, {}
         for norm in (PLAIN, *norms):
             evaluate[norm], train[norm] = _phases(norm, model, images, labels, precision, compiled)
@@ -99,10 +103,20 @@ def bench_norms(
         precision=precision,
         compiled=compiled,
         rounds=rounds,
-        threads=torch.get_num_threads(),
+        threads=threads,
         torch=torch.__version__,
         rows={norm: {phase: timings[phase][norm] for phase in timings} for norm in evaluate},
     )
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _phases(

@@ -184,6 +184,7 @@ def bench_norms(
     precision: Annotated[str, typer.Option(help="float32, tf32 or bf16 (autocast).")] = "float32",
     compiled: Annotated[bool, typer.Option("--compile", help="Compile every network, the plain one too.")] = False,
     rounds: Annotated[int | None, typer.Option(help="Repetitions; the median counts.")] = None,
+    threads: Annotated[int, typer.Option(help="Threads on the CPU.")] = 1,
     json: Annotated[Path | None, typer.Option(help="Also write the record here.")] = None,
 ) -> None:
     """Routed networks against the plain one: evaluation, and training on a concatenated batch.
@@ -205,6 +206,7 @@ def bench_norms(
             precision=precision,  # pyright: ignore[reportArgumentType]  # checked there, with a hint
             compiled=compiled,
             rounds=rounds,
+            threads=threads,
             on_round=lambda: progress.advance(task),
         )
     console.print(listing.norm_benchmark(result))
