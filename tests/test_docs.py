@@ -35,3 +35,14 @@ def test_the_make_targets_that_the_pages_name_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
         assert set(re.findall(r"make ([a-z-]+)", page.read_text())) <= targets | {"sense"}
+
+
+def test_the_tables_of_the_readme_come_from_the_records():
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("readme_tables", ROOT / "benchmarks" / "readme_tables.py")
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    page = (ROOT / "README.md").read_text()
+    assert tables.rendered(page) == page, "run python benchmarks/readme_tables.py"
+    assert len(list(tables.RECORDS.glob("*.json"))) >= 2

@@ -86,7 +86,7 @@ def train(threat: ThreatModel, judged: ThreatModel, epochs: int = 30) -> Trained
 
 @pytest.fixture(scope="session")
 def linf() -> Trained:
-    return train(ThreatModel(eps=0.2), ThreatModel(eps=0.09))
+    return train(ThreatModel(eps=0.2), ThreatModel(eps=0.085))
 
 
 @pytest.fixture(scope="session")

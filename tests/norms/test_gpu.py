@@ -90,4 +90,4 @@ def test_inductor_equals_eager(name):
             out.square().sum().backward()
             outputs.append([out, *(p.grad for p in network.parameters()), *network.buffers()])
         for got, expected in zip(*outputs):
-            torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(got, expected, rtol=1e-3, atol=5e-3)  # sums over thousands of values

@@ -1,0 +1,66 @@
+"""Write the tables of the README from the records under results/: no figure there is typed by hand.
+
+    python benchmarks/readme_tables.py            # rewrite README.md
+    python benchmarks/readme_tables.py --check    # exit status 1 where it would change
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORDS = ROOT / "results" / "bench"
+
+
+def norms():
+    """What routing costs: ratios to the plain network, by device and precision."""
+    rows = ["| ResNet-18 | batch | precision | evaluation | training, concatenated |", "|---|---|---|---|---|"]
+    for path in sorted(RECORDS.glob("norms_*.json")):
+        record = json.loads(path.read_text())
+        dual = record["rows"]["dual_bn"]
+        where = f"{record['device']}, {record['threads']} threads" if record["device"] == "cpu" else record["device"]
+        cells = [f"{dual[phase]['ratio']:.2f}× ± {dual[phase]['spread'] / 2:.2f}" for phase in ("eval", "train")]
+        precision = record["precision"] + (", compiled" if record["compiled"] else "")
+        rows.append(f"| {where} | {record['batch_size']} | {precision} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def autoattack():
+    """AutoAttack against the official code on the same network and images."""
+    rows = ["| AutoAttack standard | seconds | speed-up | robust accuracy | same verdict |", "|---|---|---|---|---|"]
+    conditions = []
+    for path in sorted(RECORDS.glob("autoattack_*.json")):
+        record = json.loads(path.read_text())
+        for name, row in record["rows"].items():
+            cells = (f"{row['seconds']:.1f}", f"{row['speedup']:.1f}×", f"{row['robust']:.1%}", f"{row['agreement']:.1%}")
+            rows.append(f"| {name} | {' | '.join(cells)} |")
+        clean = next(iter(record["rows"].values()))["clean"]
+        conditions.append(
+            f"{record['images']} CIFAR-10 test images, {record['model']}, {record['threat']}, clean accuracy {clean:.1%}, "
+            f"{record['device']}, seed {record['seed']}."
+        )
+    return "\n".join([*rows, "", *conditions])
+
+
+def rendered(text):
+    """The README with every marked block written anew."""
+    for name, table in (("norms", norms), ("autoattack", autoattack)):
+        pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
+        text, found = re.subn(pattern, lambda m, table=table: f"{m[1]}{table()}\n{m[2]}", text, flags=re.DOTALL)
+        assert found == 1, f"README.md has no block for {name}"
+    return text
+
+
+def main():
+    page = ROOT / "README.md"
+    old = page.read_text()
+    new = rendered(old)
+    if "--check" in sys.argv[1:]:
+        return int(new != old)
+    page.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
