@@ -1,7 +1,7 @@
 """Write the tables of the README from the records under results/: no figure there is typed by hand.
 
-    python benchmarks/readme_tables.py            # rewrite README.md
-    python benchmarks/readme_tables.py --check    # exit status 1 where it would change
+python benchmarks/readme_tables.py            # rewrite README.md
+python benchmarks/readme_tables.py --check    # exit status 1 where it would change
 """
 
 import json
@@ -19,7 +19,7 @@ def norms():
     for path in sorted(RECORDS.glob("norms_*.json")):
         record = json.loads(path.read_text())
         dual = record["rows"]["dual_bn"]
-        where = f"{record['device']}, {record['threads']} threads" if record["device"] == "cpu" else record["device"]
+        where = f"{record['device']}, {record['threads']} thread(s)" if record["device"] == "cpu" else record["device"]
         cells = [f"{dual[phase]['ratio']:.2f}× ± {dual[phase]['spread'] / 2:.2f}" for phase in ("eval", "train")]
         precision = record["precision"] + (", compiled" if record["compiled"] else "")
         rows.append(f"| {where} | {record['batch_size']} | {precision} | {' | '.join(cells)} |")
@@ -33,12 +33,12 @@ def autoattack():
     for path in sorted(RECORDS.glob("autoattack_*.json")):
         record = json.loads(path.read_text())
         for name, row in record["rows"].items():
-            cells = (f"{row['seconds']:.1f}", f"{row['speedup']:.1f}×", f"{row['robust']:.1%}", f"{row['agreement']:.1%}")
-            rows.append(f"| {name} | {' | '.join(cells)} |")
+            answer = f"{row['robust']:.1%} | {row['agreement']:.1%}"
+            rows.append(f"| {name} | {row['seconds']:.1f} | {row['speedup']:.1f}× | {answer} |")
         clean = next(iter(record["rows"].values()))["clean"]
         conditions.append(
-            f"{record['images']} CIFAR-10 test images, {record['model']}, {record['threat']}, clean accuracy {clean:.1%}, "
-            f"{record['device']}, seed {record['seed']}."
+            f"{record['images']} CIFAR-10 test images, {record['model']}, {record['threat']}, clean accuracy "
+            f"{clean:.1%}, {record['device']}, seed {record['seed']}."
         )
     return "\n".join([*rows, "", *conditions])
 
