@@ -22,7 +22,7 @@ from advnorm.attacks import PGD
 from advnorm.cli import evaluate as cli
 from advnorm.cli import listing
 from advnorm.engine import BenchmarkResult, accuracy_against_eps, accuracy_against_steps, benchmark
-from advnorm.engine.evaluate import gather
+from advnorm.engine.case import gather
 
 THREAT = advnorm.ThreatModel(eps=0.2)
 ATTACKS = ["fgsm", "pgd10", "apgd-ce-steps10"]
@@ -322,7 +322,8 @@ SCRIPT = """
     import advnorm
     from advnorm.attacks import autoattack
     from advnorm.data import digits
-    from advnorm.engine import benchmark, evaluate
+    from advnorm.engine import benchmark
+    from advnorm.engine.partial import Partial
 
     torch.set_num_threads(1)
     x, y = digits("train")
@@ -346,7 +347,7 @@ SCRIPT = """
 
     record, kill = sys.argv[1], sys.argv[2]
     if kill == "pgd":
-        evaluate.Partial.save = killed(evaluate.Partial.save, lambda *_: 1)
+        Partial.save = killed(Partial.save, lambda *_: 1)
     elif kill == "apgd-t":
         autoattack.Record.add = killed(autoattack.Record.add, lambda batch: batch.stage == "apgd-t")
     result = benchmark(

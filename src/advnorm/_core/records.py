@@ -8,6 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from advnorm._core.errors import ConfigError
+
 
 def write_json(path: Path | str, data: Any) -> None:
     """Write ``data`` as JSON; a crash or a full disk leaves the old file, if any, untouched."""
@@ -24,3 +26,16 @@ def write_json(path: Path | str, data: Any) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A record as it was written; a damaged or foreign file is refused by name."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+    except ValueError:
+        data = None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} is damaged or no record of ours; delete it, or choose another record")
+    return data

@@ -110,7 +110,7 @@ class Victim:
 
         self._count(len(x) * samples, backwards=True)
         logits, values, grad = _joined(self.memory.over(len(x), work))
-        return logits, values, grad.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        return logits, values, grad.contiguous().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
     def jacobian(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Logits ``(N, K)`` and the gradient of each, ``(N, K, ...)``: K backward passes."""

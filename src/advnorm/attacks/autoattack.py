@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError, did_you_mean
+from advnorm._core.precision import float32_as
 from advnorm._core.records import write_json
 from advnorm._core.seeding import ImageNoise
 from advnorm.attacks.apgd import APGD, Found, Halving, Search, Victim, margin_of
@@ -42,9 +43,8 @@ VERSIONS: Mapping[str, tuple[str, ...]] = {
     "plus": ("apgd-ce", "apgd-dlr", "fab", "square", "apgd-t", "fab-t"),
     "rand": ("apgd-ce", "apgd-dlr"),
 }
-#: After a fast search the attacks by gradients decide the close calls in float32, under their names with this ending;
-#: close is a margin of so many times the tolerance.
-AGAIN, CLOSE = "-float32", 8
+#: What decides the close calls of a fast search, and how many times the tolerance a margin is for that.
+FINISH, CLOSE = "float32", 8
 #: Images for the checks before the attack.
 PROBE = 64
 #: Rows of a forward: on a CPU, and at most on a GPU, where more gain nothing.
@@ -58,8 +58,8 @@ class AutoAttack(Attack):
     ``version``: ``standard``, ``plus`` (restarts, and untargeted attacks too) or ``rand`` (for randomized models: every
     gradient is the mean of ``samples`` forwards); or the names of ``attacks`` in order.
     ``precision``: of the search. A success counts only after a strict float32 forward of the projected image. After a
-    search in ``tf32`` or ``bf16`` (autocast) the close calls, survivors that came near to the boundary, go through the
-    attacks by gradients again in strict float32. Near: 8 times as far as the margins in the two precisions may differ.
+    search in ``tf32`` or ``bf16`` strict float32 decides the close calls too: where a survivor came as near to the
+    boundary as 8 times the difference of margins in the two precisions, FAB-T goes on from its best point.
     ``batch_size``: rows of one forward (an image takes one for each target or restart); None: as many as pay. Halved
     when memory runs out.
     """
@@ -287,7 +287,7 @@ class _Cascade:
         self.forwards: dict[str, int] = {}
 
     def run(self) -> AutoAttackResult:
-        answer = self.record.answer() if self.record else None
+        answer = self.record.answer(self.x.device) if self.record else None
         if answer is not None:
             return AutoAttackResult(attack=self.attack, **answer)
         classes, stages = self._prepare()
@@ -298,7 +298,7 @@ class _Cascade:
             done[batch.stage][batch.images] = True
         for place, name in enumerate(stages, 1):
             left = (self.fooled_by == ROBUST) & ~done[name]
-            if name.endswith(AGAIN):
+            if name == FINISH:
                 left &= self.margin <= CLOSE * self.victim.tolerance
             self._stage(place, names, stages[name], left.nonzero()[:, 0], classes)
         result = AutoAttackResult(
@@ -333,7 +333,8 @@ class _Cascade:
         if self.victim is not self.strict:
             gap = margin_of(self.victim.logits(probe), labels) - margin_of(logits, labels)
             self.victim.tolerance = 2 * gap.abs().max().item()
-            stages |= {name + AGAIN: stages[name] for name in stages if name != "square"}
+            if set(stages) - {"square"} and self.attack.version != "rand":
+                stages[FINISH] = FAB(threat=self.attack.threat, targets=3, steps=20)
         if self.attack.batch_size is None and self.device.type == "cuda":
             self.memory.size = _fitting_rows(self.victim, probe, labels)
         for part in torch.arange(len(self.x), device=self.x.device).split(self.memory.size or len(self.x)):
@@ -377,8 +378,11 @@ class _Cascade:
 
     def _attack(self, name: str, search: Search, images: Tensor) -> Found:
         x, y = self.x[images].to(self.device), self.y[images].to(self.device)
-        noise = self.noise.select(images.to(self.device)).fold(name.removesuffix(AGAIN))
-        return search.search(self.strict if name.endswith(AGAIN) else self.victim, x, y, noise)
+        noise = self.noise.select(images.to(self.device)).fold(name)
+        if name == FINISH:
+            assert isinstance(search, FAB)
+            return search.search(self.strict, x, y, noise, start=self.best[images].to(self.device))
+        return search.search(self.victim, x, y, noise)
 
     def _take_in(self, place: int, batch: Batch) -> None:
         images, found = batch.images, batch.found
@@ -394,23 +398,9 @@ class _Cascade:
         return sum(victim.forwards for victim in {self.strict, self.victim})
 
 
-@contextmanager
-def _float32_as(precision: str) -> Iterator[None]:
-    """Products of float32 numbers as such (``ieee``) or with TF32's shorter mantissa (``tf32``), on NVIDIA GPUs."""
-    switches: tuple[Any, Any] = (torch.backends.cuda.matmul, cast(Any, torch.backends.cudnn).conv)
-    before = [switch.fp32_precision for switch in switches]
-    try:
-        for switch in switches:
-            switch.fp32_precision = precision
-        yield
-    finally:
-        for switch, value in zip(switches, before):
-            switch.fp32_precision = value
-
-
-def _with_float32(predict: Predict, precision: str) -> Predict:
+def _with_float32(predict: Predict, precision: Literal["ieee", "tf32"]) -> Predict:
     def forward(x: Tensor) -> Tensor:
-        with _float32_as(precision), torch.autocast(x.device.type, enabled=False):
+        with float32_as(precision, x.device):
             return predict(x)
 
     return forward
@@ -437,7 +427,7 @@ def _fitting_rows(victim: Victim, x: Tensor, y: Tensor) -> int:
         return torch.cuda.max_memory_allocated(x.device) - before
 
     peak(64)  # libraries' own workspace
-    each = max(peak(128) - peak(64), 1) / 64 + 64 * x[0].numel()
+    each = max(peak(128) - peak(64), 1) / 64 + 160 * x[0].numel()
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(x.device)
     return max(1, min(GPU_ROWS, int(0.7 * free / each)))
@@ -632,12 +622,12 @@ class Record:
         for path in self.folder.glob("batch-*.safetensors"):
             path.unlink()
 
-    def answer(self) -> dict[str, Any] | None:
+    def answer(self, device: torch.device) -> dict[str, Any] | None:
         """What :class:`AutoAttackResult` needs, of an evaluation that is finished."""
         answer = self._data.get("answer")
         if answer is None:
             return None
-        tensors, _ = _read_tensors(self.folder / "answer.safetensors", torch.device("cpu"))
+        tensors, _ = _read_tensors(self.folder / "answer.safetensors", device)
         summary = answer["result"]
         return {
             **tensors,

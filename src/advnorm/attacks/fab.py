@@ -61,17 +61,20 @@ class FAB(Search):
     def forwards(self, classes: int) -> int:
         return 2 * self.steps * self.variants(classes)
 
-    def search(self, victim: Victim, x: Tensor, y: Tensor, noise: ImageNoise) -> Found:
+    def search(self, victim: Victim, x: Tensor, y: Tensor, noise: ImageNoise, *, start: Tensor | None = None) -> Found:
+        """``start``: where the first restart begins in place of the image; the targets are the likely classes there."""
         clean = victim.strict(x)
         grid = Grid(victim, self.threat, x, y, self.variants(clean.shape[1]))
-        target = ranked_targets(clean, y, max(1, self.targets)).repeat_interleave(self.restarts, 1).flatten()
+        likely = clean if start is None else victim.strict(start)
+        target = ranked_targets(likely, y, max(1, self.targets)).repeat_interleave(self.restarts, 1).flatten()
         origin = grid.rows(x)
         far = torch.full_like(origin.flatten(1)[:, 0], torch.inf)
-        state = _State(x=origin, y=grid.rows(y), target=target, point=origin, distance=far)
+        first = origin if start is None else grid.rows(start)
+        state = _State(x=origin, y=grid.rows(y), target=target, point=first, distance=far)
         if self.restarts > 1:
             later = (torch.arange(len(origin), device=x.device) % self.restarts) > 0
             halfway = origin + 0.5 * (on_sphere(self.threat, origin, grid.noise(noise)) - origin)
-            state.point = torch.where(per_row(later, origin), halfway, origin)
+            state.point = torch.where(per_row(later, origin), halfway, first)
         if not self.minimal:
             grid.see(origin, margin_of(grid.rows(clean), state.y))
             kept = grid.settle()

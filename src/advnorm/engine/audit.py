@@ -23,20 +23,9 @@ from advnorm._core.precision import float32_as
 from advnorm._core.records import write_json
 from advnorm.attacks import attacked, input_gradient
 from advnorm.attacks.losses import cross_entropy
-from advnorm.engine.evaluate import (
-    AS_CALLED,
-    Case,
-    Job,
-    Partial,
-    Runner,
-    branches,
-    model_fingerprint,
-    partial_path,
-    prepare,
-    progress_bar,
-    rendered,
-    unmoving,
-)
+from advnorm.engine.case import AS_CALLED, Case, Job, Runner, branches, prepare, progress_bar, unmoving
+from advnorm.engine.partial import Partial, model_fingerprint, partial_path
+from advnorm.engine.result import rendered
 from advnorm.norms import Mode, routed_modules
 from advnorm.threat import ThreatModel
 

@@ -1,0 +1,159 @@
+"""What a killed evaluation continues from: verdicts so far, tied to the data and the model by a fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from advnorm._core.errors import ConfigError
+from advnorm._core.records import read_json, write_json
+from advnorm.engine.result import BenchmarkResult
+
+
+def partial_path(record: Path | str) -> Path:
+    """Where a run that is not finished keeps its verdicts."""
+    return Path(record).with_name(Path(record).name + ".partial")
+
+
+class Partial:
+    """Verdicts so far, by job, in a file that is written whole after each batch; without a path in memory only."""
+
+    FORMAT = "advnorm.partial/1"
+
+    def __init__(self, path: Path | None, fingerprint: str) -> None:
+        self.path, self.fingerprint, self._commit = path, fingerprint, _commit()
+        self._jobs: dict[str, dict[str, Any]] = {}
+        if path is None or not path.exists():
+            return
+        data = read_json(path)
+        jobs = data.get("jobs")
+        if data.get("format") != self.FORMAT or not isinstance(jobs, dict):
+            raise ConfigError(f"{path} is not a partial evaluation; delete it, or choose another record")
+        if data.get("fingerprint") != fingerprint:
+            raise ConfigError(
+                f"{path} belongs to another evaluation (other images, labels, model parameters or statistics mode); "
+                "delete it to start afresh, or choose another record"
+            )
+        self._jobs = jobs
+        before, now = (str(commit).rstrip("+") for commit in (data.get("commit"), self._commit))
+        if before != now:
+            self.warn("commit", f"continued from a run of another version of advnorm, commit {before}")
+
+    def verdicts(self, key: str, count: int) -> Tensor:
+        """1 robust, 0 fooled, -1 not known yet."""
+        letters = self._jobs.get(key, {}).get("verdicts")
+        if letters is None:
+            return torch.full((count,), -1, dtype=torch.int8)
+        if not isinstance(letters, str) or len(letters) != count or set(letters) - set("01?"):
+            raise ConfigError(f"{self.path} is damaged at {key!r}; delete it to start afresh")
+        return torch.tensor([{"?": -1, "0": 0, "1": 1}[letter] for letter in letters], dtype=torch.int8)
+
+    def save(self, key: str, verdicts: Tensor, seconds: float) -> None:
+        job = self._jobs.setdefault(key, {"warnings": []})
+        job["verdicts"] = "".join("01?"[value] for value in verdicts.tolist())
+        job["seconds"] = job.get("seconds", 0.0) + seconds
+        self._write()
+
+    def warn(self, key: str, warning: str) -> None:
+        warnings = self._jobs.setdefault(key, {}).setdefault("warnings", [])
+        if warning not in warnings:
+            warnings.append(warning)
+            self._write()
+
+    def detail(self, key: str, accuracy: Mapping[str, float]) -> None:
+        self._jobs.setdefault(key, {"warnings": []})["stages"] = dict(accuracy)
+
+    def stages(self, key: str) -> dict[str, float] | None:
+        return self._jobs.get(key, {}).get("stages")
+
+    def folder(self, key: str) -> Path | None:
+        """Where an attack that keeps a record of its own may do so until it is done."""
+        return None if self.path is None else self.path.with_name(f"{self.path.name}.{digest(key)[:8]}")
+
+    def seconds(self, key: str) -> float:
+        return float(self._jobs.get(key, {}).get("seconds", 0.0))
+
+    def warnings(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(warning for job in self._jobs.values() for warning in job.get("warnings", [])))
+
+    def remove(self) -> None:
+        for key in self._jobs:
+            folder = self.folder(key)
+            if folder is not None and folder.is_dir():
+                shutil.rmtree(folder)
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+    def _write(self) -> None:
+        if self.path is not None:
+            data = {"format": self.FORMAT, "fingerprint": self.fingerprint, "commit": self._commit, "jobs": self._jobs}
+            write_json(self.path, data)
+
+
+def finished(path: Path, fingerprint: str) -> BenchmarkResult:
+    """The result of an evaluation that is done already, read back."""
+    data = read_json(path)
+    if data.get("fingerprint") != fingerprint:
+        raise ConfigError(
+            f"{path} holds the record of another evaluation (other data, model, threat, attacks or routes); "
+            "delete it, or choose another record"
+        )
+    return BenchmarkResult.of_record(data)
+
+
+def digest(*parts: Any) -> str:
+    """A hash of tensors, bit by bit, and of anything else by its repr."""
+    hashed = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        if isinstance(part, Tensor):
+            array = part.detach().cpu().contiguous()
+            hashed.update(f"{array.dtype}{tuple(array.shape)}".encode())
+            hashed.update(array.reshape(-1).view(torch.uint8).numpy().tobytes() if array.numel() else b"")
+        else:
+            hashed.update(repr(part).encode() + b"\0")
+    return hashed.hexdigest()
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """A hash of a model's structure, parameters and statistics."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    structure = re.sub(r"0x[0-9a-f]+", "", repr(model))  # addresses differ from process to process
+    return digest(structure, *(value for item in tensors.items() for value in item))
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Versions and device, as a record carries them."""
+    package = sys.modules["advnorm"]  # its version, without importing upwards
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "advnorm": getattr(package, "__version__", None),
+        "commit": _commit(),
+    }
+
+
+def _commit() -> str | None:
+    """The commit of this package's own repository, ``+`` where files differ; None where it is installed elsewhere."""
+    here = Path(__file__)
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *arguments], cwd=here.parent, capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.SubprocessError):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    if git("ls-files", "--error-unmatch", str(here.parent.parent / "__init__.py")) is None:
+        return None
+    commit = git("rev-parse", "HEAD")
+    return commit if commit is None else commit + ("+" if git("status", "--porcelain", "-uno") else "")
