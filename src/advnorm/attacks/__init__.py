@@ -1,6 +1,7 @@
 """Attacks that keep their promises: inside ball and box exactly, and the model bit for bit as before."""
 
 from advnorm.attacks.apgd import APGD
+from advnorm.attacks.autoattack import AutoAttack, AutoAttackResult
 from advnorm.attacks.base import ATTACKS, Attack, attacked, get, input_gradient, list_attacks, register
 from advnorm.attacks.fab import FAB
 from advnorm.attacks.noise import RandomNoise
@@ -15,6 +16,8 @@ __all__ = [
     "FGSM",
     "PGD",
     "Attack",
+    "AutoAttack",
+    "AutoAttackResult",
     "RandomNoise",
     "Square",
     "StatisticsAttack",

@@ -1,0 +1,542 @@
+"""AutoAttack: the same answer as the authors' code, for any batch, through kills and full memories."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import advnorm
+from advnorm import attacks
+from advnorm._core.errors import AdvnormError, ConfigError
+from advnorm.attacks.apgd import APGD, Grid
+from advnorm.attacks.autoattack import VERSIONS, AutoAttack, AutoAttackResult, Record
+from advnorm.threat import NORMS, ThreatModel
+
+STANDARD = VERSIONS["standard"]
+#: Every part, in little time.
+QUICK = {"steps": 10, "targets": 3, "queries": 60}
+
+
+def quick(threat: ThreatModel, **settings) -> AutoAttack:
+    return AutoAttack(threat=threat, **{**QUICK, **settings})
+
+
+def same(a: AutoAttackResult, b: AutoAttackResult) -> bool:
+    return torch.equal(a.fooled_by, b.fooled_by) and torch.equal(a.x_adv, b.x_adv)
+
+
+class Double(nn.Module):
+    """Computes in float64, so that a batch's size and order leave no trace in the float32 logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = copy.deepcopy(model).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x.double())
+
+
+class Wrapped(nn.Module):
+    """A model with something done to its input or output."""
+
+    def __init__(self, model: nn.Module, before=lambda x: x, after=lambda logits: logits) -> None:
+        super().__init__()
+        self.model, self.before, self.after = model, before, after
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.model(self.before(x)))
+
+
+# -- the same answer ---------------------------------------------------------------------------------------------------
+
+
+def theirs(trained, x: Tensor, y: Tensor, names: tuple[str, ...], seed: int, queries: int) -> Tensor:
+    """Verdicts of the authors' code, with the settings of its standard version."""
+    pyautoattack = pytest.importorskip("pyautoattack")
+    norm = trained.threat.norm
+    official = pyautoattack.AutoAttack(trained.model, norm=norm, eps=trained.threat.eps, seed=seed)
+    official.attacks_to_run, official.verbose = list(names), False
+    official.square.n_queries = queries
+    with torch.random.fork_rng():
+        x_adv, _ = official.run_standard_evaluation(x, y, batch_size=len(x))
+    return trained.model(x_adv).argmax(1) == y
+
+
+def disagreement(trained, count: int, seed: int, queries: int) -> dict[str, tuple[float, float]]:
+    """Of each attack alone and of all: the gap in robust accuracy and the share of other verdicts, in points."""
+    x, y = trained.first(count)
+    figures = {}
+    for names in (*((name,) for name in STANDARD), STANDARD):
+        attack = AutoAttack(threat=trained.threat, seed=seed, attacks=names, queries=queries)
+        ours = attack.evaluate(trained.model, x, y).robust
+        official = theirs(trained, x, y, names, seed, queries)
+        gap = abs(int(ours.sum()) - int(official.sum()))
+        figures["+".join(names)] = 100 * gap / count, 100 * int((ours != official).sum()) / count
+    return figures
+
+
+def test_it_agrees_with_the_authors(linf):
+    figures = disagreement(linf, count=250, seed=0, queries=500)
+    assert all(gap <= 0.5 and other <= 1 for gap, other in figures.values()), figures
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("norm", ["Linf", "L2"])
+def test_it_agrees_with_the_authors_in_full(trained, norm, seed):
+    figures = disagreement(trained[norm], count=400, seed=seed, queries=5000)
+    assert all(gap <= 0.5 and other <= 1 for gap, other in figures.values()), figures
+
+
+@pytest.mark.slow
+def test_it_agrees_with_the_authors_in_l1(trained):
+    figures = disagreement(trained["L1"], count=250, seed=0, queries=1000)
+    gap, other = figures.pop("square")  # two seeds of theirs differ in 2 points of the verdicts
+    assert gap <= 2 and other <= 4
+    assert all(gap <= 1 and other <= 2 for gap, other in figures.values()), figures
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_verdicts_are_those_of_the_model_on_the_images_returned(trained, norm):
+    t = trained[norm]
+    x, y = t.first(80)
+    result = quick(t.threat).evaluate(t.model, x, y)
+    assert torch.equal(t.model(result.x_adv).argmax(1) == y, result.robust)
+    assert (t.threat.distance(result.x_adv, x) <= t.threat.eps).all()
+    assert result.x_adv.min() >= 0 and result.x_adv.max() <= 1
+    assert 0 < result.robust_accuracy < result.clean_accuracy < 1
+    curve = list(result.accuracy.values())
+    assert list(result.accuracy) == ["clean", *STANDARD] and curve == sorted(curve, reverse=True)
+    assert curve[-1] == result.robust_accuracy
+    moved = t.threat.distance(result.x_adv, x) > 0
+    assert moved[result.robust].any()  # what resists is returned as near to a change of class as it came
+
+
+def test_the_cascade_fools_what_any_of_its_attacks_fools(linf):
+    x, y = linf.first(100)
+    alone = [quick(linf.threat, attacks=(name,)).evaluate(linf.model, x, y).robust for name in STANDARD]
+    union = quick(linf.threat).evaluate(linf.model, x, y).robust
+    assert torch.equal(union, torch.stack(alone).all(0))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_versions_are_those_of_the_authors(version, linf):
+    attack = AutoAttack(threat=linf.threat, version=version)
+    stages = attack.stages()
+    assert tuple(stages) == VERSIONS[version]
+    apgd = stages["apgd-ce"]
+    assert isinstance(apgd, APGD)
+    assert (apgd.restarts, apgd.samples, apgd.steps) == {
+        "standard": (1, 1, 100),
+        "plus": (5, 1, 100),
+        "rand": (1, 20, 100),
+    }[version]
+    sparse = AutoAttack(threat=ThreatModel(norm="L1", eps=12.0)).stages()
+    assert sparse["apgd-ce"].variants(10) == 5 and sparse["apgd-t"].variants(10) == 5
+    assert sparse["fab-t"].variants(10) == 9 and sparse["square"].forwards(10) == 5002
+    x, y = linf.first(12)
+    result = quick(linf.threat, version=version, samples=2).evaluate(linf.model, x, y)
+    assert result.stages == ("clean", *VERSIONS[version])
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_fast_search_gives_the_same_answer(trained, norm, precision):
+    t = trained[norm]
+    settings = {"steps": 40, "targets": 5, "queries": 100}
+    strict, fast = (
+        AutoAttack(threat=t.threat, precision=p, **settings).evaluate(t.model, t.x, t.y) for p in ("float32", precision)
+    )
+    assert fast.stages[5:] == ("float32",) and len(strict.stages) == 5
+    assert torch.equal(t.model(fast.x_adv).argmax(1) == t.y, fast.robust)
+    assert abs(fast.robust_accuracy - strict.robust_accuracy) <= 0.002
+    assert fast.forwards["float32"] < 0.02 * sum(strict.forwards.values())
+
+
+def test_a_stand_in_guides_the_search_but_does_not_judge(linf):
+    x, y = linf.first(60)
+
+    def confused(x: Tensor) -> Tensor:  # knows half of the images wrongly
+        return linf.model(x) + 5 * torch.nn.functional.one_hot((x.flatten(1).sum(1) * 1000).long() % 10, 10)
+
+    result = quick(linf.threat).evaluate(linf.model, x, y, search=confused)
+    assert torch.equal(linf.model(result.x_adv).argmax(1) == y, result.robust)
+    exact = quick(linf.threat).evaluate(linf.model, x, y)
+    assert (exact.robust <= result.robust).double().mean() > 0.95  # a bad guide finds less, and invents nothing
+
+
+# -- any batch ---------------------------------------------------------------------------------------------------------
+
+
+def test_batches_and_order_change_nothing(linf):
+    model, (x, y) = Double(linf.model), linf.first(24)
+    whole = quick(linf.threat, batch_size=640).evaluate(model, x, y)
+    assert 0 < whole.robust.sum() < 24
+    for size in (1, 7, 64):
+        assert same(quick(linf.threat, batch_size=size).evaluate(model, x, y), whole)
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(3))
+    shuffled = quick(linf.threat, batch_size=64).evaluate(model, x[order], y[order], index=order)
+    assert torch.equal(shuffled.fooled_by, whole.fooled_by[order]) and torch.equal(shuffled.x_adv, whole.x_adv[order])
+
+
+def test_a_call_and_an_evaluation_do_the_same(linf):
+    x, y = linf.first(20)
+    attack = quick(linf.threat)
+    assert torch.equal(attack(linf.model, x, y), attack.evaluate(linf.model, x, y).x_adv)
+
+
+def test_an_evaluation_leaves_no_trace(linf):
+    model = advnorm.create_model("small_cnn", num_classes=10, norm="dual_bn", in_channels=1).train()
+    x, y = linf.first(8)
+    with advnorm.route(model, "adv"), torch.no_grad():
+        model(x)
+    before = copy.deepcopy(model.state_dict())
+    state = torch.get_rng_state()
+    result = quick(linf.threat, route="adv").evaluate(model, x, y)
+    assert all(module.training for module in model.modules()) and torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+    assert len(result.robust) == 8
+
+
+def test_fooled_images_cost_no_more(linf):
+    x, y = linf.first(200)
+    result = AutoAttack(threat=linf.threat, queries=200).evaluate(linf.model, x, y)
+    robust = result.robust.sum().item()
+    reached = round(200 * result.accuracy["apgd-ce"])
+    assert result.forwards["square"] < 204 * (robust + 3)
+    assert result.forwards["apgd-t"] < 9 * (103 * robust + 40 * (reached - robust)) + 20 * reached
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+class Cramped(nn.Module):
+    """Out of memory above a batch of ``most``."""
+
+    def __init__(self, model: nn.Module, most: int) -> None:
+        super().__init__()
+        self.model, self.most = model, most
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > self.most:
+            raise torch.OutOfMemoryError(f"CUDA out of memory (batch of {len(x)})")
+        return self.model(x)
+
+
+@pytest.mark.parametrize("most", [1, 5, 40])
+def test_the_batch_is_halved_until_it_fits(linf, most, tmp_path):
+    double, (x, y) = Double(linf.model), linf.first(16 if most < 40 else 60)
+    expected = quick(linf.threat).evaluate(double, x, y)
+    result = quick(linf.threat).evaluate(Cramped(double, most), x, y, record=tmp_path / "record")
+    assert same(result, expected)
+    assert result.batch_size <= most and result.halved and min(result.halved) > most
+    assert json.loads((tmp_path / "record/record.json").read_text())["answer"]["result"]["halved"] == [*result.halved]
+
+
+def test_a_single_image_that_does_not_fit_is_told(linf):
+    with pytest.raises(AdvnormError, match="single image"):
+        quick(linf.threat).evaluate(Cramped(linf.model, 0), *linf.first(4))
+
+
+def test_memory_that_runs_out_beside_the_model_halves_the_batch_too(linf, monkeypatch):
+    x, y = linf.first(20)
+    expected = quick(linf.threat).evaluate(Double(linf.model), x, y)
+    original = Grid.__init__
+
+    def cramped(self, victim, threat, x, y, variants=1):
+        if len(x) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        original(self, victim, threat, x, y, variants)
+
+    monkeypatch.setattr(Grid, "__init__", cramped)
+    result = quick(linf.threat).evaluate(Double(linf.model), x, y)
+    assert same(result, expected) and result.halved
+
+
+# -- the record --------------------------------------------------------------------------------------------------------
+
+#: Evaluates, and kills itself by SIGKILL in a given forward.
+SCRIPT = """
+import os, pickle, signal, sys
+import torch
+from torch import nn
+torch.set_num_threads(1)
+from advnorm.attacks.autoattack import AutoAttack
+
+folder, deadline = sys.argv[1], int(sys.argv[2])
+model, attack, x, y = pickle.load(open(sys.argv[3], "rb"))
+
+class Mortal(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model, self.forwards = model, 0
+    def forward(self, x):
+        self.forwards += 1
+        if self.forwards == deadline:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.model(x)
+
+mortal = Mortal()
+attack.evaluate(mortal, x, y, record=folder)
+print(mortal.forwards)
+"""
+
+
+def comparable(folder: Path) -> tuple[dict, dict[str, Tensor]]:
+    from safetensors.torch import load_file
+
+    record = json.loads((folder / "record.json").read_text())
+    record["answer"].pop("seconds")
+    return record, load_file(folder / "answer.safetensors")
+
+
+def test_a_killed_evaluation_continues_and_ends_with_the_same_record(linf, tmp_path):
+    import pickle
+
+    x, y = linf.first(60)
+    attack = quick(linf.threat, batch_size=15)  # 5 images at 3 targets
+    pickled = tmp_path / "evaluation"
+    pickled.write_bytes(pickle.dumps((linf.model, attack, x, y)))
+
+    def process(folder: Path, deadline: int) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(folder), str(deadline), str(pickled)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+
+    whole = process(tmp_path / "whole", -1)
+    assert whole.returncode == 0, whole.stderr
+    forwards = int(whole.stdout)
+    spent, killed = [], tmp_path / "killed"
+    for attempt in range(30):  # each attempt dies a little later than the one before
+        ended = process(killed, forwards // 4 + 7 * attempt)
+        stages = [_stage_of(path) for path in sorted(killed.glob("batch-*"))]
+        spent.append(stages)
+        if ended.returncode == 0:
+            break
+        assert ended.returncode == -signal.SIGKILL, ended.stderr
+        assert "answer" not in json.loads((killed / "record.json").read_text())
+    assert ended.returncode == 0 and len(spent) > 2
+    in_the_middle = [stages for stages in spent if stages and stages[-1] == "apgd-t"]
+    assert in_the_middle, spent  # it died between two batches of APGD-T
+    assert int(ended.stdout) < forwards
+    assert not [*killed.glob("batch-*"), *killed.glob("*.part")]
+    (a, tensors), (b, expected) = comparable(killed), comparable(tmp_path / "whole")
+    assert a == b
+    assert tensors.keys() == expected.keys() and all(torch.equal(tensors[k], expected[k]) for k in expected)
+
+
+def _stage_of(path: Path) -> str:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        return json.loads(file.metadata()["facts"])["stage"]
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupted(attack: AutoAttack, linf, folder: Path, batches: int) -> None:
+    """An evaluation that ends after some batches."""
+    original, left = Record.add, [batches]
+
+    def add(self, batch):
+        if not left[0]:
+            raise Interrupted
+        left[0] -= 1
+        original(self, batch)
+
+    Record.add = add
+    try:
+        with pytest.raises(Interrupted):
+            attack.evaluate(linf.model, *linf.first(30), record=folder)
+    finally:
+        Record.add = original
+
+
+def test_a_record_continues_with_another_batch_size(linf, tmp_path):
+    double = dataclasses.replace(linf, model=Double(linf.model))
+    interrupted(quick(linf.threat, batch_size=12), double, tmp_path / "record", 4)
+    result = quick(linf.threat, batch_size=50).evaluate(double.model, *linf.first(30), record=tmp_path / "record")
+    assert same(result, quick(linf.threat).evaluate(double.model, *linf.first(30)))
+
+
+def test_a_finished_record_answers_at_once(linf, tmp_path):
+    x, y = linf.first(30)
+    attack = quick(linf.threat)
+    first = attack.evaluate(linf.model, x, y, record=tmp_path / "record")
+    counted = Wrapped(linf.model)
+    calls: list[int] = []
+    counted.before = lambda x: calls.append(len(x)) or x  # type: ignore[func-returns-value]
+    again = attack.evaluate(counted, x, y, record=tmp_path / "record")
+    assert calls == [8]  # to see that the model is the same
+    assert same(first, again)
+    for field in ("stages", "seconds", "forwards", "warnings", "batch_size", "halved", "attack"):
+        assert getattr(first, field) == getattr(again, field)
+
+
+def test_a_foreign_or_corrupt_record_is_refused_by_name(linf, tmp_path):
+    x, y = linf.first(30)
+    attack, folder = quick(linf.threat, batch_size=12), tmp_path / "record"
+    interrupted(attack, linf, folder, 3)
+    other = Wrapped(linf.model, after=lambda logits: logits.flip(1))
+    for model, images, labels, settings, what in (
+        (linf.model, x.flip(0), y, {}, "images"),
+        (linf.model, x, y.flip(0), {}, "labels"),
+        (linf.model, x, y, {"seed": 1}, "attack"),
+        (linf.model, x, y, {"precision": "bf16"}, "attack, search"),
+        (other, x, y, {}, "model"),
+    ):
+        with pytest.raises(ConfigError, match=rf"record\.json belongs to another evaluation \(different: {what}\)"):
+            dataclasses.replace(attack, **settings).evaluate(model, images, labels, record=folder)
+    batch = folder / "batch-000002.safetensors"
+    content = bytearray(batch.read_bytes())
+    content[-5] ^= 1
+    batch.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"batch-000002\.safetensors is corrupt .*hash"):
+        attack.evaluate(linf.model, x, y, record=folder)
+    batch.write_bytes(content[:100])
+    with pytest.raises(ConfigError, match=r"batch-000002\.safetensors is corrupt"):
+        attack.evaluate(linf.model, x, y, record=folder)
+    (folder / "record.json").write_text('{"format": 1, "asked"')
+    with pytest.raises(ConfigError, match=r"record\.json is corrupt"):
+        attack.evaluate(linf.model, x, y, record=folder)
+    (folder / "record.json").unlink()
+    with pytest.raises(ConfigError, match="is no record of AutoAttack"):
+        attack.evaluate(linf.model, x, y, record=folder)
+
+
+# -- reasons to doubt --------------------------------------------------------------------------------------------------
+
+
+def flags(model: nn.Module, linf, count: int = 40, **settings) -> dict[str, str]:
+    result = quick(linf.threat, **settings).evaluate(model, *linf.first(count))
+    return {flag.name: flag.message for flag in result.warnings}
+
+
+class WithGradients(nn.Module):
+    """Purifies its input by a gradient step of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            point = x.detach().requires_grad_()
+            (grad,) = torch.autograd.grad(self.model(point).logsumexp(1).sum(), point)
+        return self.model(x + 0.001 * grad)
+
+
+class Straight(torch.autograd.Function):
+    """Rounds, with the gradient of rounding: zero."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return (x * 10).round() / 10
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.zeros_like(grad)
+
+
+def test_a_sound_model_raises_no_doubts(linf):
+    assert flags(linf.model, linf, targets=9) == {}
+
+
+def test_doubtful_models_are_told(linf):
+    model = linf.model
+    noisy = Wrapped(model, before=lambda x: x + 0.05 * torch.randn_like(x))
+    assert "use version='rand'" in flags(noisy, linf)["randomized"]
+    assert set(flags(noisy, linf, version="rand", samples=3)) == set()
+    assert "version='standard'" in flags(model, linf, version="rand", samples=3)["deterministic"]
+    assert "without softmax" in flags(Wrapped(model, after=lambda z: z.softmax(1)), linf)["probabilities"]
+    assert "dynamic defence" in flags(WithGradients(model), linf)["dynamic"]
+    centred = Wrapped(model, before=lambda x: x - x.mean(0))
+    assert "other images" in flags(centred, linf)["batch-dependent"]
+
+
+def test_masked_gradients_show(linf):
+    rounded = Wrapped(linf.model, before=Straight.apply)
+    told = flags(rounded, linf, count=100, queries=400)
+    assert set(told) == {"zero-gradients", "square-better"} and "points to masked gradients" in told["square-better"]
+    saturated = Wrapped(linf.model, after=lambda z: (1e4 * z).softmax(1) * 20)
+    assert "zero-gradients" in flags(saturated, linf)
+
+
+def test_a_model_without_gradients_gets_square_alone(linf):
+    detached = Wrapped(linf.model, after=lambda z: z.detach())
+    result = quick(linf.threat, queries=200).evaluate(detached, *linf.first(60))
+    assert result.stages == ("clean", "square") and [flag.name for flag in result.warnings] == ["no-gradients"]
+    assert result.robust_accuracy < result.clean_accuracy
+    with pytest.raises(ConfigError, match="differentiable"):
+        quick(linf.threat, attacks=("apgd-ce",)).evaluate(detached, *linf.first(60))
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_few_classes_have_fewer_targets(linf, classes):
+    few = linf.with_classes(classes)
+    result = quick(linf.threat, targets=9).evaluate(few.model, few.x, few.y)
+    (flag,) = result.warnings
+    assert flag.name == "few-classes"
+    assert f"apgd-t had {classes - 1} target classes in place of 9" in flag.message
+    assert "apgd-t used the margin in place of the DLR loss" in flag.message
+    assert 0 < result.robust_accuracy < result.clean_accuracy
+
+
+# -- use ---------------------------------------------------------------------------------------------------------------
+
+
+def test_settings_are_checked_at_once():
+    with pytest.raises(
+        ConfigError, match="unknown version 'standart', did you mean 'standard'.*precision 'fp16'.*steps.*'apgd'"
+    ):
+        AutoAttack(threat=ThreatModel(eps=0.1), version="standart", precision="fp16", steps=0, attacks=("apgd",))
+    with pytest.raises(ConfigError, match="a tuple of names"):
+        AutoAttack(threat=ThreatModel(eps=0.1), attacks="square")
+    attack = attacks.get("autoattack-plus-bf16-queries10", threat=ThreatModel(eps=0.1))
+    assert (attack.version, attack.precision, attack.queries) == ("plus", "bf16", 10)
+
+
+def test_bad_input_is_refused_before_any_work(linf, tmp_path):
+    x, y = linf.first(5)
+    attack = quick(linf.threat)
+    for model, images, labels, message in (
+        (linf.model, x * 255, y, "divide by 255"),
+        (linf.model, x, y + 7, "labels go up to"),
+        (linf.model, x[:0], y[:0], "empty"),
+        (Wrapped(linf.model, after=lambda z: z * torch.nan), x, y, "NaN logits"),
+        (Wrapped(linf.model, after=lambda z: (z, z)), x, y, "returned tuple"),
+        (lambda x: x, x, y, "nn.Module"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            attack.evaluate(model, images, labels, record=tmp_path / "record")
+        assert not (tmp_path / "record").exists()
+    with pytest.raises(ConfigError, match="index names 3"):
+        attack.evaluate(linf.model, x, y, index=torch.arange(3))
+
+
+def test_progress_goes_from_nothing_to_all(linf, capsys):
+    told: list[tuple[int, int]] = []
+    attack = quick(linf.threat, progress=lambda done, total: told.append((done, total)), batch_size=30)
+    attack.evaluate(linf.model, *linf.first(30), bar=True)
+    done = [step for step, _ in told]
+    assert done == sorted(done) and done[0] == 0 and done[-1] == told[-1][1] and len(set(done)) > 20
+    assert "AutoAttack" in capsys.readouterr().err
+
+
+def test_a_result_prints_as_a_table(linf):
+    text = str(quick(linf.threat).evaluate(linf.model, *linf.first(30)))
+    assert text.startswith("AutoAttack standard, Linf eps=0.085, 30 images\n  clean ") and "  square " in text

@@ -1,0 +1,150 @@
+"""FAB: projections onto the linearized boundary, and the smallest perturbation."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import linprog, minimize
+from torch import nn
+
+from advnorm import attacks
+from advnorm._core.errors import ConfigError
+from advnorm._core.seeding import ImageNoise
+from advnorm.attacks import FAB
+from advnorm.attacks.apgd import Victim
+from advnorm.attacks.base import attacked
+from advnorm.attacks.fab import onto_boundary
+from advnorm.threat import NORMS, ThreatModel
+
+ORDER = {"Linf": math.inf, "L2": 2, "L1": 1}
+
+
+def shortest(w: np.ndarray, value: float, low: np.ndarray, high: np.ndarray, norm: str) -> float:
+    """The least norm of d with w·d = -value and low <= d <= high, by SciPy; inf where there is none."""
+    n = len(w)
+    if norm == "Linf":  # minimize t with -t <= d_i <= t
+        eye, ones = np.eye(n), np.ones((n, 1))
+        bounds_by_t = np.block([[eye, -ones], [-eye, -ones]])
+        box = [*zip(low, high), (0, None)]
+        equal = np.append(w, 0)[None]
+        answer = linprog(np.append(np.zeros(n), 1), bounds_by_t, np.zeros(2 * n), equal, [-value], box)
+        return answer.fun if answer.success else math.inf
+    if norm == "L1":  # d = p - q
+        box = [*zip(np.zeros(n), high), *zip(np.zeros(n), -low)]
+        answer = linprog(np.ones(2 * n), A_eq=np.concatenate([w, -w])[None], b_eq=[-value], bounds=box)
+        return answer.fun if answer.success else math.inf
+    reach = np.where(w * value > 0, low, high)
+    if abs(w @ reach) < abs(value):
+        return math.inf
+    condition = {"type": "eq", "fun": lambda d: w @ d + value, "jac": lambda d: w}
+    start = reach * abs(value) / abs(w @ reach)
+    answer = minimize(
+        lambda d: d @ d, start, jac=lambda d: 2 * d, bounds=[*zip(low, high)], constraints=condition, tol=1e-12
+    )
+    return math.sqrt(answer.fun)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@given(seed=st.integers(0, 10**6), size=st.floats(0.01, 3))
+@settings(max_examples=25, deadline=None)
+def test_the_way_to_the_boundary_is_the_shortest(norm, seed, size):
+    noise = ImageNoise(seed, torch.arange(3))
+    points = (1.4 * noise.uniform((8,), "x") - 0.2).clamp(0, 1)
+    w = noise.normal((8,), "w") * (noise.uniform((8,), "mask") < 0.8)
+    value = size * noise.normal((), "value")
+    d = onto_boundary(points, w, value, ThreatModel(norm=norm, eps=0.1 if norm == "Linf" else 1.0))
+    assert ((points + d >= -1e-6) & (points + d <= 1 + 1e-6)).all()
+    for row in range(3):
+        x, normal, offset = points[row].double().numpy(), w[row].double().numpy(), value[row].item()
+        best = shortest(normal, offset, -x, 1 - x, norm)
+        if math.isinf(best):  # as far as the box goes
+            reach = np.where(normal * offset > 0, -x, 1 - x)
+            assert np.allclose(d[row].numpy(), np.where(normal == 0, 0, reach), atol=1e-5)
+            continue
+        assert normal @ d[row].double().numpy() == pytest.approx(-offset, abs=1e-4)
+        assert torch.linalg.vector_norm(d[row], ORDER[norm]).item() == pytest.approx(best, abs=1e-4, rel=1e-3)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("targets", [0, 2])
+def test_a_linear_model_gives_the_exact_distance(norm, targets):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
+    x = 0.4 + 0.2 * torch.rand(20, 3, 2, 2)
+    with torch.no_grad():
+        model[1].bias.sub_(model(x).mean(0))  # boundaries in the midst of the images
+        logits = model(x)
+    y = logits.argmax(1)
+    weight = model[1].weight.detach()
+    dual = {"Linf": 1, "L2": 2, "L1": math.inf}[norm]
+    to_each = torch.stack(
+        [(logits[:, k] - logits[range(20), y]).abs() / (weight[k] - weight[y]).norm(dual, dim=1) for k in range(3)], 1
+    )
+    exact = to_each.scatter(1, y[:, None], torch.inf).amin(1)
+    attack = FAB(threat=ThreatModel(norm=norm, eps=1.0), targets=targets, minimal=True, steps=50)
+    with attacked(model) as predict:
+        found = attack.search(Victim(predict), x, y, ImageNoise(0, torch.arange(20)))
+    assert found.distance is not None
+    inside = exact < 0.3  # where the box does not stand in the way
+    assert inside.sum() > 5
+    assert (found.distance >= exact * (1 - 1e-4)).all()
+    assert torch.allclose(found.distance[inside], exact[inside], rtol=0.01)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_smallest_perturbation_is_no_larger_than_the_authors(trained, norm):
+    official = pytest.importorskip("pyautoattack.fab_pt")
+    t = trained[norm]
+    x, y = t.first(120)
+    right = t.model(x).argmax(1) == y
+    x, y = x[right], y[right]
+    theirs = official.FABAttack_PT(t.model, norm=norm, n_iter=40, eps=t.threat.eps, targeted=True, device=x.device)
+    theirs.target_class = 2
+    with torch.random.fork_rng():
+        distance = t.threat.distance(theirs.attack_single_run(x, y, is_targeted=True), x)
+    attack = FAB(threat=t.threat, steps=40, targets=1, minimal=True)
+    with attacked(t.model) as predict:
+        found = attack.search(Victim(predict), x, y, ImageNoise(0, torch.arange(len(x))))
+    assert found.distance is not None
+    ratio = found.distance / distance
+    assert ratio.median().item() == pytest.approx(1, abs=0.005)
+    assert (ratio <= 1.03).double().mean() > 0.95
+
+
+def test_a_success_is_a_point_within_eps(linf):
+    x, y = linf.first(150)
+    attack = FAB(threat=linf.threat, targets=3, steps=40)
+    with attacked(linf.model) as predict:
+        noise = ImageNoise(0, torch.arange(150))
+        found = attack.search(Victim(predict), x, y, noise)
+        whole = FAB(threat=linf.threat, targets=3, steps=40, minimal=True).search(Victim(predict), x, y, noise)
+    assert whole.distance is not None
+    wrong = linf.model(x).argmax(1) != y
+    assert torch.equal(found.fooled, linf.model(found.x_adv).argmax(1) != y)
+    assert torch.equal((found.fooled | wrong), (whole.distance <= linf.threat.eps) | wrong)
+    assert (linf.threat.distance(found.x_adv, x) <= linf.threat.eps).all()
+
+
+def test_restarts_and_all_classes_at_once(linf):
+    x, y = linf.first(60)
+    robust = [
+        (linf.model(attack(linf.model, x, y)).argmax(1) == y).sum().item()
+        for attack in (FAB(threat=linf.threat), FAB(threat=linf.threat, targets=0, restarts=2))
+    ]
+    assert abs(robust[0] - robust[1]) <= 1 and 0 < robust[0] < 60
+
+
+def test_a_name_says_which():
+    threat = ThreatModel(eps=0.1)
+    assert attacks.get("fab-t", threat=threat) == FAB(threat=threat)
+    assert attacks.get("fab-steps20", threat=threat) == FAB(threat=threat, targets=0, steps=20)
+
+
+def test_settings_are_checked_at_once():
+    with pytest.raises(ConfigError, match="steps must be .*; alpha_max must lie in .*; beta must lie"):
+        FAB(threat=ThreatModel(eps=0.1), steps=0, alpha_max=2, beta=-1)
