@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from advnorm import __version__, list_models, list_norms
 from advnorm._core.errors import AdvnormError
-from advnorm.cli.app import app
+from advnorm.cli.app import app, spelled_out
 
 
 def invoke(*arguments):
@@ -80,3 +80,57 @@ def test_an_error_is_one_line_and_exit_status_2():
 
 def test_version():
     assert invoke("--version").output.strip() == f"advnorm {__version__}"
+
+
+def test_an_option_may_take_several_values_at_once():
+    typed = [
+        "evaluate",
+        "m:f",
+        "--attacks",
+        "pgd10",
+        "autoattack",
+        "--route",
+        "clean",
+        "adv",
+        "--limit",
+        "5",
+        "--json",
+        "x",
+    ]
+    meant = [
+        "evaluate",
+        "m:f",
+        "--attacks",
+        "pgd10",
+        "--attacks",
+        "autoattack",
+        "--route",
+        "clean",
+        "--route",
+        "adv",
+        "--limit",
+        "5",
+        "--json",
+        "x",
+    ]
+    assert spelled_out(typed) == spelled_out(meant) == meant
+
+
+def test_evaluate_and_audit_judge_ones_own_model(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import advnorm, torch\ndef build():\n    torch.manual_seed(0)\n"
+        "    return advnorm.create_model('small_cnn', in_channels=1, norm='dual_bn')\n"
+    )
+    common = [sys.executable, "-m", "advnorm"]
+    run = {"cwd": tmp_path, "capture_output": True, "text": True, "check": False}
+    out = subprocess.run(
+        [*common, "evaluate", "mine:build", "--attacks", "fgsm", "pgd2", "--route", "clean", "adv", "--limit", "16"],
+        **run,
+    )
+    assert out.returncode == 0, out.stderr
+    assert all(word in out.stdout for word in ("fgsm", "pgd2", "union", "clean", "adv"))
+    out = subprocess.run([*common, "audit", "mine:build", "--limit", "30", "--budget", "quick", "--eps", "0.2"], **run)
+    assert out.returncode == 4, out.stdout + out.stderr  # an untrained network claims nothing
+    assert "NONE" in out.stdout
+    out = subprocess.run([*common, "evaluate", "mine:bild"], **run)
+    assert out.returncode == 2 and "did you mean 'build'" in out.stderr

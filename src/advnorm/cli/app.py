@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -87,10 +88,8 @@ Json = Annotated[Path | None, typer.Option(help="Record; a killed run continues 
 @app.command()
 def evaluate(
     target: Target,
-    attacks: Annotated[
-        list[str] | None, typer.Option(help="Attack; repeat for several. See `advnorm ls attacks`.")
-    ] = None,
-    route: Annotated[list[str] | None, typer.Option(help="Branch; repeat for several.")] = None,
+    attacks: Annotated[list[str] | None, typer.Option(help="One or several; see `advnorm ls attacks`.")] = None,
+    route: Annotated[list[str] | None, typer.Option(help="One or several branches.")] = None,
     weights: Weights = None,
     data: Data = "digits",
     eps: Eps = "8/255",
@@ -104,8 +103,8 @@ def evaluate(
 ) -> None:
     """Clean and robust accuracy of anybody's classifier, per attack and over all of them.
 
-    Example: `advnorm evaluate my_models:build --weights w.safetensors --data cifar10:data --attacks pgd10 --attacks
-    autoattack --route adv --json result.json`
+    Example: `advnorm evaluate my_models:build --weights w.safetensors --data cifar10:data --attacks pgd10 autoattack
+    --route adv --json result.json`
     """
     from advnorm.cli import evaluate as verbs
 
@@ -222,7 +221,7 @@ def bench_autoattack(
     images: Annotated[int, typer.Option(min=1, help="The first so many test images.")] = 1000,
     eps: Annotated[str | None, typer.Option(help="Linf radius; default 8/255, for the small network 40/255.")] = None,
     precision: Annotated[
-        list[str] | None, typer.Option(help="Of the search: float32, tf32, bf16; repeat for several.")
+        list[str] | None, typer.Option(help="Of the search, one or several: float32, tf32, bf16.")
     ] = None,
     official: Annotated[bool, typer.Option(help="Run pyautoattack too, where it is installed.")] = True,
     seed: Annotated[int, typer.Option(help="Seed of the noise.")] = 0,
@@ -262,10 +261,27 @@ def _write(path: Path | None, record: dict[str, object]) -> None:
         console.print(f"record: {path}")
 
 
+#: Options that take several values: `--attacks pgd10 autoattack` as well as `--attacks pgd10 --attacks autoattack`.
+SEVERAL = ("--attacks", "--route", "--precision")
+
+
+def spelled_out(arguments: Sequence[str]) -> list[str]:
+    """Repeat an option that takes several values before each of them, as the parser wants it."""
+    spelled: list[str] = []
+    option = None
+    for argument in arguments:
+        if argument.startswith("-"):
+            option = argument if argument in SEVERAL else None
+        elif option is not None and spelled[-1] != option:
+            spelled.append(option)
+        spelled.append(argument)
+    return spelled
+
+
 def main() -> None:
     """Run the command; an error meant for the user is one red line, not a traceback."""
     try:
-        app()
+        app(spelled_out(sys.argv[1:]))
     except AdvnormError as error:
         Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
         sys.exit(2)
