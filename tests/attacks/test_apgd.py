@@ -15,8 +15,9 @@ from advnorm import attacks
 from advnorm._core.errors import AdvnormError, ConfigError
 from advnorm._core.seeding import ImageNoise
 from advnorm.attacks import APGD, PGD
-from advnorm.attacks.apgd import Grid, Halving, Victim, _Dense, margin_of, onto_l1_and_box, ranked_targets
+from advnorm.attacks.apgd import _Dense
 from advnorm.attacks.base import attacked
+from advnorm.attacks.search import Grid, Halving, Victim, margin_of, onto_l1_and_box, ranked_targets
 from advnorm.threat import NORMS, ThreatModel
 
 

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 import advnorm
 from advnorm import attacks
 from advnorm._core.errors import AdvnormError, ConfigError
-from advnorm.attacks.apgd import APGD, Grid
+from advnorm.attacks.apgd import APGD
 from advnorm.attacks.autoattack import VERSIONS, AutoAttack, AutoAttackResult, Record
+from advnorm.attacks.search import Grid
 from advnorm.threat import NORMS, ThreatModel
 
 STANDARD = VERSIONS["standard"]

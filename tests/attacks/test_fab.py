@@ -16,9 +16,9 @@ from advnorm import attacks
 from advnorm._core.errors import ConfigError
 from advnorm._core.seeding import ImageNoise
 from advnorm.attacks import FAB
-from advnorm.attacks.apgd import Victim
 from advnorm.attacks.base import attacked
 from advnorm.attacks.fab import onto_boundary
+from advnorm.attacks.search import Victim
 from advnorm.threat import NORMS, ThreatModel
 
 ORDER = {"Linf": math.inf, "L2": 2, "L1": 1}

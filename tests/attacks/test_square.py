@@ -12,8 +12,8 @@ from advnorm import attacks
 from advnorm._core.errors import ConfigError
 from advnorm._core.seeding import ImageNoise
 from advnorm.attacks import Square
-from advnorm.attacks.apgd import Victim
 from advnorm.attacks.base import attacked
+from advnorm.attacks.search import Victim
 from advnorm.attacks.square import _pile, _pile_up, _recolour, _State, _tiles, _Window
 from advnorm.threat import NORMS, ThreatModel
 

@@ -28,10 +28,11 @@ from advnorm._core.errors import ConfigError, did_you_mean
 from advnorm._core.precision import float32_as
 from advnorm._core.records import write_json
 from advnorm._core.seeding import ImageNoise
-from advnorm.attacks.apgd import APGD, Found, Halving, Search, Victim, margin_of
+from advnorm.attacks.apgd import APGD
 from advnorm.attacks.base import Attack, Option, Predict, attacked, check_images, checked, register
 from advnorm.attacks.fab import FAB
 from advnorm.attacks.losses import cross_entropy
+from advnorm.attacks.search import Found, Halving, Search, Victim, margin_of
 from advnorm.attacks.square import Square
 from advnorm.attacks.stand_in import fast_stand_in
 

@@ -12,20 +12,9 @@ import torch
 from torch import Tensor
 
 from advnorm._core.seeding import ImageNoise
-from advnorm.attacks.apgd import (
-    SETTLE_EVERY,
-    Found,
-    Grid,
-    Search,
-    Victim,
-    margin_of,
-    norm_of,
-    on_sphere,
-    per_row,
-    ranked_targets,
-    take,
-)
+from advnorm.attacks.apgd import SETTLE_EVERY, on_sphere
 from advnorm.attacks.base import Option, register
+from advnorm.attacks.search import Found, Grid, Search, Victim, margin_of, norm_of, per_row, ranked_targets, take
 from advnorm.threat import ThreatModel
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from advnorm._core.errors import ConfigError
 from advnorm._core.seeding import ImageNoise
-from advnorm.attacks.apgd import Found, Grid, Search, Victim, margin_of, near, norm_of, per_row, take
 from advnorm.attacks.base import Option, register
+from advnorm.attacks.search import Found, Grid, Search, Victim, margin_of, near, norm_of, per_row, take
 from advnorm.threat import ThreatModel
 
 #: Queries after which the share of the pixels that a square covers halves (Andriushchenko et al. 2020, section 5).
