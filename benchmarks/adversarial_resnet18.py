@@ -42,6 +42,7 @@ def main():
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--lr", type=float, default=0.2)
     parser.add_argument("--limit", type=int, default=50_000, help="images, for a quick trial")
+    parser.add_argument("--half", action="store_true", help="round the weights to half precision, kept as float32")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -79,6 +80,8 @@ def main():
     recipe = {**vars(options), "seconds": round(time.perf_counter() - started, 1), "torch": torch.__version__}
     recipe.pop("data_dir"), recipe.pop("out")
     state = {name: value.contiguous().cpu() for name, value in model.state_dict().items()}
+    if options.half:
+        state = {name: value.half().float() if value.is_floating_point() else value for name, value in state.items()}
     save_file(state, options.out, metadata={"recipe": json.dumps(recipe)})
 
 
