@@ -120,7 +120,7 @@ class ThreatModel:
         rounded = exact.float()
         beyond = (rounded.double() - exact) * inside > 0
         projected = torch.where(beyond, rounded.nextafter(x), rounded)
-        outside = _per_image(norm, x) > radius * (1 + 1e-12)  # a second projection changes nothing
+        outside = per_image(norm, x) > radius * (1 + 1e-12)  # a second projection changes nothing
         return torch.where(outside, projected, x_adv).clamp(0, 1)
 
     def distance(self, x_adv: Tensor, x: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ class ThreatModel:
             direction = noise.normal(shape, "start").double()
             norm = torch.linalg.vector_norm(direction.flatten(1), dim=1)
             radius = noise.uniform((), "radius").double() ** (1 / math.prod(shape))
-            delta = self.eps * direction * _per_image(radius / norm, x)
+            delta = self.eps * direction * per_image(radius / norm, x)
         else:
             exponential = -torch.log1p(-noise.uniform((math.prod(shape) + 1,), "start").double())
             share = (exponential / exponential.sum(1, keepdim=True))[:, :-1]
@@ -171,7 +171,8 @@ def _float32_below(value: float) -> float:
     return nearest if nearest <= value else struct.unpack("f", struct.pack("I", bits - 1))[0]
 
 
-def _per_image(value: Tensor, like: Tensor) -> Tensor:
+def per_image(value: Tensor, like: Tensor) -> Tensor:
+    """A value of each image, to broadcast over images like ``like``."""
     return value.reshape(-1, *(1,) * (like.dim() - 1))
 
 

@@ -1,12 +1,16 @@
-"""Records on disk: written whole or not at all."""
+"""Records on disk: written whole or not at all, and hashes of what they belong to."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from advnorm._core.errors import ConfigError
 
@@ -39,3 +43,16 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"{path} is damaged or no record of ours; delete it, or choose another record")
     return data
+
+
+def digest(*parts: Any) -> str:
+    """A hash of tensors, bit by bit, and of anything else by its repr."""
+    hashed = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        if isinstance(part, Tensor):
+            array = part.detach().cpu().contiguous()
+            hashed.update(f"{array.dtype}{tuple(array.shape)}".encode())
+            hashed.update(array.reshape(-1).view(torch.uint8).numpy().tobytes() if array.numel() else b"")
+        else:
+            hashed.update(repr(part).encode() + b"\0")
+    return hashed.hexdigest()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 from advnorm._core.errors import ConfigError, did_you_mean
@@ -24,10 +24,6 @@ class Registry(Generic[T]):
             raise ConfigError(f"{self.kind} {name!r} is registered already; choose another name")
         self._entries[name] = entry
         return entry
-
-    def register(self, name: str) -> Callable[[T], T]:
-        """Decorator form of :meth:`add`."""
-        return lambda entry: self.add(name, entry)
 
     def get(self, name: str) -> T:
         """The entry called ``name``, or an error that suggests the nearest name."""

@@ -18,8 +18,8 @@ from advnorm._core.errors import did_you_mean
 from advnorm._core.seeding import ImageNoise
 from advnorm.attacks.base import Option, register
 from advnorm.attacks.losses import LOSSES
-from advnorm.attacks.search import Found, Grid, Search, Victim, margin_of, near, norm_of, per_row, ranked_targets, take
-from advnorm.threat import ThreatModel
+from advnorm.attacks.search import Found, Grid, Search, Victim, margin_of, near, norm_of, ranked_targets, take
+from advnorm.threat import ThreatModel, per_image
 
 #: Logits, labels and targets to the value that is ascended, one per row.
 Value = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -122,7 +122,7 @@ class _Climb:
 
     def back_to_best(self, where: Tensor) -> None:
         """Go on from the best point in some of the rows."""
-        wide = per_row(where, self.point)
+        wide = per_image(where, self.point)
         self.point = torch.where(wide, self.best, self.point)
         self.gradient = torch.where(wide, self.best_gradient, self.gradient)
 
@@ -174,8 +174,8 @@ def _climb(
         values, c.gradient = gradient(c.rows, point)
         c.rises += values > c.value
         better = values > c.best_value
-        c.best = torch.where(per_row(better, point), point, c.best)
-        c.best_gradient = torch.where(per_row(better, point), c.gradient, c.best_gradient)
+        c.best = torch.where(per_image(better, point), point, c.best)
+        c.best_gradient = torch.where(per_image(better, point), c.gradient, c.best_gradient)
         c.best_value = torch.where(better, values, c.best_value)
         c.value = values
         if step in rule.checkpoints:
@@ -206,7 +206,7 @@ class _Dense:
 
     def ahead(self, c: _Climb, project: Callable[[Tensor], Tensor], *, first: bool) -> Tensor:
         """``x + α (P(x + η s) - x) + (1 - α) (x - x_previous)`` with α = 0.75, and 1 in the first step."""
-        target = project(c.point + per_row(c.step, c.point) * self.threat.steepest(c.gradient))
+        target = project(c.point + per_image(c.step, c.point) * self.threat.steepest(c.gradient))
         if first:
             return target
         return c.point + 0.75 * (target - c.point) + 0.25 * (c.point - c.previous)
@@ -249,7 +249,7 @@ def on_sphere(threat: ThreatModel, x: Tensor, noise: ImageNoise) -> Tensor:
     shape = x.shape[1:]
     direction = 2 * noise.uniform(shape, "start") - 1 if threat.norm == "Linf" else noise.normal(shape, "start")
     length = norm_of(direction.flatten(1), threat).clamp_min(1e-12)
-    return threat.project(x + threat.eps * direction / per_row(length, x), x)
+    return threat.project(x + threat.eps * direction / per_image(length, x), x)
 
 
 _OPTIONS = {name: Option(setting=name, parse=int) for name in ("steps", "restarts", "samples")}

@@ -7,7 +7,6 @@ attacks"; settings and checks as in the authors' code (github.com/fra31/auto-att
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import sys
@@ -17,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError, did_you_mean
 from advnorm._core.precision import float32_as
-from advnorm._core.records import write_json
+from advnorm._core.records import digest, write_json
 from advnorm._core.seeding import ImageNoise
 from advnorm.attacks.apgd import APGD
 from advnorm.attacks.base import Attack, Option, Predict, attacked, check_images, checked, register
@@ -166,7 +165,7 @@ class AutoAttack(Attack):
         return {
             "attack": repr(dataclasses.replace(self, batch_size=None)),
             "search": "given" if search else self.precision,
-            **{name: _digest(value) for name, value in (("images", x), ("labels", y), ("index", index))},
+            **{name: digest(value) for name, value in (("images", x), ("labels", y), ("index", index))},
             "logits": cascade.victim.strict(x[:8].to(cascade.device)).double().cpu().tolist(),
         }
 
@@ -540,13 +539,6 @@ def _flags_after(names: tuple[str, ...], fooled_by: Tensor, no_gradient: Mapping
 # -- the record on disk ------------------------------------------------------------------------------------------------
 
 
-def _digest(tensor: Tensor) -> str:
-    """A hash of a tensor's type, shape and bits."""
-    digest = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
-    digest.update(cast(Any, tensor.detach().cpu().contiguous().numpy()))
-    return digest.hexdigest()
-
-
 class Record:
     """A folder: ``record.json`` (what was asked, at the end the answer), and the images in ``answer.safetensors``.
 
@@ -644,7 +636,7 @@ class Record:
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
     """A safetensors file with facts and hashes in its header, whole or not at all."""
     tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    header = {"facts": json.dumps(facts), "digests": json.dumps({name: _digest(v) for name, v in tensors.items()})}
+    header = {"facts": json.dumps(facts), "digests": json.dumps({name: digest(v) for name, v in tensors.items()})}
     part = path.with_suffix(".part")
     save_file(tensors, part, metadata=header)
     with part.open("rb") as file:
@@ -657,7 +649,7 @@ def _read_tensors(path: Path, device: torch.device) -> tuple[dict[str, Tensor], 
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             header = file.metadata()
-        if json.loads(header["digests"]) != {name: _digest(value) for name, value in tensors.items()}:
+        if json.loads(header["digests"]) != {name: digest(value) for name, value in tensors.items()}:
             raise ValueError("its content does not match its hash")
         facts = json.loads(header["facts"])
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:

@@ -14,8 +14,8 @@ from torch import Tensor
 from advnorm._core.seeding import ImageNoise
 from advnorm.attacks.apgd import SETTLE_EVERY, on_sphere
 from advnorm.attacks.base import Option, register
-from advnorm.attacks.search import Found, Grid, Search, Victim, margin_of, norm_of, per_row, ranked_targets, take
-from advnorm.threat import ThreatModel
+from advnorm.attacks.search import Found, Grid, Search, Victim, margin_of, norm_of, ranked_targets, take
+from advnorm.threat import ThreatModel, per_image
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class FAB(Search):
         if self.restarts > 1:
             later = (torch.arange(len(origin), device=x.device) % self.restarts) > 0
             halfway = origin + 0.5 * (on_sphere(self.threat, origin, grid.noise(noise)) - origin)
-            state.point = torch.where(per_row(later, origin), halfway, first)
+            state.point = torch.where(per_image(later, origin), halfway, first)
         if not self.minimal:
             grid.see(origin, margin_of(grid.rows(clean), state.y))
             kept = grid.settle()
@@ -82,7 +82,7 @@ class FAB(Search):
             margin = margin_of(logits, state.y)
             grid.see(state.point, margin.masked_fill(within > self.threat.eps * (1 + 1e-6), torch.inf))
             back = state.x + self.beta * (state.point - state.x)
-            state.point = torch.where(per_row(adversarial, state.point), back, state.point)
+            state.point = torch.where(per_image(adversarial, state.point), back, state.point)
             if not self.minimal and step % SETTLE_EVERY == 0 and step < self.steps:
                 kept = grid.settle()
                 state = state if kept is None else take(state, kept)
@@ -120,7 +120,7 @@ class FAB(Search):
             self.threat,
         ).view(2, *state.x.shape)
         length, length_image = (norm_of(v.flatten(1), self.threat).clamp_min(1e-8) for v in (d, d_image))
-        alpha = per_row((length / (length + length_image)).clamp_max(self.alpha_max), state.x)
+        alpha = per_image((length / (length + length_image)).clamp_max(self.alpha_max), state.x)
         ahead = (1 - alpha) * (state.point + self.eta * d) + alpha * (state.x + self.eta * d_image)
         state.point = ahead.clamp(0, 1)
 

@@ -14,7 +14,7 @@ from advnorm._core.errors import ConfigError, did_you_mean
 from advnorm._core.seeding import ImageNoise
 from advnorm.attacks.base import Attack, Option, Predict, checked, input_gradient, register
 from advnorm.attacks.losses import LOSSES
-from advnorm.threat import length_problem, parse_length
+from advnorm.threat import length_problem, parse_length, per_image
 
 Start = Literal["uniform", "clean", "gaussian"]
 Keep = Literal["last", "worst"]
@@ -209,7 +209,7 @@ def least_likely(logits: Tensor, y: Tensor) -> Tensor:
 def _per_image_scale(grad: Tensor) -> Tensor:
     """Divide by each image's mean absolute gradient, so that steps of very different gradients add up."""
     mean = grad.abs().flatten(1).mean(1).clamp_min(torch.finfo(grad.dtype).tiny)
-    return grad / mean.view(-1, *(1,) * (grad.dim() - 1))
+    return grad / per_image(mean, grad)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,8 @@ from torch import Tensor
 from advnorm._core.errors import AdvnormError
 from advnorm._core.seeding import ImageNoise
 from advnorm.attacks.base import Attack, Predict, input_gradient
-from advnorm.threat import ThreatModel
+from advnorm.attacks.losses import cw_margin
+from advnorm.threat import ThreatModel, per_image
 
 R = TypeVar("R")
 S = TypeVar("S")
@@ -194,7 +195,7 @@ class Grid:
         better = (margin < self._margin) & ~self._done
         if self.variants > 1:
             points = points[torch.arange(len(variant), device=variant.device) * self.variants + variant]
-        self._point = torch.where(per_row(better, points), points, self._point)
+        self._point = torch.where(per_image(better, points), points, self._point)
         self._margin = torch.where(better, margin, self._margin)
 
     def note_gradients(self, gradient: Tensor) -> None:
@@ -245,15 +246,9 @@ def take(state: S, rows: Tensor) -> S:
     return dataclasses.replace(value, **fields)
 
 
-def per_row(value_N: Tensor, like: Tensor) -> Tensor:
-    """``(N,)`` as ``(N, 1, ...)``, to broadcast over images."""
-    return value_N.view(-1, *(1,) * (like.dim() - 1))
-
-
 def margin_of(logits: Tensor, y: Tensor) -> Tensor:
     """``z_y - max_{j≠y} z_j``: at most 0 where the label does not win."""
-    own = y[:, None]
-    return logits.gather(1, own)[:, 0] - logits.scatter(1, own, -torch.inf).amax(1)
+    return -cw_margin(logits, y)
 
 
 def norm_of(rows: Tensor, threat: ThreatModel, *, dual: bool = False) -> Tensor:
@@ -313,7 +308,7 @@ def near(threat: ThreatModel, x: Tensor) -> Callable[[Tensor], Tensor]:
     def project(point: Tensor) -> Tensor:
         delta = point - x
         length = norm_of(delta.flatten(1), threat)
-        return (x + delta * per_row(eps / length.clamp_min(eps), x)).clamp(0, 1)
+        return (x + delta * per_image(eps / length.clamp_min(eps), x)).clamp(0, 1)
 
     return project
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from advnorm._core.errors import ConfigError
 from advnorm._core.seeding import ImageNoise
 from advnorm.attacks.base import Option, register
-from advnorm.attacks.search import Found, Grid, Search, Victim, margin_of, near, norm_of, per_row, take
-from advnorm.threat import ThreatModel
+from advnorm.attacks.search import Found, Grid, Search, Victim, margin_of, near, norm_of, take
+from advnorm.threat import ThreatModel, per_image
 
 #: Queries after which the share of the pixels that a square covers halves (Andriushchenko et al. 2020, section 5).
 HALVINGS = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)
@@ -74,7 +74,7 @@ class Square(Search):
                 proposal = project(change(state, self.threat, side, draws[:, query % BLOCK]))
                 margin = margin_of(victim.logits(proposal), state.y)
                 better = margin < state.margin
-                state.point = torch.where(per_row(better, proposal), proposal, state.point)
+                state.point = torch.where(per_image(better, proposal), proposal, state.point)
                 state.margin = torch.where(better, margin, state.margin)
         grid.see(state.point, state.margin)
         return grid.finish()
@@ -141,14 +141,14 @@ def _pile_up(state: _State, threat: ThreatModel, side: int, draw: Tensor) -> Ten
     delta = state.point - state.x
     to, source = (_Window(state.x, side, draw[:, i], draw[:, i + 1]) for i in (0, 2))
     signs = torch.where(draw[:, 5:] < 0.5, -1.0, 1.0)[:, :, None, None]
-    pile = to.filled(_pile(side, threat.norm, state.x.device), per_row(draw[:, 4] < 0.5, delta)) * signs
+    pile = to.filled(_pile(side, threat.norm, state.x.device), per_image(draw[:, 4] < 0.5, delta)) * signs
 
     def spent(part: Tensor) -> Tensor:  # per channel
         return norm_of(part.flatten(2), threat)[..., None, None]
 
     old = delta * to.inside
     fresh = (pile + old / spent(old).clamp_min(1e-12)) * to.inside
-    left = (threat.eps**power - per_row(norm_of(delta.flatten(1), threat), delta) ** power).clamp_min(0)
+    left = (threat.eps**power - per_image(norm_of(delta.flatten(1), threat), delta) ** power).clamp_min(0)
     budget = left / channels + spent(delta * (to.inside | source.inside)) ** power
     length = budget.sqrt() if power == 2 else budget * channels
     fresh = fresh / spent(fresh).clamp_min(1e-12) * length
@@ -157,7 +157,7 @@ def _pile_up(state: _State, threat: ThreatModel, side: int, draw: Tensor) -> Ten
 
 
 def _stretched(delta: Tensor, threat: ThreatModel) -> Tensor:
-    return threat.eps * delta / per_row(norm_of(delta.flatten(1), threat).clamp_min(1e-12), delta)
+    return threat.eps * delta / per_image(norm_of(delta.flatten(1), threat).clamp_min(1e-12), delta)
 
 
 class _Window:

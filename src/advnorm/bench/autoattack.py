@@ -18,6 +18,7 @@ from advnorm._core.errors import ConfigError
 from advnorm._core.modes import evaluating
 from advnorm.attacks import PGD
 from advnorm.attacks.autoattack import AutoAttack
+from advnorm.bench.timing import synchronize
 from advnorm.data import cifar10, digits
 from advnorm.models import create_model
 from advnorm.threat import ThreatModel
@@ -126,11 +127,11 @@ def bench_autoattack(
     reference: tuple[str, Tensor, float] | None = None
     for label, run in runs.items():
         on_row(label)
-        _synchronize(x.device)
+        synchronize(x.device)
         started = time.perf_counter()
         robust, stages = run()
         robust = robust.cpu()
-        _synchronize(x.device)
+        synchronize(x.device)
         seconds = time.perf_counter() - started
         reference = reference or (label, robust, seconds)
         rows[label] = Row(
@@ -169,8 +170,3 @@ def _official(model: nn.Module, x: Tensor, y: Tensor, threat: ThreatModel, batch
         x_adv, _ = attack.run_standard_evaluation(x, y, batch_size=batch)
         with torch.no_grad():
             return torch.cat([model(part).argmax(1) for part in x_adv.split(batch)]) == y
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -19,6 +19,12 @@ class Timing:
     spread: float
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def side_by_side(
     functions: Mapping[str, Callable[[], object]],
     *,
@@ -31,12 +37,10 @@ def side_by_side(
     """Time every function once per round, in alternating order; the ratio to ``reference`` is taken within a round."""
 
     def once(function: Callable[[], object]) -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         function()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         return time.perf_counter() - start
 
     for function in functions.values():

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 import advnorm.attacks as attack_names
 from advnorm._core.errors import AdvnormError, ConfigError, raise_all
 from advnorm._core.precision import float32_as
-from advnorm._core.records import write_json
+from advnorm._core.records import digest, write_json
 from advnorm.attacks import Attack, attacked
 from advnorm.attacks.autoattack import AutoAttack
 from advnorm.attacks.base import check_images, parse_name
 from advnorm.attacks.search import Halving
-from advnorm.engine.partial import Partial, digest, environment, finished, model_fingerprint, partial_path
+from advnorm.engine.partial import Partial, environment, finished, model_fingerprint, partial_path
 from advnorm.engine.result import BenchmarkResult
 from advnorm.norms import Mode, domains, routed_modules
 from advnorm.threat import ThreatModel

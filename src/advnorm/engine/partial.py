@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shutil
 import subprocess
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError
-from advnorm._core.records import read_json, write_json
+from advnorm._core.records import digest, read_json, write_json
 from advnorm.engine.result import BenchmarkResult
 
 
@@ -108,19 +107,6 @@ def finished(path: Path, fingerprint: str) -> BenchmarkResult:
             "delete it, or choose another record"
         )
     return BenchmarkResult.of_record(data)
-
-
-def digest(*parts: Any) -> str:
-    """A hash of tensors, bit by bit, and of anything else by its repr."""
-    hashed = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        if isinstance(part, Tensor):
-            array = part.detach().cpu().contiguous()
-            hashed.update(f"{array.dtype}{tuple(array.shape)}".encode())
-            hashed.update(array.reshape(-1).view(torch.uint8).numpy().tobytes() if array.numel() else b"")
-        else:
-            hashed.update(repr(part).encode() + b"\0")
-    return hashed.hexdigest()
 
 
 def model_fingerprint(model: nn.Module) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,7 +89,7 @@ class LayerFactory:
         return None if self.mean is None or self.std is None else InputNorm(self.mean, self.std)
 
 
-class ImageClassifier(nn.Module):
+class ImageClassifier(nn.Module, ABC):
     """Frame of every model here: input normalization, ``feature_map``, global average pooling, ``fc``."""
 
     fc: nn.Linear
@@ -97,9 +98,9 @@ class ImageClassifier(nn.Module):
         super().__init__()
         self.input_norm = layers.input_norm()
 
+    @abstractmethod
     def feature_map(self, x: torch.Tensor) -> torch.Tensor:
         """Normalized images to the last feature map, B C H W."""
-        raise NotImplementedError
 
     def penultimate(self, x: torch.Tensor) -> torch.Tensor:
         """Images to the pooled features that the classifier reads, B C: g(x) of paper D."""

@@ -58,6 +58,14 @@ def standardize(x_GNC: Tensor, mean_GC: Tensor, invstd_GC: Tensor) -> Tensor:
     return (x_GNC - channelwise(mean_GC, x_GNC.ndim)) * channelwise(invstd_GC, x_GNC.ndim)
 
 
+def scaled(z: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """``w ⊙ z + b`` per channel, the second dimension; without what is None (paper C, eq. 20)."""
+    shape = (-1, *(1,) * (z.dim() - 2))
+    if weight is not None:
+        z = z * weight.view(shape)
+    return z if bias is None else z + bias.view(shape)
+
+
 def log_density(z_GNC: Tensor, invstd_GC: Tensor) -> Tensor:
     """Log density of a diagonal Gaussian at every position, all channels together (paper C, eq. 16).
 

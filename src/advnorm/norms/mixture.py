@@ -29,10 +29,4 @@ class MixtureNorm(nn.Module):
         dtype = functional.accumulate_dtype(self.mean_KC)
         invstd_KC = (self.var_KC.to(dtype) + self.eps).rsqrt()
         z, _ = functional.mixture_standardize(x[None], self.mean_KC.to(dtype)[:, None], invstd_KC[:, None])
-        z = z[0]
-        shape = (-1, *(1,) * (z.dim() - 2))
-        if self.weight is not None:
-            z = z * self.weight.view(shape)
-        if self.bias is not None:
-            z = z + self.bias.view(shape)
-        return z.to(x.dtype)
+        return functional.scaled(z[0], self.weight, self.bias).to(x.dtype)

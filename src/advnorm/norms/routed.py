@@ -320,13 +320,7 @@ class RoutedNorm(Routed):
         return joined(outputs)
 
     def _scaled(self, z: Tensor, run: Run, dtype: torch.dtype) -> Tensor:
-        shape = (-1, *(1,) * (z.dim() - 2))
-        weight, bias = self.affine_bank(run.affine)
-        if weight is not None:
-            z = z * weight.view(shape)
-        if bias is not None:
-            z = z + bias.view(shape)
-        return z.to(dtype)
+        return functional.scaled(z, *self.affine_bank(run.affine)).to(dtype)
 
     # Feeding the banks.
 
