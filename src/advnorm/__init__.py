@@ -1,6 +1,6 @@
 """Adversarial training in which normalization is the subject."""
 
-from advnorm import attacks, data
+from advnorm import attacks, data, objectives
 from advnorm._core.errors import AdvnormError, ConfigError, RouteError, SurgeryError
 from advnorm.engine import accuracy_against_eps, accuracy_against_steps, audit, benchmark
 from advnorm.models import create_model, list_models
@@ -45,6 +45,7 @@ __all__ = [
     "list_models",
     "list_norms",
     "make_norm",
+    "objectives",
     "pair",
     "recalibrate",
     "route",

@@ -15,6 +15,11 @@ def world_size(group: ProcessGroup | None = None) -> int:
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 
+def rank(group: ProcessGroup | None = None) -> int:
+    """This process's place in ``group``; 0 where no process group is initialised."""
+    return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
+
+
 class _AllReduceSum(Function):
     """Sum over ranks. Its gradient is again the sum over ranks, so it can be differentiated twice."""
 
@@ -41,5 +46,5 @@ def all_gather_rows(value: Tensor, group: ProcessGroup | None = None) -> Tensor:
     Written as the sum of one-hot placements, so that one collective serves forward and one backward.
     """
     placed = value.new_zeros((world_size(group), *value.shape))
-    placed = torch.cat([placed[: dist.get_rank(group)], value[None], placed[dist.get_rank(group) + 1 :]])
+    placed = torch.cat([placed[: rank(group)], value[None], placed[rank(group) + 1 :]])
     return all_reduce_sum(placed, group)

@@ -201,7 +201,8 @@ class Attack(ABC):
     def perturb(self, predict: Predict, x: Tensor, y: Tensor, noise: ImageNoise) -> Tensor:
         """Images near ``x`` that ``predict`` gets wrong. The caller checks the input and projects the result.
 
-        This is also the fast path for training loops and CUDA graphs, inside a scope :func:`attacked` of their own.
+        This is also the fast path for training loops and CUDA graphs, inside a scope :func:`attacked` of their own:
+        ``attack.kept(attack.perturb(predict, x, y, attack.noise(index)), x)`` waits for no device.
         """
 
     def _run(
@@ -218,11 +219,21 @@ class Attack(ABC):
             index = torch.arange(len(x), device=x.device) if index is None else index.to(x.device)
             if len(index) != len(x):
                 raise ConfigError(f"index names {len(index)} images and the batch has {len(x)}")
-            noise = ImageNoise(self.seed, index).fold(type(self).__name__)
-            x_adv = perturb(checked(predict, largest_label), images, labels, noise).detach()
-            # A pixel that is not finite, from gradients that are not, is left as it was.
-            x_adv = self.threat.project(torch.where(x_adv.isfinite(), x_adv, images), images)
-            return torch.empty_like(images).copy_(x_adv)
+            x_adv = perturb(checked(predict, largest_label), images, labels, self.noise(index))
+            return self.kept(x_adv, images)
+
+    def noise(self, index: Tensor) -> ImageNoise:
+        """The random numbers that this attack draws for each image."""
+        return ImageNoise(self.seed, index).fold(type(self).__name__)
+
+    def kept(self, x_adv: Tensor, x: Tensor) -> Tensor:
+        """What :meth:`perturb` found, inside ball and box and in the layout of ``x``, detached.
+
+        A pixel that is not finite, from gradients that are not, is left as it was.
+        """
+        x_adv = x_adv.detach()
+        x_adv = self.threat.project(torch.where(x_adv.isfinite(), x_adv, x), x)
+        return torch.empty_like(x).copy_(x_adv)
 
 
 def check_images(x: Tensor, y: Tensor) -> int:

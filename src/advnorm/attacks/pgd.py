@@ -135,9 +135,17 @@ class PGD(Attack):
         return self._run(model, x, y, index, towards)
 
     def perturb(
-        self, predict: Predict, x: Tensor, y: Tensor, noise: ImageNoise, *, target: Tensor | None = None
+        self,
+        predict: Predict,
+        x: Tensor,
+        y: Tensor,
+        noise: ImageNoise,
+        *,
+        target: Tensor | None = None,
+        clean: Tensor | None = None,
     ) -> Tensor:
-        objective, target = self._objective(predict, x, y, noise, target)
+        """See :meth:`Attack.perturb`. ``clean``: logits of ``x`` that the kl loss starts from, else ``predict(x)``."""
+        objective, target = self._objective(predict, x, y, noise, target, clean)
         project = self.threat.projection(x)
         worst = Worst(y, target)
         for restart in range(self.restarts):
@@ -175,7 +183,13 @@ class PGD(Attack):
         return torch.where(clean, x, uniform)
 
     def _objective(
-        self, predict: Predict, x: Tensor, y: Tensor, noise: ImageNoise, target: Tensor | None
+        self,
+        predict: Predict,
+        x: Tensor,
+        y: Tensor,
+        noise: ImageNoise,
+        target: Tensor | None,
+        clean: Tensor | None = None,
     ) -> tuple[Objective, Tensor | None]:
         """The value to ascend as a function of the logits, and the target where there is one.
 
@@ -183,8 +197,9 @@ class PGD(Attack):
         """
         loss = LOSSES[self.loss]
         if self.loss == "kl" or self.target is not None:
-            with torch.no_grad():
-                clean = predict(x)
+            if clean is None:
+                with torch.no_grad():
+                    clean = predict(x)
             if self.loss == "kl":
                 log_probs = clean.log_softmax(1)
                 return lambda logits: loss.untargeted(logits, log_probs), None

@@ -85,17 +85,21 @@ def separate(name: str, domains: Sequence[str], *, statistics: bool = True, affi
     return Plan(name=name, domains=domains, normalized_by=bank, feeds=bank, affine=domains if affine else shared)
 
 
-def crossed(name: str, domains: Sequence[str], *, other_gradient: bool = False) -> Plan:
-    """Each of two domains is normalized by the statistics of the other (paper A, sec. 3: Cross-BN)."""
+def crossed(name: str, domains: Sequence[str], *, other_gradient: bool = False, one_way: bool = False) -> Plan:
+    """Each of two domains is normalized by the statistics of the other (paper A, sec. 3: Cross-BN).
+
+    ``one_way``: both are normalized by the statistics of the first and share one affine bank, as in Cross-AT (paper A,
+    fig. 1), where only the second is trained on; what the second feeds is kept beside, and normalizes nothing.
+    """
     domains = tuple(domains)
     if len(domains) != 2:
         raise ConfigError(f"{name} crosses exactly two domains, got {list(domains)}")
     return Plan(
         name=name,
         domains=domains,
-        normalized_by=domains[::-1],
+        normalized_by=(domains[0],) * 2 if one_way else domains[::-1],
         feeds=domains,
-        affine=domains,
+        affine=(SHARED,) * 2 if one_way else domains,
         other_gradient=other_gradient,
     )
 

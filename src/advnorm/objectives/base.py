@@ -1,0 +1,220 @@
+"""What every objective is: a module that takes images and labels, attacks, and returns the loss with its terms."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from advnorm._core.distributed import rank
+from advnorm._core.errors import AdvnormError, raise_all
+from advnorm._core.registry import Registry
+from advnorm.attacks.base import Attack, attacked, logits_of
+from advnorm.norms import domains, make_plan, route, routed_modules, statistics
+from advnorm.norms.factory import MODULE_OPTIONS
+from advnorm.norms.plan import Plan
+
+#: Both domains in one batch (clean first), or one forward each, clean first: different methods (paper C, sec. 3.1).
+Layout = Literal["concatenated", "sequential"]
+#: What the training pass normalizes with: each norm's own training flag, or the stored statistics (paper E, sec. 4.3).
+TrainingStatistics = Literal["batch", "running"]
+
+
+class Step(NamedTuple):
+    """One evaluation of an objective: the loss to differentiate, logits by domain, and the loss's terms by name."""
+
+    loss: Tensor
+    logits: dict[str, Tensor]
+    terms: dict[str, Tensor]  # detached
+
+
+class Objective(nn.Module):
+    """A loss of ``(x, y)`` that makes its own adversarial images. Wrap it in DDP as a whole: one reduction per step.
+
+    ``model`` is any classifier of images in [0, 1]. With routed norms each domain's images take their own route;
+    without, clean and adversarial images go the same way. ``attack`` runs on the bare model, through the route
+    ``"adv"`` unless it names one, and leaves parameters, statistics and gradients as they are.
+
+    ``label_smoothing`` applies to the cross-entropy terms. ``statistics``: see :data:`TrainingStatistics`; an
+    attribute, so that a training can change it for its last epochs, as it can change ``attack``.
+    """
+
+    needs_attack: ClassVar[bool] = True
+    #: The domains whose images the training pass sees, and so whose banks it trains and feeds.
+    domains: ClassVar[tuple[str, ...]] = ("clean", "adv")
+    #: One line for listings, and the paper it comes from.
+    summary: ClassVar[str] = ""
+    paper: ClassVar[str] = ""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        attack: Attack | None = None,
+        *,
+        label_smoothing: float = 0.0,
+        statistics: TrainingStatistics = "batch",
+    ) -> None:
+        super().__init__()
+        self.check(model, attack, label_smoothing=label_smoothing, statistics=statistics)
+        self.model = model
+        self.attack = attack
+        self.label_smoothing = label_smoothing
+        self.statistics: TrainingStatistics = statistics
+        #: Images to logits; an engine may put a compiled function of the model in its place.
+        self.through: Callable[[Tensor], Any] = self._through_model
+        self._drawn = 0
+
+    @classmethod
+    def problems(cls, norm: str, norm_options: Mapping[str, Any] | None = None, **options: Any) -> list[str]:
+        """What speaks against this objective, with these options, on a network with the named norm."""
+        own = {key: value for key, value in (norm_options or {}).items() if key not in MODULE_OPTIONS}
+        try:
+            plan = make_plan(norm, **own)
+        except (AdvnormError, TypeError):
+            return []  # an unknown norm is told by others
+        return cls.plan_problems([plan], **options)
+
+    @classmethod
+    def plan_problems(cls, plans: Iterable[Plan], **options: Any) -> list[str]:
+        """What speaks against this objective on a network with these plans; subclasses add to it."""
+        statistics = options.get("statistics", "batch")
+        problems = share_problem("label_smoothing", options.get("label_smoothing", 0.0), below_one=True)
+        if statistics not in get_args(TrainingStatistics):
+            problems.append(f"statistics of the training pass are 'batch' or 'running', got {statistics!r}")
+        return problems
+
+    @classmethod
+    def check(cls, model: nn.Module, attack: Attack | None, **options: Any) -> None:
+        """Refuse, all at once, what is wrong with the settings; a subclass calls it with its own before all else."""
+        problems = []
+        if not isinstance(model, nn.Module):
+            problems.append(f"the model must be an nn.Module, got {type(model).__name__}")
+        if cls.needs_attack and attack is None:
+            problems.append("an attack is needed, for example PGD(threat=ThreatModel(eps='8/255'), steps=10)")
+        if attack is not None and not isinstance(attack, Attack):
+            problems.append(f"attack must be an Attack such as PGD(...), got {attack!r}")
+        if isinstance(model, nn.Module):
+            plans = dict.fromkeys(module.plan for module in routed_modules(model).values())
+            problems += cls.plan_problems(plans, **options)
+        raise_all(problems, f"bad objective {cls.__name__}")
+
+    @classmethod
+    def options(cls) -> dict[str, inspect.Parameter]:
+        """The keyword options of this objective with their annotations and defaults, its own before its bases'."""
+        found: dict[str, inspect.Parameter] = {}
+        for base in cls.__mro__:
+            if issubclass(base, Objective) and "__init__" in vars(base):
+                for name, parameter in inspect.signature(base.__init__, eval_str=True).parameters.items():
+                    if parameter.kind is parameter.KEYWORD_ONLY:
+                        found.setdefault(name, parameter)
+        return found
+
+    # -- the adversarial images ------------------------------------------------------------------------------------
+
+    def adversarial(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
+        """Adversarial images for ``x``, inside ball and box; ``index`` is each image's identity for its noise."""
+        assert self.attack is not None
+        attack, extra = self.attack, {}
+        if getattr(attack, "loss", None) == "kl":  # the clean output, once, through the branch it is trained in
+            with attacked(self.model, route=self._branch("clean"), statistics=attack.statistics), torch.no_grad():
+                extra["clean"] = self.logits(x)
+        branch = attack.route if attack.route is not None else self._branch("adv")
+        with attacked(self.model, route=branch, statistics=attack.statistics):
+            return attack.kept(attack.perturb(self.logits, x, y, attack.noise(index), **extra), x)
+
+    def _branch(self, domain: str) -> str | None:
+        return domain if domain in domains(self.model) else None
+
+    def _fresh_index(self, x: Tensor) -> Tensor:
+        """Identities that no image had before, for loops that do not name their images."""
+        start = self._drawn * 2**20 + rank() * 2**40
+        self._drawn += 1
+        return torch.arange(start, start + len(x), device=x.device)
+
+    # -- the training pass -----------------------------------------------------------------------------------------
+
+    def _through_model(self, x: Tensor) -> Any:
+        return self.model(x)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Logits in float32 at least: losses in half precision lose what they are about."""
+        logits = logits_of(self.through(x.to(self._dtype)), len(x))
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
+
+    def passed(self, images: Mapping[str, Tensor], layout: Layout = "concatenated") -> dict[str, Tensor]:
+        """Logits of each domain's images in training, in one forward or in one after the other."""
+        images = {domain: x for domain, x in images.items() if len(x)}
+        with self._training_statistics():
+            if layout == "sequential" or len(images) == 1:
+                logits = {}
+                for domain, x in images.items():
+                    with self._routed(domain):
+                        logits[domain] = self.logits(x)
+                return logits
+            counts = {domain: len(x) for domain, x in images.items()}
+            with self._routed(counts):
+                together = self.logits(torch.cat(list(images.values())))
+            return dict(zip(images, together.split(list(counts.values()))))
+
+    def _routed(self, where: str | Mapping[str, int]) -> AbstractContextManager[Any]:
+        return route(self.model, where) if routed_modules(self.model) else nullcontext()  # pyright: ignore[reportArgumentType, reportReturnType]
+
+    @contextmanager
+    def _training_statistics(self) -> Iterator[None]:
+        if self.statistics == "batch":
+            yield
+            return
+        plain = [module for module in self.model.modules() if isinstance(module, _NormBase) and module.training]
+        try:
+            for module in plain:
+                module.training = False
+            with statistics(self.model, mode="running") if routed_modules(self.model) else nullcontext():
+                yield
+        finally:
+            for module in plain:
+                module.training = True
+
+    def cross_entropy(self, logits: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(logits, y, label_smoothing=self.label_smoothing)
+
+    def forward(self, x: Tensor, y: Tensor, *, index: Tensor | None = None) -> Step:
+        """The loss on images ``x`` with labels ``y``. Without an ``index`` every forward draws fresh noise."""
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        attack = None if self.attack is None else dataclasses.replace(self.attack, progress=None)
+        return f"attack={attack!r}, label_smoothing={self.label_smoothing}, statistics={self.statistics!r}"
+
+
+OBJECTIVES: Registry[type[Objective]] = Registry("objective")
+
+
+def list_objectives(pattern: str = "*") -> list[str]:
+    """Names of the registered objectives that match a shell pattern."""
+    return OBJECTIVES.names(pattern)
+
+
+def weight_problem(label: str, value: Any) -> list[str]:
+    """What is wrong with a weight of a term."""
+    good = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
+    return [] if good else [f"{label} must be a number of at least 0, got {value!r}"]
+
+
+def share_problem(label: str, value: Any, *, below_one: bool = False) -> list[str]:
+    """What is wrong with a share."""
+    good = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
+    if good and not (below_one and value == 1):
+        return []
+    return [f"{label} must lie in [0, 1{')' if below_one else ']'}, got {value!r}"]
+
