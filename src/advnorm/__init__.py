@@ -2,7 +2,16 @@
 
 from advnorm import attacks, data, objectives
 from advnorm._core.errors import AdvnormError, ConfigError, RouteError, SurgeryError
-from advnorm.engine import accuracy_against_eps, accuracy_against_steps, audit, benchmark
+from advnorm.engine import (
+    Config,
+    Run,
+    accuracy_against_eps,
+    accuracy_against_steps,
+    audit,
+    benchmark,
+    load_config,
+    train,
+)
 from advnorm.models import create_model, list_models
 from advnorm.norms import (
     Perturbation,
@@ -24,9 +33,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AdvnormError",
+    "Config",
     "ConfigError",
     "Perturbation",
     "RouteError",
+    "Run",
     "SurgeryError",
     "SurgeryReport",
     "ThreatModel",
@@ -44,6 +55,7 @@ __all__ = [
     "likelihood",
     "list_models",
     "list_norms",
+    "load_config",
     "make_norm",
     "objectives",
     "pair",
@@ -51,5 +63,6 @@ __all__ = [
     "route",
     "statistics",
     "strip",
+    "train",
     "zero_perturbation",
 ]

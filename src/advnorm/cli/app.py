@@ -32,6 +32,8 @@ class Kind(StrEnum):
     norms = "norms"
     models = "models"
     attacks = "attacks"
+    objectives = "objectives"
+    datasets = "datasets"
 
 
 @app.callback(invoke_without_command=True)
@@ -48,13 +50,72 @@ def list_things(
     kind: Annotated[Kind, typer.Argument(help="What to list.")],
     pattern: Annotated[str, typer.Argument(help="Shell pattern, for example 'dual_*'.")] = "*",
 ) -> None:
-    """List norms, models or attacks by name.
+    """List norms, models, attacks, objectives or data sets by name.
 
     Examples: `advnorm ls norms`, `advnorm ls models 'resnet*'`, `advnorm ls attacks`
     """
     from advnorm.cli import listing
 
-    console.print({"norms": listing.norms, "models": listing.models, "attacks": listing.attacks}[kind](pattern))
+    console.print(getattr(listing, kind.value)(pattern))
+
+
+Source = Annotated[
+    str | None,
+    typer.Argument(help="A .yaml, .json or .py file with a configuration; default: a quick one on digits."),
+]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="key=value, one or several; parts by a dot: attack.steps=20.")
+]
+
+
+@app.command()
+def show(source: Source = None, overrides: Overrides = None) -> None:
+    """Print the full configuration that a file and overrides give, without running it.
+
+    Example: `advnorm show recipes/cifar10_eps16.yaml --set norm=dual_bn epochs=30`
+    """
+    from advnorm.cli import listing
+    from advnorm.cli.train import configured
+
+    console.print(listing.configuration(configured(source, overrides or ())))
+
+
+@app.command()
+def train(
+    source: Source = None,
+    overrides: Overrides = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of weights, batches and noise; default: the file's.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder that gets a folder for the run.")] = Path("runs"),
+    data_dir: Annotated[Path | None, typer.Option(help="Folder that holds the data set.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
+    download: Annotated[bool, typer.Option(help="Fetch a missing data set from its official address.")] = False,
+    workers: Annotated[int, typer.Option(min=0, help="Processes that decode image files.")] = 4,
+    max_minutes: Annotated[float | None, typer.Option(help="Stop at a checkpoint by then; exit status 75.")] = None,
+    checkpoint_minutes: Annotated[float, typer.Option(help="A checkpoint so often within an epoch.")] = 10,
+    tensorboard: Annotated[bool, typer.Option(help="Also write TensorBoard events.")] = False,
+) -> None:
+    """Train a network; the same command goes on after a kill. Exit status: 0 finished, 75 stopped before its end.
+
+    Examples: `advnorm train --set norm=dual_bn eps=0.2`,
+    `advnorm train recipes/cifar10_eps16.yaml --set norm=dual_bn --data-dir data --seed 0`,
+    `torchrun --nproc-per-node 8 -m advnorm train recipes/cifar10_eps16.yaml --data-dir data`
+    """
+    from advnorm.cli.train import configured, run
+
+    code = run(
+        console,
+        configured(source, overrides or ()),
+        seed=seed,
+        out=out,
+        data_dir=data_dir,
+        device=device,
+        download=download,
+        workers=workers,
+        max_minutes=max_minutes,
+        checkpoint_minutes=checkpoint_minutes,
+        tensorboard=tensorboard,
+    )
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -72,11 +133,18 @@ def demo(
     run(console, norm=norm, epochs=epochs, seed=seed)
 
 
-Target = Annotated[str, typer.Argument(help="module:function that returns the model; looked up from here.")]
+Target = Annotated[
+    str, typer.Argument(help="Folder of a run, or module:function that returns the model; looked up from here.")
+]
+Checkpoint = Annotated[str | None, typer.Option(help="Of a run: best (by held-out accuracy, the default) or last.")]
 Weights = Annotated[Path | None, typer.Option(help="Its weights, as .safetensors.")]
-Data = Annotated[str, typer.Option(help="digits, cifar10:FOLDER, or a .npz or .safetensors file with x and y.")]
-Eps = Annotated[str, typer.Option(help="Radius in pixel scale, for example 8/255.")]
-Norm = Annotated[str, typer.Option(help="Linf, L2 or L1.")]
+Data = Annotated[
+    str | None,
+    typer.Option(help="NAME:FOLDER of a data set, or a .npz or .safetensors file with x and y; default: the run's."),
+]
+DataDir = Annotated[Path | None, typer.Option(help="Folder that holds the data set.")]
+Eps = Annotated[str | None, typer.Option(help="Radius in pixel scale; default: the run's, else 8/255.")]
+Norm = Annotated[str | None, typer.Option(help="Linf, L2 or L1; default: the run's, else Linf.")]
 Statistics = Annotated[str, typer.Option(help="What batch norms use: running, batch or batch_frozen.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="So many images at most.")]
 BatchSize = Annotated[int | None, typer.Option(min=1, help="Images at a time; default: as many as fit.")]
@@ -91,9 +159,11 @@ def evaluate(
     attacks: Annotated[list[str] | None, typer.Option(help="One or several; see `advnorm ls attacks`.")] = None,
     route: Annotated[list[str] | None, typer.Option(help="One or several branches.")] = None,
     weights: Weights = None,
-    data: Data = "digits",
-    eps: Eps = "8/255",
-    norm: Norm = "Linf",
+    checkpoint: Checkpoint = None,
+    data: Data = None,
+    data_dir: DataDir = None,
+    eps: Eps = None,
+    norm: Norm = None,
     statistics: Statistics = "running",
     limit: Limit = None,
     batch_size: BatchSize = None,
@@ -101,9 +171,10 @@ def evaluate(
     seed: Seed = 0,
     json: Json = None,
 ) -> None:
-    """Clean and robust accuracy of anybody's classifier, per attack and over all of them.
+    """Clean and robust accuracy of a run or of anybody's classifier, per attack and over all of them.
 
-    Example: `advnorm evaluate my_models:build --weights w.safetensors --data cifar10:data --attacks pgd10 autoattack
+    Examples: `advnorm evaluate runs/NAME --attacks pgd10 autoattack --route clean adv`,
+    `advnorm evaluate my_models:build --weights w.safetensors --data cifar10:data --attacks pgd10 autoattack
     --route adv --json result.json`
     """
     from advnorm.cli import evaluate as verbs
@@ -112,7 +183,9 @@ def evaluate(
         console,
         target,
         weights=weights,
+        checkpoint=checkpoint,  # pyright: ignore[reportArgumentType]
         data=data,
+        data_dir=data_dir,
         eps=eps,
         norm=norm,  # pyright: ignore[reportArgumentType]  # checked there, with a hint
         attacks=attacks or ("pgd10", "autoattack"),
@@ -136,9 +209,11 @@ def audit(
     budget: Annotated[str, typer.Option(help="quick, standard or full.")] = "standard",
     surrogate: Annotated[str | None, typer.Option(help="module:function of a model to transfer attacks from.")] = None,
     weights: Weights = None,
-    data: Data = "digits",
-    eps: Eps = "8/255",
-    norm: Norm = "Linf",
+    checkpoint: Checkpoint = None,
+    data: Data = None,
+    data_dir: DataDir = None,
+    eps: Eps = None,
+    norm: Norm = None,
     statistics: Statistics = "running",
     limit: Limit = None,
     batch_size: BatchSize = None,
@@ -157,7 +232,9 @@ def audit(
         console,
         target,
         weights=weights,
+        checkpoint=checkpoint,  # pyright: ignore[reportArgumentType]
         data=data,
+        data_dir=data_dir,
         eps=eps,
         norm=norm,  # pyright: ignore[reportArgumentType]  # checked there, with a hint
         route=route,
@@ -262,7 +339,7 @@ def _write(path: Path | None, record: dict[str, object]) -> None:
 
 
 #: Options that take several values: `--attacks pgd10 autoattack` as well as `--attacks pgd10 --attacks autoattack`.
-SEVERAL = ("--attacks", "--route", "--precision")
+SEVERAL = ("--attacks", "--route", "--precision", "--set")
 
 
 def spelled_out(arguments: Sequence[str]) -> list[str]:

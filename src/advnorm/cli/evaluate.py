@@ -1,21 +1,25 @@
-"""The verbs ``evaluate`` and ``audit``: a model from the user's own code, weights and data from plain files."""
+"""The verbs ``evaluate`` and ``audit``: a training run, or a model from the user's own code with weights and data."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from advnorm._core.errors import ConfigError, did_you_mean, raise_all
-from advnorm.data import cifar10, digits
+import advnorm.data as data_sets
+from advnorm._core.errors import ConfigError, did_you_mean
+from advnorm.data import FolderData, ImageData
 from advnorm.engine.audit import Budget
 from advnorm.engine.audit import audit as run_audit
+from advnorm.engine.checkpoint import load_weights
 from advnorm.engine.evaluate import benchmark
+from advnorm.engine.run import Run, Which
 from advnorm.norms import Mode
 from advnorm.threat import Norm, ThreatModel
 
@@ -27,9 +31,11 @@ def evaluate(
     target: str,
     *,
     weights: Path | None = None,
-    data: str = "digits",
-    eps: str = "8/255",
-    norm: Norm = "Linf",
+    checkpoint: Which | None = None,
+    data: str | None = None,
+    data_dir: Path | None = None,
+    eps: str | None = None,
+    norm: Norm | None = None,
     attacks: Sequence[str] = ("pgd10", "autoattack"),
     route: Sequence[str] = (),
     limit: int | None = None,
@@ -40,11 +46,20 @@ def evaluate(
     json: Path | None = None,
 ) -> int:
     """Print the table of a benchmark and write its record; the exit status is 0."""
-    threat = ThreatModel(norm=norm, eps=eps)
+    case = subject(
+        target,
+        weights=weights,
+        checkpoint=checkpoint,
+        data=data,
+        data_dir=data_dir,
+        eps=eps,
+        norm=norm,
+        device=device,
+    )
     result = benchmark(
-        load_model(target, weights, device),
-        load_data(data),
-        threat,
+        case.model,
+        case.data,
+        case.threat,
         list(attacks),
         list(route) or None,
         batch_size=batch_size,
@@ -65,9 +80,11 @@ def audit(
     target: str,
     *,
     weights: Path | None = None,
-    data: str = "digits",
-    eps: str = "8/255",
-    norm: Norm = "Linf",
+    checkpoint: Which | None = None,
+    data: str | None = None,
+    data_dir: Path | None = None,
+    eps: str | None = None,
+    norm: Norm | None = None,
     route: str | None = None,
     budget: Budget = "standard",
     surrogate: str | None = None,
@@ -80,11 +97,20 @@ def audit(
     plot: Path | None = None,
 ) -> int:
     """Print the verdict with its evidence; the exit status is 0 real, 1 false, 3 inconclusive, 4 none."""
-    threat = ThreatModel(norm=norm, eps=eps)
+    case = subject(
+        target,
+        weights=weights,
+        checkpoint=checkpoint,
+        data=data,
+        data_dir=data_dir,
+        eps=eps,
+        norm=norm,
+        device=device,
+    )
     verdict = run_audit(
-        load_model(target, weights, device),
-        load_data(data),
-        threat,
+        case.model,
+        case.data,
+        case.threat,
         route=route,
         budget=budget,
         surrogate=None if surrogate is None else load_model(surrogate, weights, device),
@@ -109,17 +135,68 @@ def audit(
     return verdict.exit_code
 
 
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is judged: a model, images and labels, and the threat model."""
+
+    model: nn.Module
+    data: tuple[Tensor, Tensor]
+    threat: ThreatModel
+
+
+def subject(
+    target: str,
+    *,
+    weights: Path | None = None,
+    checkpoint: Which | None = None,
+    data: str | None = None,
+    data_dir: Path | None = None,
+    eps: str | None = None,
+    norm: Norm | None = None,
+    device: str | None = None,
+) -> Subject:
+    """A run's model with its own test images and threat model, or ``module:function`` with those that are given.
+
+    What is given goes before what the run says.
+    """
+    config = Run.open(target).config if Path(target).is_dir() else None
+    if config is None:
+        if checkpoint is not None:
+            raise ConfigError("a checkpoint is chosen for the folder of a run; for a module use --weights")
+        model = load_model(target, weights, device)
+    elif weights is not None:
+        raise ConfigError(f"{target} is a run with weights of its own; leave --weights out, or use --checkpoint")
+    else:
+        model = Run.open(target).model(checkpoint, place(device))
+    if data is None and config is not None:
+        images = pixels(data_sets.load(config.data.name, "test", data_dir, **config.data.options))
+    else:
+        images = load_data(data or "digits", data_dir)
+    threat = ThreatModel(
+        norm=norm or (config.threat if config else "Linf"), eps=eps or (config.eps if config else "8/255")
+    )
+    return Subject(model=model, data=images, threat=threat)
+
+
+def place(device: str | None) -> torch.device:
+    """The device that is asked for; else CUDA where there is one."""
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("no CUDA device here; leave --device out or use --device cpu")
+    return where
+
+
 def load_model(target: str, weights: Path | None = None, device: str | None = None) -> nn.Module:
     """The module that ``package.module:function`` returns, looked up from the working directory, with its weights.
 
     Weights are safetensors: a pickle can run anything when it is opened.
     """
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("no CUDA device here; leave --device out or use --device cpu")
+    where = place(device)
     name, _, function = target.partition(":")
     if not name or not function:
-        raise ConfigError(f"cannot read {target!r}; write module:function, for example my_models:build_model")
+        raise ConfigError(
+            f"cannot read {target!r}: no folder of a run, and no module:function such as my_models:build_model"
+        )
     sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(name)
@@ -141,50 +218,25 @@ def load_model(target: str, weights: Path | None = None, device: str | None = No
     return model.to(where)
 
 
-def load_weights(model: nn.Module, path: Path) -> None:
-    """Fill a model from a safetensors file; all that does not fit in one error."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    if path.suffix != ".safetensors":
-        raise ConfigError(
-            f"weights must be a .safetensors file, got {path}; a pickle (.pt, .pth) can run any code, so convert it "
-            "where you trust it: safetensors.torch.save_file(model.state_dict(), 'w.safetensors')"
-        )
-    try:
-        state = load_file(path)
-    except FileNotFoundError:
-        raise ConfigError(f"there is no file {path}") from None
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from None
-    own = model.state_dict()
-    problems = [f"missing: {name}" for name in own if name not in state]
-    problems += [f"not in the model: {name}" for name in state if name not in own]
-    problems += [
-        f"{name} is {tuple(state[name].shape)} in the file and {tuple(own[name].shape)} in the model"
-        for name in own
-        if name in state and state[name].shape != own[name].shape
-    ]
-    if len(problems) > 5:
-        problems = [*problems[:5], f"and {len(problems) - 5} more"]
-    raise_all(problems, f"{path} does not fit the model")
-    model.load_state_dict(state)
+def pixels(data: ImageData | FolderData) -> tuple[Tensor, Tensor]:
+    """Images in [0, 1] and labels, in memory."""
+    data = data.in_memory() if isinstance(data, FolderData) else data
+    return data.pixels(), data.labels
 
 
-def load_data(name: str) -> tuple[Tensor, Tensor]:
-    """The test images of ``digits`` or ``cifar10:FOLDER``, or a .npz or .safetensors file with images and labels.
+def load_data(name: str, data_dir: Path | None = None) -> tuple[Tensor, Tensor]:
+    """The test images of a data set, as ``digits`` or ``cifar10:FOLDER``, or a .npz or .safetensors file with both.
 
     A file names them ``x`` or ``images`` and ``y`` or ``labels``. Images of whole numbers (uint8) are divided by 255.
     """
     path = Path(name)
-    if name == "digits":
-        return digits("test")
-    if name.startswith("cifar10:"):
-        images, labels = cifar10(name.removeprefix("cifar10:"), "test")
-        return images.float() / 255, labels
+    data_set, _, folder = name.partition(":")
+    if data_set in data_sets.DATASETS:
+        return pixels(data_sets.load(data_set, "test", folder or data_dir))
     if path.suffix not in (".npz", ".safetensors"):
+        known = ", ".join(data_sets.list_datasets())
         raise ConfigError(
-            f"unknown data {name!r}; use 'digits', 'cifar10:FOLDER', or a .npz or .safetensors file with x and y"
+            f"unknown data {name!r}; use NAME:FOLDER of a data set ({known}), or a .npz or .safetensors file of x and y"
         )
     if not path.is_file():
         raise ConfigError(f"there is no file {path}")

@@ -9,8 +9,11 @@ from advnorm._core.errors import ConfigError
 from advnorm.attacks import ATTACKS, list_attacks
 from advnorm.bench.autoattack import AutoAttackBenchmark
 from advnorm.bench.norms import LIMITS, NormBenchmark
+from advnorm.data import DATASETS
+from advnorm.engine.config import Config, explain
 from advnorm.models import create_model, list_models
 from advnorm.norms import NORMS
+from advnorm.objectives import OBJECTIVES, Objective
 
 
 def norms(pattern: str) -> Table:
@@ -43,6 +46,38 @@ def attacks(pattern: str) -> Table:
         options = ", ".join(f"{word}N" if option.parse else word for word, option in family.options.items())
         table.add_row(list_attacks(name)[0], family.summary, options, family.paper)
     table.caption = "a number after the name sets the steps; options follow with '-', for example pgd20-restarts5-cw"
+    table.caption_justify = "left"
+    return table
+
+
+def objectives(pattern: str) -> Table:
+    """Every training objective with its options and where it comes from."""
+    table = Table("objective", "what it is", "options", "paper", title="objectives", title_justify="left")
+    common = Objective.options()
+    for name in _matching(OBJECTIVES.names(pattern), pattern, "objective"):
+        kind = OBJECTIVES.get(name)
+        options = (f"{option}={p.default}" for option, p in kind.options().items() if option not in common)
+        table.add_row(name, kind.summary, "\n".join(options), kind.paper)
+    table.caption = f"all take {', '.join(common)}"
+    table.caption_justify = "left"
+    return table
+
+
+def datasets(pattern: str) -> Table:
+    """Every data set with its splits and options."""
+    table = Table("data set", "what it is", "splits", "options", title="data sets", title_justify="left")
+    for name in _matching(DATASETS.names(pattern), pattern, "data set"):
+        source = DATASETS.get(name)
+        table.add_row(name, source.summary, ", ".join(source.splits), ", ".join(source.options))
+    return table
+
+
+def configuration(config: Config) -> Table:
+    """Every setting of a training, those that are not the default in bold."""
+    table = Table("setting", "value", title=config.run_name, title_justify="left")
+    for key, value, default in explain(config):
+        table.add_row(key, str(value), style="dim" if default else "bold")
+    table.caption = "bold: set here; the others are defaults"
     table.caption_justify = "left"
     return table
 

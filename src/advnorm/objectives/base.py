@@ -116,6 +116,23 @@ class Objective(nn.Module):
                         found.setdefault(name, parameter)
         return found
 
+    def trained_domains(self) -> tuple[str, ...]:
+        """The domains whose parameters get a gradient in each step."""
+        return self.domains
+
+    @property
+    def attack(self) -> Attack | None:
+        """What makes the adversarial images; a training may change it from epoch to epoch."""
+        return self._attack
+
+    @attack.setter
+    def attack(self, attack: Attack | None) -> None:
+        self._attack = self.prepared(attack)
+
+    def prepared(self, attack: Attack | None) -> Attack | None:
+        """A given attack as this objective needs it."""
+        return attack
+
     # -- the adversarial images ------------------------------------------------------------------------------------
 
     def adversarial(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
@@ -217,4 +234,3 @@ def share_problem(label: str, value: Any, *, below_one: bool = False) -> list[st
     if good and not (below_one and value == 1):
         return []
     return [f"{label} must lie in [0, 1{')' if below_one else ']'}, got {value!r}"]
-

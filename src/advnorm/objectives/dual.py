@@ -76,6 +76,9 @@ class DualDomain(Objective):
         """The weight of each term for so many clean and adversarial images; a term without one is not computed."""
         raise NotImplementedError
 
+    def trained_domains(self) -> tuple[str, ...]:
+        return self.domains if self.clean_share else ("adv",)
+
     def forward(self, x: Tensor, y: Tensor, *, index: Tensor | None = None) -> Step:
         x_adv = self.adversarial(x, y, self._fresh_index(x) if index is None else index)
         kept = round(self.clean_share * len(x))
@@ -219,7 +222,7 @@ class Trades(DualDomain):
 
     def __init__(self, model: nn.Module, attack: Attack | None = None, *, beta: float = 6.0, **options: Any) -> None:
         self.check(model, attack, beta=beta, **options)
-        super().__init__(model, _ascending_kl(attack), **options)
+        super().__init__(model, attack, **options)
         self.beta = beta
 
     @classmethod
@@ -231,6 +234,9 @@ class Trades(DualDomain):
 
     def weights(self, clean: int, adv: int) -> dict[str, float]:
         return {"clean_ce": 1.0, "kl": self.beta}
+
+    def prepared(self, attack: Attack | None) -> Attack | None:
+        return dataclasses.replace(attack, loss="kl", target=None) if isinstance(attack, PGD) else attack
 
     def extra_repr(self) -> str:
         return f"beta={self.beta}, {super().extra_repr()}"
@@ -247,10 +253,6 @@ def _crosses(plan: Plan) -> bool:
         return False
     clean, adv = plan.index("clean"), plan.index("adv")
     return plan.normalized_by[adv] == plan.feeds[clean] != plan.feeds[adv]
-
-
-def _ascending_kl(attack: Attack | None) -> Attack | None:
-    return dataclasses.replace(attack, loss="kl", target=None) if isinstance(attack, PGD) else attack
 
 
 for _name, _objective in (

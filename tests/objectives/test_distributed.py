@@ -1,0 +1,79 @@
+"""An objective under DDP: two processes are one process on the whole batch, with one reduction per step."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import objective_ranks
+import pytest
+import torch
+from objective_ranks import CASES, STEPS, WORLD, data, descend
+
+import advnorm
+
+pytestmark = [
+    pytest.mark.world_size(WORLD),
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed"),
+]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank saw, from one launch of all ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    source = str(Path(advnorm.__file__).parent.parent)
+    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    outputs = [folder / f"rank{rank}.pt" for rank in range(WORLD)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, objective_ranks.__file__, str(rank), str(WORLD), str(folder / "init"), str(outputs[rank])],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(WORLD)
+    ]  # fmt: skip
+    logs = []
+    try:
+        for process in processes:
+            logs.append(process.communicate(timeout=180)[0])
+    finally:
+        for process in processes:
+            process.kill()
+    assert all(process.returncode == 0 for process in processes), "\n".join(logs)
+    return [torch.load(output, weights_only=True) for output in outputs]
+
+
+def seen(ranks: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+    found = [results[key] for results in ranks]
+    for rank, result in enumerate(found):
+        assert "error" not in result, f"rank {rank}: {result['trace']}"
+    return found
+
+
+@pytest.mark.parametrize("key", CASES)
+def test_two_ranks_train_as_one_process_on_the_whole_batch(ranks, key):
+    found = seen(ranks, key)
+    objective = CASES[key].objective(sync=False)
+    before = {name: value.clone() for name, value in objective.model.state_dict().items()}
+    losses = descend(objective, [data(step) for step in range(STEPS)])
+    mean = [sum(pair) / WORLD for pair in zip(*(result["losses"] for result in found))]
+    assert mean == pytest.approx(losses, rel=1e-9)
+    after = objective.model.state_dict()
+    assert not torch.allclose(after["conv1.weight"], before["conv1.weight"])
+    for result in found:
+        for name, value in after.items():
+            torch.testing.assert_close(
+                result["state"][name], value, rtol=1e-9, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}"
+            )
+
+
+@pytest.mark.parametrize("key", CASES)
+def test_a_step_reduces_the_gradients_once_and_the_attack_communicates_nothing(ranks, key):
+    case = CASES[key]
+    moments = 0 if case.options.get("statistics") == "running" else 2 * case.forwards
+    for result in seen(ranks, key):
+        assert result["calls"] == {"bucket": STEPS, "all_reduce": STEPS * moments}

@@ -1,0 +1,161 @@
+"""Wrong use of objectives: one readable error that says everything at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from objective_oracles import Given, images, pgd, tiny
+
+from advnorm._core.errors import AdvnormError, ConfigError
+from advnorm.objectives import OBJECTIVES, list_objectives
+
+X, Y = images(4)
+
+
+def error(name: str, norm: str = "dual_bn", attack: Any = "given", norm_options: Any = None, **options: Any) -> str:
+    model = tiny(plain=True) if norm == "plain" else tiny(norm, **(norm_options or {}))
+    with pytest.raises(ConfigError) as found:
+        OBJECTIVES.get(name)(model, Given() if attack == "given" else attack, **options)
+    return str(found.value)
+
+
+@pytest.mark.parametrize("norm", ["cross_bn", "gmm_bn"])
+@pytest.mark.parametrize("name", ["hybrid", "kl", "alp", "trades"])
+def test_a_norm_that_needs_both_domains_refuses_a_sequential_layout(name, norm):
+    message = error(name, norm, layout="sequential")
+    assert norm in message and "layout='concatenated'" in message
+
+
+@pytest.mark.parametrize("norm", ["bn", "dual_bn", "dual_affine_bn", "gmm_bn", "gn", "plain"])
+def test_cross_at_refuses_norms_that_cross_nothing(norm):
+    assert "norm='cross_bn'" in error("cross", norm)
+
+
+def test_cross_at_refuses_gradients_through_the_clean_statistics():
+    assert "other_gradient" in error("cross", "cross_bn", norm_options={"other_gradient": True})
+
+
+@pytest.mark.parametrize("name", [name for name in list_objectives() if name != "standard"])
+def test_a_missing_or_wrong_attack_is_told_with_the_cure(name):
+    norm = "cross_bn" if name == "cross" else "dual_bn"
+    assert "PGD(" in error(name, norm, attack=None)
+    assert "'pgd10'" in error(name, norm, attack="pgd10")
+
+
+def test_everything_wrong_is_told_at_once():
+    message = error(
+        "hybrid",
+        "gmm_bn",
+        attack=None,
+        layout="sequential",
+        clean_weight=1.5,
+        kl_weight=-1,
+        label_smoothing=1.0,
+        statistics="runing",
+    )
+    for part in ("attack", "gmm_bn", "clean_weight", "1.5", "kl_weight", "-1", "label_smoothing", "'runing'"):
+        assert part in message
+    assert message.count("bad objective") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "parts"),
+    [
+        ("hybrid", {"clean_weight": -0.1}, ["clean_weight", "[0, 1]", "-0.1"]),
+        ("hybrid", {"clean_weight": True}, ["clean_weight", "True"]),
+        ("hybrid", {"clean_weight": float("nan")}, ["clean_weight", "nan"]),
+        ("hybrid", {"clean_share": 2}, ["clean_share", "[0, 1]", "2"]),
+        ("hybrid", {"layout": "sequentially"}, ["'sequentially'", "did you mean 'sequential'"]),
+        ("hybrid", {"pairing_weight": "1"}, ["pairing_weight", "'1'"]),
+        ("hybrid", {"likelihood_weight": 0.1}, ["likelihood_weight", "gmm_bn"]),
+        ("hybrid", {"clean_share": 0.0, "kl_weight": 1.0}, ["kl_weight", "clean_share"]),
+        ("hybrid", {"clean_share": 0.0, "clean_weight": 1.0}, ["clean_share", "clean_weight"]),
+        ("kl", {"clean_share": 0.0}, ["kl_weight", "clean_share"]),
+        ("alp", {"clean_share": 0.0}, ["pairing_weight", "clean_share"]),
+        ("trades", {"beta": -1}, ["beta", "-1"]),
+        ("trades", {"clean_share": 0.5}, ["clean_share"]),
+        ("standard", {"label_smoothing": -0.1}, ["label_smoothing", "-0.1"]),
+        ("classical", {"statistics": "batch_frozen"}, ["'batch_frozen'", "'batch'", "'running'"]),
+    ],
+)
+def test_a_bad_option_is_told_with_what_is_allowed(name, options, parts):
+    message = error(name, **options)
+    assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize("name", list_objectives())
+def test_an_unknown_option_is_told_with_the_nearest_name(name):
+    message = error(name, "cross_bn" if name == "cross" else "dual_bn", label_smoothin=0.1)
+    assert "'label_smoothin'" in message and "did you mean 'label_smoothing'" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "norm", "options"),
+    [
+        ("hybrid", "dual_bn", {"clean_weight": 1.0}),
+        ("kl", "dual_bn", {}),
+        ("alp", "bn", {}),
+        ("hybrid", "cross_bn", {}),
+        ("hybrid", "gmm_bn", {}),
+        ("cross", "cross_bn", {}),
+    ],
+)
+def test_a_share_that_rounds_to_no_clean_image_is_no_silent_loss_of_a_term(name, norm, options):
+    """One tenth of a batch of four: either an image is kept, or the error says what to do."""
+    objective = OBJECTIVES.get(name)(tiny(norm), Given(), clean_share=0.1, **options)
+    try:
+        step = objective(X, Y)
+    except AdvnormError:
+        return
+    assert "clean" in step.logits and step.loss.requires_grad
+
+
+@pytest.mark.parametrize("norm", ["cross_bn", "gmm_bn"])
+def test_a_norm_that_needs_both_domains_refuses_to_go_without_clean_images(norm):
+    assert "clean_share" in error("hybrid", norm, clean_share=0.0)
+
+
+@pytest.mark.parametrize("norm", ["cross_bn", "gmm_bn"])
+@pytest.mark.parametrize("name", ["standard", "classical"])
+def test_an_objective_of_one_domain_refuses_norms_that_need_both_at_the_first_step_at_the_latest(name, norm):
+    with pytest.raises(AdvnormError, match=norm):
+        OBJECTIVES.get(name)(tiny(norm), Given())(X, Y)
+
+
+def test_a_model_that_is_none_is_told():
+    with pytest.raises(ConfigError, match="nn.Module"):
+        OBJECTIVES.get("hybrid")(lambda x: x, pgd())
+
+
+def test_an_unknown_objective_suggests_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean 'hybrid'"):
+        OBJECTIVES.get("hibrid")
+
+
+def test_what_speaks_against_a_combination_is_known_without_a_model():
+    for name, norm, options in (
+        ("hybrid", "gmm_bn", {"layout": "sequential"}),
+        ("cross", "dual_bn", {}),
+        ("trades", "dual_bn", {"beta": -1}),
+        ("hybrid", "dual_bn", {"likelihood_weight": 0.1}),
+    ):
+        problems = OBJECTIVES.get(name).problems(norm, **options)
+        assert problems and all(problem in error(name, norm, **options) for problem in problems)
+    assert OBJECTIVES.get("cross").problems("cross_bn", {"one_way": True, "sync": True}) == []
+    assert OBJECTIVES.get("hybrid").problems("dual_bn", clean_weight=0.3) == []
+
+
+def test_nothing_of_a_failed_step_stays_behind():
+    model = tiny("dual_bn")
+    objective = OBJECTIVES.get("hybrid")(model, pgd())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(Exception):  # noqa: B017, PT011 - whichever: the labels are wrong
+        objective(X, torch.full_like(Y, 99))
+    model.eval()
+    with pytest.raises(AdvnormError, match="no route is set"):
+        model(X)
+    model.train()
+    assert objective(X, Y).loss.isfinite()
+    assert set(before) == set(model.state_dict())
