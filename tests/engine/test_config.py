@@ -346,10 +346,12 @@ def test_the_steps_of_a_warm_up_are_rounded_up(steps, warmup):
 
 def test_the_digest_is_of_what_determines_the_result():
     config = Config(eps="8/255", attack={"step_size": "2/255"})
-    assert config.digest == replace(config, name="other").digest
+    assert config.digest == replace(config, name="other").digest == replace(config, seed=7).digest
     assert config.digest == replace(config, eps=8 / 255, attack={"step_size": 2 / 255}).digest
     changed = [
-        replace(config, **{name: values[0]}) for name, values in GOOD.items() if name not in ("name", "train_only")
+        replace(config, **{name: values[0]})
+        for name, values in GOOD.items()
+        if name not in ("name", "seed", "train_only")
     ]
     digests = [config.digest, *(each.digest for each in changed if each != config)]
     assert len(set(digests)) == len(digests)

@@ -71,8 +71,8 @@ def data(step: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def share(rank: int, step: int) -> tuple[Tensor, ...]:
-    """Every WORLD-th image, as samplers give them out: so the first half of a share is in the first half of all."""
-    return tuple(value[rank::WORLD] for value in data(step))
+    """The rank's part of the whole batch, as the loaders cut it."""
+    return tuple(value.chunk(WORLD)[rank] for value in data(step))
 
 
 def descend(module: nn.Module, batches: list[tuple[Tensor, ...]]) -> list[float]:

@@ -242,17 +242,22 @@ def test_a_sequential_step_feeds_one_bank_twice_and_a_concatenated_one_once():
 # -- the clean images' share (paper E, sec. 4.1) -----------------------------------------------------------------------
 
 
+def spread(kept: int, count: int) -> list[int]:
+    """So many of ``count`` images, evenly over the batch: every rank of a batch that is cut then keeps its share."""
+    return [position * count // kept for position in range(kept)]
+
+
 @pytest.mark.parametrize("layout", ["concatenated", "sequential"])
 @pytest.mark.parametrize("norm", ["bn", "dual_bn", "plain"])
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 1.0])
 def test_a_share_of_the_clean_images_enters_as_a_weighted_mean_over_the_images(share, norm, layout):
     x, y = images(10)
-    kept, weight = int(10 * share), 0.3
+    kept, weight = spread(round(10 * share), 10), 0.3
     model = tiny(plain=True) if norm == "plain" else tiny(norm)
     network = Network(model)
     if kept:
-        logits = forwards(network, x[:kept], crafted(x), layout=layout)
-        clean = cross_entropy(logits["clean"], y[:kept])
+        logits = forwards(network, x[kept], crafted(x), layout=layout)
+        clean = cross_entropy(logits["clean"], y[kept])
     else:
         logits, clean = network.forward({"adv": crafted(x)}), torch.zeros(0, dtype=torch.float64)
     adv = cross_entropy(logits["adv"], y)
@@ -277,12 +282,13 @@ def test_without_clean_images_hybrid_training_is_classical_training():
 @pytest.mark.parametrize("key", ["kl", "alp"])
 def test_with_a_share_of_the_clean_images_pairs_are_those_images_and_their_own_counterparts(key):
     x, y = images(10)
+    kept = spread(4, 10)
     case = DUAL[key]
     model = tiny("dual_bn")
     network = Network(model)
-    logits = forwards(network, x[:4], crafted(x))
-    clean, adv = cross_entropy(logits["clean"], y[:4]), cross_entropy(logits["adv"], y)
-    pairs = logits["clean"], logits["adv"][:4]
+    logits = forwards(network, x[kept], crafted(x))
+    clean, adv = cross_entropy(logits["clean"], y[kept]), cross_entropy(logits["adv"], y)
+    pairs = logits["clean"], logits["adv"][kept]
     terms = {"clean_ce": clean.mean(), "adv_ce": adv.mean(), "kl": kl(*pairs).mean(), "pairing": pairing(*pairs).mean()}
     loss = {
         "kl": mixed(clean, adv, 0.4) + 2.5 * terms["kl"],
@@ -311,10 +317,10 @@ def test_hybrid_holds_for_any_batch_size_share_and_weight(count, share, weight, 
         model, Given(), clean_weight=weight, clean_share=share, label_smoothing=smoothing, layout=layout
     )
     step = objective(x, y)
-    kept = len(step.logits["clean"])
-    assert abs(kept - share * count) <= 0.5
-    logits = forwards(network, x[:kept], crafted(x), layout=layout)
-    clean, adv = cross_entropy(logits["clean"], y[:kept], smoothing), cross_entropy(logits["adv"], y, smoothing)
+    kept = spread(len(step.logits["clean"]), count)
+    assert abs(len(kept) - share * count) <= 0.5
+    logits = forwards(network, x[kept], crafted(x), layout=layout)
+    clean, adv = cross_entropy(logits["clean"], y[kept], smoothing), cross_entropy(logits["adv"], y, smoothing)
     expected = Expected(mixed(clean, adv, weight), {"clean_ce": clean.mean(), "adv_ce": adv.mean()}, logits)
     agree(objective, step, network, expected)
 

@@ -131,21 +131,29 @@ class ResidentLoader(Loader):
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         order = self.order(epoch).to(self.device)
+        offset = epoch * len(self.data)
+        draws = self._draws(offset)
         for positions in self._parts(order, start):
-            index = positions + epoch * len(self.data)
-            yield Batch(self._finished(self._gathered(positions, index)), self._labels[positions], index)
+            images = self._gathered(positions, *(draw[positions] for draw in draws))
+            yield Batch(self._finished(images), self._labels[positions], positions + offset)
 
-    def _gathered(self, positions: Tensor, index: Tensor) -> Tensor:
+    def _draws(self, offset: int) -> tuple[Tensor, ...]:
+        """Of every image in an epoch, ``(N, 1)``: mirrored or not, rows down, columns to the right.
+
+        For the whole epoch at once: a draw is a hundred small kernels, which would take longer than a batch.
+        """
         if self.augment == "none":
+            return ()
+        noise = ImageNoise(self.seed, offset + torch.arange(len(self.data), device=self.device)).fold("augment")
+        down, right = (noise.integers(2 * pad + 1, (1,), draw=draw) for pad, draw in zip(self._pad, ("down", "right")))
+        return noise.integers(2, (1,), draw="flip").bool(), down, right
+
+    def _gathered(self, positions: Tensor, *draws: Tensor) -> Tensor:
+        if not draws:
             return self._images[positions].permute(0, 3, 1, 2)
-        noise = ImageNoise(self.seed, index).fold("augment")
-        flip = noise.integers(2, (1,), draw="flip").bool()
-        columns = torch.where(flip, self._columns.flip(0), self._columns)
-        rows = self._rows[None]
-        if self.augment == "crop_flip":
-            down, right = self._pad
-            rows = rows + noise.integers(2 * down + 1, (1,), draw="down")
-            columns = columns + noise.integers(2 * right + 1, (1,), draw="right")
+        flip, down, right = draws
+        rows = self._rows + down
+        columns = torch.where(flip, self._columns.flip(0), self._columns) + right
         return self._images[positions[:, None, None], rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 

@@ -609,9 +609,9 @@ class Config:
 
     @property
     def digest(self) -> str:
-        """A hash of all that determines the result: every setting but the name; ``"8/255"`` is the number it means."""
+        """A hash of every setting but name and seed, so that a run's seeds share it; ``"8/255"`` is its number."""
         content = self.to_dict()
-        del content["name"]
+        del content["name"], content["seed"]
         content["eps"] = parse_length(self.eps)
         if self.attack.step_size is not None:
             content["attack"]["step_size"] = parse_length(self.attack.step_size)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from advnorm._core.distributed import rank
-from advnorm._core.errors import AdvnormError, raise_all
+from advnorm._core.errors import AdvnormError, did_you_mean, raise_all
 from advnorm._core.registry import Registry
 from advnorm.attacks.base import Attack, attacked, logits_of
 from advnorm.norms import domains, make_plan, route, routed_modules, statistics
@@ -28,11 +28,12 @@ TrainingStatistics = Literal["batch", "running"]
 
 
 class Step(NamedTuple):
-    """One evaluation of an objective: the loss to differentiate, logits by domain, and the loss's terms by name."""
+    """One evaluation of an objective: the loss, the logits of each domain's images, its terms, and the labels."""
 
     loss: Tensor
     logits: dict[str, Tensor]
-    terms: dict[str, Tensor]  # detached
+    terms: dict[str, Tensor]  # by name, detached
+    labels: dict[str, Tensor]  # of each domain's images
 
 
 class Objective(nn.Module):
@@ -41,6 +42,9 @@ class Objective(nn.Module):
     ``model`` is any classifier of images in [0, 1]. With routed norms each domain's images take their own route;
     without, clean and adversarial images go the same way. ``attack`` runs on the bare model, through the route
     ``"adv"`` unless it names one, and leaves parameters, statistics and gradients as they are.
+
+    Where a training leaves a domain out (``classical`` on ``dual_bn``), that domain's parameters get no gradient: give
+    DDP ``find_unused_parameters=True``, or freeze them.
 
     ``label_smoothing`` applies to the cross-entropy terms. ``statistics``: see :data:`TrainingStatistics`; an
     attribute, so that a training can change it for its last epochs, as it can change ``attack``.
@@ -60,9 +64,10 @@ class Objective(nn.Module):
         *,
         label_smoothing: float = 0.0,
         statistics: TrainingStatistics = "batch",
+        **unknown: Any,
     ) -> None:
         super().__init__()
-        self.check(model, attack, label_smoothing=label_smoothing, statistics=statistics)
+        self.check(model, attack, label_smoothing=label_smoothing, statistics=statistics, **unknown)
         self.model = model
         self.attack = attack
         self.label_smoothing = label_smoothing
@@ -100,6 +105,8 @@ class Objective(nn.Module):
             problems.append("an attack is needed, for example PGD(threat=ThreatModel(eps='8/255'), steps=10)")
         if attack is not None and not isinstance(attack, Attack):
             problems.append(f"attack must be an Attack such as PGD(...), got {attack!r}")
+        known = cls.options()
+        problems += [f"unknown option {name!r}{did_you_mean(name, known)}" for name in options if name not in known]
         if isinstance(model, nn.Module):
             plans = dict.fromkeys(module.plan for module in routed_modules(model).values())
             problems += cls.plan_problems(plans, **options)
@@ -212,6 +219,11 @@ class Objective(nn.Module):
     def extra_repr(self) -> str:
         attack = None if self.attack is None else dataclasses.replace(self.attack, progress=None)
         return f"attack={attack!r}, label_smoothing={self.label_smoothing}, statistics={self.statistics!r}"
+
+
+def needs_both(plan: Plan) -> bool:
+    """Whether a batch of one domain cannot be normalized: it takes the other's statistics too."""
+    return plan.statistics == "batch" and (plan.mixture or plan.normalized_by != plan.feeds)
 
 
 OBJECTIVES: Registry[type[Objective]] = Registry("objective")

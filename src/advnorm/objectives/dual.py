@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any, get_args
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -21,6 +22,7 @@ from advnorm.objectives.base import (
     Layout,
     Objective,
     Step,
+    needs_both,
     share_problem,
     weight_problem,
 )
@@ -30,7 +32,8 @@ class DualDomain(Objective):
     """``Σ weight · term`` over cross-entropies of both domains, their divergence, logit distance and likelihood.
 
     Which terms count, and how much, is what the named objectives differ in: :meth:`weights`. With ``clean_share`` s
-    only the first s of each batch's clean images go along; the adversarial ones all stay (paper E, sec. 4.1).
+    only a share s of each batch's clean images goes along, one at least, spread evenly over the batch; the adversarial
+    ones all stay (paper E, sec. 4.1).
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class DualDomain(Objective):
         problems += bad_share
         if layout not in get_args(Layout):
             problems.append(f"unknown layout {layout!r}{did_you_mean(layout, get_args(Layout))}")
-        for name in dict.fromkeys(plan.name for plan in plans if _needs_both(plan)):
+        for name in dict.fromkeys(plan.name for plan in plans if needs_both(plan)):
             if layout == "sequential":
                 problems.append(
                     f"{name} normalizes with the statistics of both domains, and a sequential forward sees one; "
@@ -81,13 +84,14 @@ class DualDomain(Objective):
 
     def forward(self, x: Tensor, y: Tensor, *, index: Tensor | None = None) -> Step:
         x_adv = self.adversarial(x, y, self._fresh_index(x) if index is None else index)
-        kept = round(self.clean_share * len(x))
+        kept = self._kept(x)
+        labels = {"clean": y[kept], "adv": y}
         with likelihood(self.model) if self.likelihood_weight else nullcontext() as nll:
-            logits = self.passed({"clean": x[:kept], "adv": x_adv}, self.layout)
+            logits = self.passed({"clean": x[kept], "adv": x_adv}, self.layout)
         clean, adv = logits.get("clean"), logits["adv"]
         terms: dict[str, Tensor] = {}
         loss = adv.new_zeros(())
-        weights = self.weights(kept, len(x))
+        weights = self.weights(len(labels["clean"]), len(y))
         if nll is not None:
             weights["likelihood"] = self.likelihood_weight
         for name, weight in weights.items():
@@ -97,10 +101,18 @@ class DualDomain(Objective):
                 assert nll is not None
                 terms[name] = nll.loss()
             elif clean is not None:
-                terms[name] = self._paired(name, clean, adv[:kept], y[:kept])
+                terms[name] = self._paired(name, clean, adv[kept], labels["clean"])
             if name in terms:
                 loss = loss + weight * terms[name]
-        return Step(loss, logits, {name: term.detach() for name, term in terms.items()})
+        labels = {domain: labels[domain] for domain in logits}
+        return Step(loss, logits, {name: term.detach() for name, term in terms.items()}, labels)
+
+    def _kept(self, x: Tensor) -> slice | Tensor:
+        """Which images go along clean too."""
+        if self.clean_share in (0, 1):
+            return slice(0, len(x) if self.clean_share else 0)
+        count = max(1, round(self.clean_share * len(x)))
+        return torch.arange(count, device=x.device) * len(x) // count
 
     def _paired(self, name: str, clean: Tensor, adv: Tensor, y: Tensor) -> Tensor:
         """A term of the clean images, or of them and their adversarial counterparts."""
@@ -240,11 +252,6 @@ class Trades(DualDomain):
 
     def extra_repr(self) -> str:
         return f"beta={self.beta}, {super().extra_repr()}"
-
-
-def _needs_both(plan: Plan) -> bool:
-    """Whether a batch of one domain cannot be normalized: it takes the other's statistics too."""
-    return plan.statistics == "batch" and (plan.mixture or plan.normalized_by != plan.feeds)
 
 
 def _crosses(plan: Plan) -> bool:
