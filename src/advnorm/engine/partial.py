@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -129,7 +130,10 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit of this package's own repository, ``+`` where files differ; None where it is installed elsewhere."""
+    """The commit of this package's own repository, ``+`` where files differ.
+
+    Where it is installed without its repository (a container, a cluster), the variable ADVNORM_COMMIT may say it.
+    """
     here = Path(__file__)
 
     def git(*arguments: str) -> str | None:
@@ -140,6 +144,6 @@ def _commit() -> str | None:
         return done.stdout.strip() if done.returncode == 0 else None
 
     if git("ls-files", "--error-unmatch", str(here.parent.parent / "__init__.py")) is None:
-        return None
+        return os.environ.get("ADVNORM_COMMIT")
     commit = git("rev-parse", "HEAD")
     return commit if commit is None else commit + ("+" if git("status", "--porcelain", "-uno") else "")

@@ -336,7 +336,7 @@ class Loop:
         self.optimizer.step()
         if self.ema is not None:
             self.ema.update(self.model)
-        self._add(step, batch.y)
+        self._add(step)
         self.step += 1
         if started:
             if self.device.type == "cuda":
@@ -366,11 +366,11 @@ class Loop:
     # -- what is measured ----------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _add(self, step: Step, y: Tensor) -> None:
+    def _add(self, step: Step) -> None:
         """Add up the step's terms and hits, on the device: a look at them every step would make it wait."""
         seen = {"loss": step.loss.detach(), **step.terms}
         for domain, logits in step.logits.items():
-            seen[f"{domain}_accuracy"] = (logits.argmax(1) == y[: len(logits)]).double().mean()
+            seen[f"{domain}_accuracy"] = (logits.argmax(1) == step.labels[domain]).double().mean()
         if not self.sums:
             self.sums = {name: torch.zeros((), dtype=torch.float64, device=self.device) for name in seen}
         for name, value in seen.items():
