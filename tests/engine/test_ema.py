@@ -199,3 +199,29 @@ def test_another_model_is_refused_with_all_differences():
 def test_bad_settings_come_in_one_error():
     with pytest.raises(ConfigError, match=r"decay must be at least 0 and below 1, got 1.0; .*did you mean 'average'"):
         Ema(nn.Linear(1, 1), 1.0, buffers="averaged")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("buffers", BUFFERS)
+def test_on_a_gpu_nothing_waits_and_the_average_is_the_same(buffers):
+    model = dual().to("cuda", memory_format=torch.channels_last)
+    model.short = nn.Parameter(torch.ones(3, device="cuda", dtype=torch.bfloat16))
+    ema, start = Ema(model, 0.9, buffers=buffers), bits(model)
+    with torch.no_grad():
+        for value in (*model.parameters(), *model.buffers()):
+            value.add_(1)
+    live = bits(model)
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ema.update(model)
+        with ema.swapped(model):
+            inside = bits(model)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    assert same(bits(model), live)
+    averaged = ema.state_dict()["average"]
+    for name, value in inside.items():
+        expected = 0.1 * start[name].double() + 0.9 * live[name].double() if name in averaged else live[name].double()
+        torch.testing.assert_close(value.double(), expected, rtol=1e-2 if name == "short" else 1e-5, atol=1e-6)

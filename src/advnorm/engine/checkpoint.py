@@ -311,7 +311,7 @@ def _packed(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> bytes:
     seen: dict[tuple[Any, ...], str] = {}
     for name, value in tensors.items():
         key = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
-        if value.numel() and key in seen:
+        if key in seen:
             aliases[name] = seen[key]
             continue
         seen[key] = name

@@ -34,10 +34,9 @@ class Ema:
             problems.append(f"unknown rule for buffers {buffers!r}{did_you_mean(buffers, BUFFERS)}")
         raise_all(problems, "bad moving average")
         self.decay, self.buffers, self.updates = decay, buffers, 0
-        averages: dict[Tensor, Tensor] = {}
-        for value in self._averaged(model).values():
-            averages.setdefault(value, _wide(value.detach()).clone())
-        self._average = {name: averages[value] for name, value in self._averaged(model).items()}
+        live = self._averaged(model)
+        averages = {value: _wide(value.detach()).clone() for value in live.values()}
+        self._average = {name: averages[value] for name, value in live.items()}
 
     def _averaged(self, model: nn.Module) -> dict[str, Tensor]:
         """The tensors that have an average, by their names in the state dict; a shared one has several names."""
