@@ -36,6 +36,18 @@ class Step(NamedTuple):
     labels: dict[str, Tensor]  # of each domain's images
 
 
+class Images(NamedTuple):
+    """What an objective measures its loss on: images, labels, and their adversarial counterparts where it has them."""
+
+    x: Tensor
+    y: Tensor
+    x_adv: Tensor | None = None
+
+    def take(self, rows: Tensor) -> Images:
+        """Some of them, by position."""
+        return Images(self.x[rows], self.y[rows], None if self.x_adv is None else self.x_adv[rows])
+
+
 class Objective(nn.Module):
     """A loss of ``(x, y)`` that makes its own adversarial images. Wrap it in DDP as a whole: one reduction per step.
 
@@ -212,9 +224,19 @@ class Objective(nn.Module):
     def cross_entropy(self, logits: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(logits, y, label_smoothing=self.label_smoothing)
 
-    def forward(self, x: Tensor, y: Tensor, *, index: Tensor | None = None) -> Step:
-        """The loss on images ``x`` with labels ``y``. Without an ``index`` every forward draws fresh noise."""
+    def images(self, x: Tensor, y: Tensor, index: Tensor | None = None) -> Images:
+        """The images of a step, attacked where the objective attacks. Without an ``index`` the noise is fresh."""
+        if not self.needs_attack:
+            return Images(x, y)
+        return Images(x, y, self.adversarial(x, y, self._fresh_index(x) if index is None else index))
+
+    def measured(self, images: Images) -> Step:
+        """The loss on given images and what it consists of."""
         raise NotImplementedError
+
+    def forward(self, x: Tensor, y: Tensor, *, index: Tensor | None = None) -> Step:
+        """The loss on images ``x`` with labels ``y``; ``index`` is each image's identity for its attack's noise."""
+        return self.measured(self.images(x, y, index))
 
     def extra_repr(self) -> str:
         attack = None if self.attack is None else dataclasses.replace(self.attack, progress=None)

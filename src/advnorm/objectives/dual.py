@@ -19,6 +19,7 @@ from advnorm.norms import likelihood
 from advnorm.norms.plan import Plan
 from advnorm.objectives.base import (
     OBJECTIVES,
+    Images,
     Layout,
     Objective,
     Step,
@@ -82,8 +83,9 @@ class DualDomain(Objective):
     def trained_domains(self) -> tuple[str, ...]:
         return self.domains if self.clean_share else ("adv",)
 
-    def forward(self, x: Tensor, y: Tensor, *, index: Tensor | None = None) -> Step:
-        x_adv = self.adversarial(x, y, self._fresh_index(x) if index is None else index)
+    def measured(self, images: Images) -> Step:
+        x, y, x_adv = images
+        assert x_adv is not None
         kept = self._kept(x)
         labels = {"clean": y[kept], "adv": y}
         with likelihood(self.model) if self.likelihood_weight else nullcontext() as nll:

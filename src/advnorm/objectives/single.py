@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from advnorm.norms.plan import Plan
-from advnorm.objectives.base import OBJECTIVES, Objective, Step, needs_both
+from advnorm.objectives.base import OBJECTIVES, Images, Objective, Step, needs_both
 
 
 class SingleDomain(Objective):
@@ -23,6 +23,11 @@ class SingleDomain(Objective):
             for name in dict.fromkeys(plan.name for plan in plans if needs_both(plan))
         ]
 
+    def _of_domain(self, domain: str, x: Tensor, y: Tensor) -> Step:
+        logits = self.passed({domain: x})
+        loss = self.cross_entropy(logits[domain], y)
+        return Step(loss, logits, {f"{domain}_ce": loss.detach()}, {domain: y})
+
 
 class Standard(SingleDomain):
     """``L_CE(x, y)``: clean images through the route ``"clean"``."""
@@ -31,10 +36,8 @@ class Standard(SingleDomain):
     domains = ("clean",)
     summary, paper = "cross-entropy on clean images", "B, D"
 
-    def forward(self, x: Tensor, y: Tensor, *, index: Tensor | None = None) -> Step:
-        logits = self.passed({"clean": x})
-        loss = self.cross_entropy(logits["clean"], y)
-        return Step(loss, logits, {"clean_ce": loss.detach()}, {"clean": y})
+    def measured(self, images: Images) -> Step:
+        return self._of_domain("clean", images.x, images.y)
 
 
 class Classical(SingleDomain):
@@ -43,11 +46,9 @@ class Classical(SingleDomain):
     domains = ("adv",)
     summary, paper = "cross-entropy on adversarial images (Madry)", "A (eq. 1), E"
 
-    def forward(self, x: Tensor, y: Tensor, *, index: Tensor | None = None) -> Step:
-        index = self._fresh_index(x) if index is None else index
-        logits = self.passed({"adv": self.adversarial(x, y, index)})
-        loss = self.cross_entropy(logits["adv"], y)
-        return Step(loss, logits, {"adv_ce": loss.detach()}, {"adv": y})
+    def measured(self, images: Images) -> Step:
+        assert images.x_adv is not None
+        return self._of_domain("adv", images.x_adv, images.y)
 
 
 OBJECTIVES.add("standard", Standard)
