@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -48,3 +50,14 @@ def all_gather_rows(value: Tensor, group: ProcessGroup | None = None) -> Tensor:
     placed = value.new_zeros((world_size(group), *value.shape))
     placed = torch.cat([placed[: rank(group)], value[None], placed[rank(group) + 1 :]])
     return all_reduce_sum(placed, group)
+
+
+@torch.no_grad()
+def mean_over_ranks(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -> list[Tensor]:
+    """The mean of each tensor over the ranks, from one collective for all of one type."""
+    if world_size(group) == 1 or not tensors:
+        return list(tensors)
+    flat = torch.cat([tensor.reshape(-1).to(tensors[0].dtype) for tensor in tensors])
+    dist.all_reduce(flat, group=group)
+    flat /= world_size(group)
+    return [part.view_as(tensor) for part, tensor in zip(flat.split([t.numel() for t in tensors]), tensors)]

@@ -8,26 +8,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from advnorm._core.errors import ConfigError, did_you_mean, raise_all
-from advnorm.norms.mixture import MixtureNorm
-from advnorm.norms.routed import RoutedNorm
+from advnorm.norms.layers import norm_parameters
 
 OPTIMIZERS = ("sgd", "adam", "adagrad")
 SCHEDULES = ("step", "cosine", "one_cycle", "constant")
 
-#: Layers whose own parameters are norm parameters, and their subclasses.
-NORM_LAYERS = (RoutedNorm, MixtureNorm, _NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
-
 # One-cycle starts from lr / 25 and ends with a ten-thousandth of that: the defaults of torch.
 _START, _END = 25.0, 1e4
-
-
-def norm_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Weights and biases of the norm layers, each once. Biases of other layers are not among them."""
-    layers = (module for module in model.modules() if isinstance(module, NORM_LAYERS))
-    return list(dict.fromkeys(value for layer in layers for value in layer.parameters(recurse=False)))
 
 
 def only_norms(model: nn.Module) -> None:

@@ -37,15 +37,16 @@ class Step(NamedTuple):
 
 
 class Images(NamedTuple):
-    """What an objective measures its loss on: images, labels, and their adversarial counterparts where it has them."""
+    """What an objective measures its loss on: images with labels and identities, and their adversarial counterparts."""
 
     x: Tensor
     y: Tensor
-    x_adv: Tensor | None = None
+    index: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    x_adv: Tensor | None = None  # where the objective attacks
 
     def take(self, rows: Tensor) -> Images:
         """Some of them, by position."""
-        return Images(self.x[rows], self.y[rows], None if self.x_adv is None else self.x_adv[rows])
+        return Images(*(value[rows] for value in self if value is not None))
 
 
 class Objective(nn.Module):
@@ -226,9 +227,8 @@ class Objective(nn.Module):
 
     def images(self, x: Tensor, y: Tensor, index: Tensor | None = None) -> Images:
         """The images of a step, attacked where the objective attacks. Without an ``index`` the noise is fresh."""
-        if not self.needs_attack:
-            return Images(x, y)
-        return Images(x, y, self.adversarial(x, y, self._fresh_index(x) if index is None else index))
+        index = self._fresh_index(x) if index is None else index
+        return Images(x, y, index, self.adversarial(x, y, index) if self.needs_attack else None)
 
     def measured(self, images: Images) -> Step:
         """The loss on given images and what it consists of."""

@@ -84,7 +84,7 @@ class DualDomain(Objective):
         return self.domains if self.clean_share else ("adv",)
 
     def measured(self, images: Images) -> Step:
-        x, y, x_adv = images
+        x, y, x_adv = images.x, images.y, images.x_adv
         assert x_adv is not None
         kept = self._kept(x)
         labels = {"clean": y[kept], "adv": y}

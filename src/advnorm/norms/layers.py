@@ -1,0 +1,18 @@
+"""Which layers of a model are norms, ours and the built-in ones."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from advnorm.norms.mixture import MixtureNorm
+from advnorm.norms.routed import RoutedNorm
+
+#: Layers whose own parameters are norm parameters, and their subclasses.
+NORM_LAYERS = (RoutedNorm, MixtureNorm, _NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+
+
+def norm_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Weights and biases of the norm layers, each once. Biases of other layers are not among them."""
+    layers = (module for module in model.modules() if isinstance(module, NORM_LAYERS))
+    return list(dict.fromkeys(value for layer in layers for value in layer.parameters(recurse=False)))

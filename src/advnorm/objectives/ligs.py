@@ -1,0 +1,103 @@
+"""Local input gradient similarity as a regularizer (paper D, eq. 1 and fig. 5)."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from advnorm._core.errors import ConfigError, did_you_mean, raise_all
+from advnorm._core.seeding import ImageNoise
+from advnorm.attacks.base import logits_of
+from advnorm.attacks.pgd import FGSM, PGD
+from advnorm.norms import domains, route, routed_modules, statistics
+from advnorm.norms.feeding import without_feeding
+from advnorm.objectives.base import Images, Objective, Step, needs_both, weight_problem
+from advnorm.objectives.second_pass import SecondPass
+from advnorm.objectives.wrapper import Wrapper
+from advnorm.threat import ThreatModel
+
+#: What the gradient is compared under; all of size 0.01 in the paper (app. B.4).
+Shift = Literal["gaussian", "uniform", "fgsm", "pgd"]
+
+
+def shifted(kind: Shift, x: Tensor, y: Tensor, noise: ImageNoise, size: float, predict: Any) -> Tensor:
+    """``x + ν``: Gaussian of deviation ``size``, uniform in ±size, or FGSM or 7-step PGD of that radius (app. B.4)."""
+    if kind == "gaussian":
+        return x + size * noise.normal(x.shape[1:], "ligs").to(x.dtype)
+    if kind == "uniform":
+        return x + size * (2 * noise.uniform(x.shape[1:], "ligs").to(x.dtype) - 1)
+    threat = ThreatModel(eps=size)
+    attack = FGSM(threat=threat) if kind == "fgsm" else PGD(threat=threat, steps=7)
+    return attack.kept(attack.perturb(predict, x, y, noise), x)
+
+
+class Ligs(Wrapper):
+    """``L + λ (1 - LIGS)`` with ``LIGS = E cos(∇_x l(x, y), ∇_x l(x + ν, y))`` (paper D, eq. 1), λ = ``weight``.
+
+    On the clean images, through the first branch that the objective trains, with the batch's statistics (nothing is
+    fed) or the stored ones where a norm needs both domains. The gradient of a gradient is taken, which compiled
+    networks do not offer: these forwards run as they are.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        *,
+        weight: float = 1.0,
+        shift: Shift = "gaussian",
+        size: float = 0.01,
+        **unknown: Any,
+    ) -> None:
+        own = {"weight": weight, "shift": shift, "size": size}
+        problems = [f"unknown option {name!r}{did_you_mean(name, own)}" for name in unknown]
+        raise_all(problems + self.setting_problems(**own), "bad Ligs")
+        if isinstance(objective, SecondPass):
+            name = type(objective).__name__
+            raise ConfigError(f"the second pass of {name} would not see this term; write {name}(Ligs(...)) instead")
+        super().__init__(objective)
+        self.weight, self.size = weight, size
+        self.shift: Shift = shift
+
+    @classmethod
+    def setting_problems(cls, *, weight: Any = 1.0, shift: Any = "gaussian", size: Any = 0.01, **_: Any) -> list[str]:
+        problems = weight_problem("weight", weight) + weight_problem("size", size)
+        if shift not in get_args(Shift):
+            problems.append(f"unknown shift {shift!r}{did_you_mean(shift, get_args(Shift))}")
+        return problems
+
+    def measured(self, images: Images) -> Step:
+        step = super().measured(images)
+        similarity = self.similarity(images.x, images.y, ImageNoise(0, images.index).fold("ligs"))
+        loss = step.loss + self.weight * (1 - similarity)
+        return step._replace(loss=loss, terms={**step.terms, "ligs": similarity.detach()})
+
+    def similarity(self, x: Tensor, y: Tensor, noise: ImageNoise) -> Tensor:
+        """LIGS of a batch, differentiable."""
+        model = self.model
+        branch = next((domain for domain in self.trained_domains() if domain in domains(model)), None)
+        stored = any(needs_both(module.plan) for module in routed_modules(model).values())
+
+        def predict(images: Tensor) -> Tensor:
+            logits = logits_of(model(images), len(images))
+            return logits if logits.dtype == torch.float64 else logits.float()
+
+        def gradient(images: Tensor) -> Tensor:
+            images = images.detach().requires_grad_()
+            loss = F.cross_entropy(predict(images), y, reduction="sum")
+            return torch.autograd.grad(loss, images, create_graph=True)[0].flatten(1)
+
+        with (
+            torch.enable_grad(),
+            without_feeding(model),
+            route(model, branch) if branch else nullcontext(),
+            statistics(model, mode="running") if stored else nullcontext(),
+        ):
+            near = shifted(self.shift, x, y, noise, self.size, predict)
+            return F.cosine_similarity(gradient(x), gradient(near.detach()), dim=1).mean()
+
+    def extra_repr(self) -> str:
+        return f"weight={self.weight}, shift={self.shift!r}, size={self.size}"

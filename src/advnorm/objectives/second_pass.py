@@ -1,0 +1,286 @@
+"""Model-based adversarial training (paper B, eq. 2): a second pass over a model that is attacked itself.
+
+A step takes two backward passes: the first gives the gradient and, from the same pass, the direction of the attack on
+the model; the second gives the gradient that resists it. Both happen inside the wrapper's forward, so that
+``loss.backward()`` outside only hands the result to the parameters, and DDP reduces it once. The second pass uses the
+images of the first, adversarial ones included, and leaves no trace in the running statistics (paper B, sec. 3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from advnorm._core.distributed import mean_over_ranks
+from advnorm._core.errors import ConfigError, did_you_mean, raise_all
+from advnorm._core.registry import Registry
+from advnorm._core.seeding import ImageNoise
+from advnorm.norms import statistics, zero_perturbation
+from advnorm.norms.feeding import without_feeding
+from advnorm.norms.layers import norm_parameters
+from advnorm.objectives.base import Images, Objective, Step, weight_problem
+from advnorm.objectives.wrapper import Wrapper
+
+
+class SecondPass(Wrapper):
+    """``g = (1 - r) g_φ + r h_φ``: the objective's gradient, and its gradient on the attacked model.
+
+    What is attacked is what the named methods differ in: :meth:`weights_moved_by`, and ``radius`` for statistics.
+    """
+
+    def __init__(self, objective: Objective) -> None:
+        if isinstance(objective, SecondPass):
+            raise ConfigError(
+                f"{type(objective).__name__} takes a second pass already; for statistics and weights use ApartSam"
+            )
+        super().__init__(objective)
+
+    #: Radius of the attack on the statistics; None leaves them alone.
+    radius: float | None = None
+    #: Groups of the second pass with statistics of their own.
+    groups: int = 1
+
+    def rows(self, batch: int) -> int:
+        """How many of a batch's images take part in the second pass."""
+        return batch
+
+    def share(self, batch: int) -> float:
+        """The share r of the second pass in the gradient."""
+        return 1.0
+
+    def weights_moved_by(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor] | None:
+        """How far each parameter is moved for the second pass; None leaves them alone."""
+        return None
+
+    #: Whether the weights are attacked, so that every rank needs the gradient of the whole batch.
+    attacks_weights = False
+
+    def forward(self, x: Tensor, y: Tensor, *, index: Tensor | None = None) -> Step:
+        images = self.images(x, y, index)
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        delta = None if self.radius is None else zero_perturbation(self.model)
+
+        with nullcontext() if delta is None else statistics(self.model, perturbation=delta):
+            first = self.measured(images)
+        found = _gradients(first.loss, [*parameters, *(delta.tensors if delta else ())])
+        own, of_statistics = found[: len(parameters)], found[len(parameters) :]
+        worst = None
+        if delta is not None:
+            known = [torch.zeros_like(t) if g is None else g for t, g in zip(delta.tensors, of_statistics)]
+            worst = delta.ascend(mean_over_ranks(known), self.radius or 0.0)
+
+        subset = self._subset(images)
+        with ExitStack() as attacked:
+            if self.attacks_weights:
+                attacked.enter_context(self._moved(parameters, own))
+            attacked.enter_context(without_feeding(self.model))
+            if worst is not None or self.groups > 1:
+                attacked.enter_context(statistics(self.model, groups=self.groups, perturbation=worst))
+            second = self.measured(subset)
+            resisting = _gradients(second.loss, parameters)
+
+        r = self.share(len(x))
+        loss = (1 - r) * first.loss.detach() + r * second.loss.detach()
+        total = [_mixed(g, h, r) for g, h in zip(own, resisting)]
+        terms = {**first.terms, "second_pass": second.loss.detach()}
+        return Step(_with_gradients(loss, parameters, total), first.logits, terms, first.labels)
+
+    def _subset(self, images: Images) -> Images:
+        """N images in random order, drawn by their identities (algorithm 1, lines 6 and 7)."""
+        count = self.rows(len(images.x))
+        if count == len(images.x) and self.groups == 1:
+            return images
+        order = ImageNoise(0, images.index).fold("second pass").bits(()).argsort(stable=True)
+        return images.take(order[:count])
+
+    @contextmanager
+    def _moved(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Iterator[None]:
+        """Scope: the parameters are moved, in place; afterwards each has its own bits again."""
+        known = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients)]
+        steps = self.weights_moved_by(parameters, mean_over_ranks(known))
+        assert steps is not None
+        before = [p.detach().clone() for p in parameters]
+        try:
+            with torch.no_grad():
+                torch._foreach_add_(list(parameters), steps)  # pyright: ignore[reportPrivateImportUsage]
+            torch.clear_autocast_cache()  # it holds the weights as they were, in half precision
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(list(parameters), before)  # pyright: ignore[reportPrivateImportUsage]
+            torch.clear_autocast_cache()
+
+
+class Apart(SecondPass):
+    """Adversarially perturbed batch statistics (paper B, algorithm 1): ``g = M/(M+N) g_φ + N/(M+N) h_φ``.
+
+    ``radius`` ε of the perturbation ``θ = ε sign(g_θ)`` of every norm's mean and deviation (eq. 3). ``samples`` N of
+    the second pass: a number, or a share of the batch. ``groups`` n of them have statistics of their own. The paper's
+    line 12 misprints g_θ for g_φ.
+    """
+
+    def __init__(
+        self, objective: Objective, *, radius: float = 0.1, samples: float = 1.0, groups: int = 1, **unknown: Any
+    ) -> None:
+        own = {"radius": radius, "samples": samples, "groups": groups}
+        check_second_pass(type(self), **own, **unknown)
+        super().__init__(objective)
+        zero_perturbation(self.model, requires_grad=False)  # says what is missing
+        self.radius, self.samples, self.groups = radius, samples, groups
+
+    @classmethod
+    def setting_problems(cls, *, radius: Any = 0.1, samples: Any = 1.0, groups: Any = 1, **_: Any) -> list[str]:
+        problems = weight_problem("radius", radius)
+        whole = isinstance(samples, int) and not isinstance(samples, bool)
+        if not (whole and samples >= 1) and not (isinstance(samples, float) and 0 < samples <= 1):
+            problems.append(f"samples is a number of images from 1 on, or a share in (0, 1], got {samples!r}")
+        if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
+            problems.append(f"groups must be an integer of at least 1, got {groups!r}")
+        elif whole and samples % groups:
+            problems.append(f"{samples} samples cannot be cut into {groups} equal groups; change one of them")
+        return problems
+
+    def rows(self, batch: int) -> int:
+        wanted = self.samples if isinstance(self.samples, int) else round(self.samples * batch)
+        return max(self.groups, min(batch, wanted) // self.groups * self.groups)
+
+    def share(self, batch: int) -> float:
+        return self.rows(batch) / (batch + self.rows(batch))
+
+    def extra_repr(self) -> str:
+        return f"radius={self.radius}, samples={self.samples}, groups={self.groups}"
+
+
+class Sam(SecondPass):
+    """Sharpness-aware minimization: the gradient at ``w + ρ g / ||g||_2`` (Foret et al. 2021; paper B, eq. 6, 7)."""
+
+    attacks_weights = True
+
+    def __init__(self, objective: Objective, *, rho: float = 0.05, **unknown: Any) -> None:
+        check_second_pass(type(self), rho=rho, **unknown)
+        super().__init__(objective)
+        self.rho = rho
+
+    @classmethod
+    def setting_problems(cls, *, rho: Any = 0.05, **_: Any) -> list[str]:
+        return weight_problem("rho", rho)
+
+    def weights_moved_by(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+        return _sam_step(gradients, self.rho)
+
+    def extra_repr(self) -> str:
+        return f"rho={self.rho}"
+
+
+class ApartSam(Apart):
+    """APART with the weights moved too, by ``δ = ρ g_φ / ||g_φ||_2`` (paper B, eq. 7 with p = 2), at no extra pass."""
+
+    attacks_weights = True
+
+    def __init__(self, objective: Objective, *, rho: float = 0.05, **options: Any) -> None:
+        check_second_pass(type(self), rho=rho, **options)
+        super().__init__(objective, **options)
+        self.rho = rho
+
+    @classmethod
+    def setting_problems(cls, *, rho: Any = 0.05, **options: Any) -> list[str]:
+        return super().setting_problems(**options) + weight_problem("rho", rho)
+
+    def weights_moved_by(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+        return _sam_step(gradients, self.rho)
+
+    def extra_repr(self) -> str:
+        return f"rho={self.rho}, {super().extra_repr()}"
+
+
+class Awp(SecondPass):
+    """Adversarial weight perturbation: the gradient at ``w_l + γ ||w_l|| g_l / ||g_l||`` (Wu et al. 2020), by layer.
+
+    Weights of convolutions and linear layers are moved; with ``norms`` those of norm layers too. Biases never are.
+    """
+
+    attacks_weights = True
+
+    def __init__(self, objective: Objective, *, gamma: float = 0.005, norms: bool = False, **unknown: Any) -> None:
+        check_second_pass(type(self), gamma=gamma, norms=norms, **unknown)
+        super().__init__(objective)
+        self.gamma, self.norms = gamma, norms
+
+    @classmethod
+    def setting_problems(cls, *, gamma: Any = 0.005, norms: Any = False, **_: Any) -> list[str]:
+        problems = weight_problem("gamma", gamma)
+        return problems if isinstance(norms, bool) else [*problems, f"norms must be True or False, got {norms!r}"]
+
+    def weights_moved_by(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+        weights = {id(p) for name, p in self.model.named_parameters() if "weight" in name.rpartition(".")[2]}
+        of_norms = {id(p) for p in norm_parameters(self.model)}
+        steps = []
+        for parameter, gradient in zip(parameters, gradients):
+            moves = id(parameter) in weights and (self.norms if id(parameter) in of_norms else parameter.dim() > 1)
+            length = gradient.norm()
+            scale = torch.where(length > 0, self.gamma * parameter.detach().norm() / length.clamp_min(_tiny(length)), 0)
+            steps.append(scale * gradient if moves else torch.zeros_like(gradient))
+        return steps
+
+    def extra_repr(self) -> str:
+        return f"gamma={self.gamma}, norms={self.norms}"
+
+
+#: Second passes by name, for configurations and listings.
+SECOND_PASSES: Registry[type[SecondPass]] = Registry("second pass")
+for _name, _kind in (("apart", Apart), ("sam", Sam), ("apart_sam", ApartSam), ("awp", Awp)):
+    SECOND_PASSES.add(_name, _kind)
+
+
+def check_second_pass(kind: type[Any], **settings: Any) -> None:
+    """Refuse, all at once, what is wrong with the settings of a second pass."""
+    known = kind.options()
+    problems = [f"unknown option {name!r}{did_you_mean(name, known)}" for name in settings if name not in known]
+    raise_all(problems + kind.setting_problems(**settings), f"bad {kind.__name__}")
+
+
+def _sam_step(gradients: Sequence[Tensor], rho: float) -> list[Tensor]:
+    """``ρ g / ||g||_2`` over all parameters together; 0 where there is no gradient."""
+    length = torch.stack([gradient.norm() for gradient in gradients]).norm()
+    scale = torch.where(length > 0, rho / length.clamp_min(_tiny(length)), 0)
+    return [scale.to(gradient.dtype) * gradient for gradient in gradients]
+
+
+def _tiny(value: Tensor) -> float:
+    return torch.finfo(value.dtype).tiny
+
+
+def _gradients(loss: Tensor, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    with torch.autocast(loss.device.type, enabled=False):
+        return list(torch.autograd.grad(loss, tensors, allow_unused=True))
+
+
+def _mixed(first: Tensor | None, second: Tensor | None, share: float) -> Tensor | None:
+    if first is None and second is None:
+        return None
+    parts = [(1 - share, first), (share, second)]
+    return sum(weight * part for weight, part in parts if part is not None and weight)  # pyright: ignore
+
+
+class _WithGradients(Function):
+    """A number whose gradient with respect to each parameter is given."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, *given: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(*given[: len(given) // 2])
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        gradients = ctx.saved_tensors
+        return (None, *(None for _ in gradients), *(grad * gradient for gradient in gradients))
+
+
+def _with_gradients(value: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
+    pairs = [(p, g) for p, g in zip(parameters, gradients) if g is not None]
+    return _WithGradients.apply(value, *(g for _, g in pairs), *(p for p, _ in pairs))  # pyright: ignore
