@@ -17,7 +17,16 @@ from advnorm._core.seeding import ImageNoise
 from advnorm.attacks import APGD, PGD
 from advnorm.attacks.apgd import _Dense
 from advnorm.attacks.base import attacked
-from advnorm.attacks.search import Grid, Halving, Victim, margin_of, onto_l1_and_box, ranked_targets
+from advnorm.attacks.search import (
+    Grid,
+    Halving,
+    Victim,
+    bucket,
+    filled,
+    margin_of,
+    onto_l1_and_box,
+    ranked_targets,
+)
 from advnorm.threat import NORMS, ThreatModel
 
 
@@ -218,6 +227,16 @@ def test_a_batch_size_halves_until_it_fits_and_only_the_failed_part_is_repeated(
     assert sum(halving.over(30, work)) == 30
     assert calls == [30, 15, 7, 7, 7, 7, 2]
     assert halving.halved == [30, 15] and halving.size == 7
+
+
+def test_rows_are_filled_up_to_few_sizes():
+    assert [bucket(rows, 16) for rows in (1, 2, 3, 9, 16, 17, 32, 33, 708)] == [1, 2, 4, 16, 16, 32, 32, 48, 720]
+    x = torch.rand(3, 2, requires_grad=True)
+    assert filled(x, 3) is x
+    more = filled(x, 5)
+    assert torch.equal(more, x[[0, 1, 2, 0, 0]])
+    (gradient,) = torch.autograd.grad(more[:3].sum() + 7 * more[3:].sum(), x)
+    assert torch.equal(gradient, torch.ones(3, 2))
 
 
 def test_one_image_that_does_not_fit_is_told():

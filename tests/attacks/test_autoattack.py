@@ -20,8 +20,8 @@ import advnorm
 from advnorm import attacks
 from advnorm._core.errors import AdvnormError, ConfigError
 from advnorm.attacks.apgd import APGD
-from advnorm.attacks.autoattack import VERSIONS, AutoAttack, AutoAttackResult, Record
-from advnorm.attacks.search import Grid
+from advnorm.attacks.autoattack import VERSIONS, AutoAttack, AutoAttackResult, Record, _in_buckets
+from advnorm.attacks.search import Grid, Halving
 from advnorm.threat import NORMS, ThreatModel
 
 STANDARD = VERSIONS["standard"]
@@ -163,6 +163,25 @@ def test_a_fast_search_gives_the_same_answer(trained, norm, precision):
     assert torch.equal(t.model(fast.x_adv).argmax(1) == t.y, fast.robust)
     assert abs(fast.robust_accuracy - strict.robust_accuracy) <= 0.002
     assert fast.forwards["float32"] < 0.02 * sum(strict.forwards.values())
+
+
+def test_strict_forwards_on_a_gpu_have_few_sizes_and_none_beyond_the_memory():
+    sizes = []
+
+    def predict(x):
+        sizes.append(len(x))
+        return 2 * x
+
+    memory = Halving(100)
+    forward = _in_buckets(predict, memory)
+    x = torch.rand(120, 3, requires_grad=True)
+    for rows in (1, 5, 31, 33, 97):
+        assert torch.equal(forward(x[:rows]), 2 * x[:rows])
+    memory.size = 3
+    assert torch.equal(forward(x[:3]), 2 * x[:3])
+    assert sizes == [1, 8, 32, 64, 100, 3]
+    (gradient,) = torch.autograd.grad(forward(x[:5]).sum(), x)
+    assert torch.equal(gradient[:5], torch.full((5, 3), 2.0)) and not gradient[5:].any()
 
 
 def test_a_stand_in_guides_the_search_but_does_not_judge(linf):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from advnorm import create_model, route, strip
-from advnorm.attacks.stand_in import _Fused, fast_stand_in, folded, with_fused_activations
+from advnorm.attacks.stand_in import CAPTURE_AFTER, MOST_ROWS, _Fused, fast_stand_in, folded, with_fused_activations
 from advnorm.norms import routed_modules
 
 X = torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -29,8 +29,23 @@ def test_norms_and_activations_go_into_the_convolutions(name, norms, fused):
     assert sum(isinstance(m, nn.BatchNorm2d) for m in small.modules()) == norms
     fast = with_fused_activations(small)
     assert sum(isinstance(m, _Fused) for m in fast.modules()) == fused
+    expected = gradient_of(plain, X)
     for network in (small, fast):
         torch.testing.assert_close(network(X), plain(X), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            gradient_of(network, X), expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item()
+        )
+
+
+@pytest.mark.parametrize("options", [{"stride": 2, "padding": 1}, {"padding": 2, "dilation": 2, "groups": 2}])
+@pytest.mark.parametrize("shortcut", [False, True])
+def test_a_fused_activation_has_the_gradients_of_its_parts(options, shortcut):
+    conv = nn.Conv2d(4, 6, 3, **options).double().requires_grad_(False)
+    x = torch.randn(2, 4, 7, 7, dtype=torch.float64, requires_grad=True)
+    inputs = (x, torch.randn_like(conv(x)).requires_grad_()) if shortcut else (x,)
+    assert torch.autograd.gradcheck(_Fused(conv), inputs)
+    expected = (conv(x) + inputs[1] if shortcut else conv(x)).relu()
+    torch.testing.assert_close(_Fused(conv)(*inputs), expected)
 
 
 def test_other_activations_stay_as_they_are():
@@ -55,14 +70,90 @@ def test_there_is_none_without_a_gpu_or_stored_statistics():
     assert fast_stand_in(model, route="adv", statistics="batch_frozen") is None
 
 
+def gradient_of(network, x):
+    """Of a sum in which every logit counts differently."""
+    x = x.detach().requires_grad_()
+    logits = network(x)
+    weights = torch.arange(1.0, 1 + logits.shape[1], device=x.device)
+    return torch.autograd.grad((logits.softmax(1) * weights).sum(), x)[0]
+
+
+def replaying(model, *sizes):
+    """A stand-in that has captured forwards and gradients of these many rows."""
+    fast = fast_stand_in(model, route="adv", statistics="running")
+    for rows in sizes:
+        x = torch.rand(rows, 3, 32, 32, device="cuda")
+        for _ in range(CAPTURE_AFTER + 1):
+            gradient_of(fast, x)
+            with torch.no_grad():
+                fast(x)
+    assert len(fast._captured) == 2 * len(sizes)
+    return fast
+
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@on_gpu
+@pytest.mark.parametrize("name", ["resnet18", "preact_resnet18", "vgg11"])
+def test_replays_compute_what_the_copy_computes(name):
+    fast = replaying(branch(name).cuda(), 13, 40)
+    for rows in (9, 16, 33, 48, 10, 40):
+        x = torch.rand(rows, 3, 32, 32, device="cuda")
+        with torch.no_grad():
+            expected = fast.eager(x)
+            torch.testing.assert_close(fast(x), expected, rtol=0.05, atol=0.02 * expected.abs().max().item())
+        expected, gradient = gradient_of(fast.eager, x), gradient_of(fast, x)
+        assert gradient.shape == x.shape
+        assert torch.nn.functional.cosine_similarity(gradient.flatten(1), expected.flatten(1)).min() > 0.98
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_a_gradient_belongs_to_its_own_forward_whatever_came_in_between():
+    fast = replaying(branch("resnet18").cuda(), 16, 32)
+    images = [torch.rand(rows, 3, 32, 32, device="cuda") for rows in (16, 16, 30)]
+    points = [x.clone().requires_grad_() for x in images]
+    logits = [fast(point) for point in points]
+    with torch.no_grad():
+        kept = [value.clone() for value in logits]
+        fast(images[0])
+    for x, point, value, before in zip(images, points, logits, kept):
+        assert torch.equal(value.detach(), before)
+        for column in (0, 1):  # two gradients of one forward, as for a Jacobian
+            (gradient,) = torch.autograd.grad(value[:, column].sum(), point, retain_graph=True)
+            alone = x.clone().requires_grad_()
+            (expected,) = torch.autograd.grad(fast(alone)[:, column].sum(), alone)
+            assert torch.nn.functional.cosine_similarity(gradient.flatten(1), expected.flatten(1)).min() > 0.999
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_what_cannot_be_captured_is_computed_as_it_is():
+    class Waiting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.network = branch("small_cnn")
+
+        def forward(self, x):
+            return self.network(x) * (1.0 if x.sum().item() > 0 else -1.0)
+
+    fast = fast_stand_in(Waiting().cuda(), route="adv", statistics="running")
+    x = X.cuda()
+    for _ in range(CAPTURE_AFTER + 3):
+        torch.testing.assert_close(fast(x), fast.eager(x), rtol=0.05, atol=0.05)
+    assert not fast._captured
+
+
+@pytest.mark.gpu
+@on_gpu
 @pytest.mark.parametrize("name", ["resnet18", "preact_resnet18", "vgg11"])
 def test_on_a_gpu_it_agrees_for_every_size_and_for_gradients(name):
     model = branch(name).cuda()
     fast = fast_stand_in(model, route="adv", statistics="running")
     plain = strip(model, "adv")
-    for rows in (1, 3, 40, 40, 40, 40, 33, 300, 300, 300, 1100):
+    for rows in (1, 3, 40, 40, 40, 40, 33, 300, 300, 300, MOST_ROWS + 70):
         x = X.repeat(300, 1, 1, 1)[:rows].cuda()
         with torch.no_grad():
             expected = plain(x)

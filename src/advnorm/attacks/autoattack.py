@@ -31,9 +31,9 @@ from advnorm.attacks.apgd import APGD
 from advnorm.attacks.base import Attack, Option, Predict, attacked, check_images, checked, register
 from advnorm.attacks.fab import FAB
 from advnorm.attacks.losses import cross_entropy
-from advnorm.attacks.search import Found, Halving, Search, Victim, margin_of
+from advnorm.attacks.search import Found, Halving, Search, Victim, bucket, filled, margin_of
 from advnorm.attacks.square import Square
-from advnorm.attacks.stand_in import fast_stand_in
+from advnorm.attacks.stand_in import StandIn, fast_stand_in
 
 Version = Literal["standard", "plus", "rand"]
 Precision = Literal["float32", "tf32", "bf16"]
@@ -49,6 +49,8 @@ FINISH, CLOSE = "float32", 8
 PROBE = 64
 #: Rows of a forward: on a CPU, and at most on a GPU, where more gain nothing.
 CPU_ROWS, GPU_ROWS = 512, 4096
+#: On a GPU a strict forward has a multiple of so many rows.
+JUDGED = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,6 +274,8 @@ class _Cascade:
         fast = search or stand_in[attack.precision]
         strict = _with_float32(predict, "ieee")
         self.memory = Halving(attack.batch_size or (CPU_ROWS if device.type == "cpu" else GPU_ROWS))
+        if device.type == "cuda" and attack.statistics == "running":
+            strict = _in_buckets(strict, self.memory)
         self.strict = Victim(strict, memory=self.memory)
         self.victim = Victim(strict, search=fast, memory=self.memory) if fast else self.strict
         self.record: Record | None = None
@@ -406,6 +410,16 @@ def _with_float32(predict: Predict, precision: Literal["ieee", "tf32"]) -> Predi
     return forward
 
 
+def _in_buckets(predict: Predict, memory: Halving) -> Predict:
+    """Few sizes, and none that is beyond the memory's: the candidates to judge are another number every time."""
+
+    def forward(x: Tensor) -> Tensor:
+        rows = min(bucket(len(x), JUDGED), max(len(x), memory.size or 1))
+        return predict(filled(x, rows))[: len(x)]
+
+    return forward
+
+
 def _with_bfloat16(predict: Predict) -> Predict:
     def forward(x: Tensor) -> Tensor:
         if x.dim() == 4 and x.is_cuda:
@@ -418,6 +432,8 @@ def _with_bfloat16(predict: Predict) -> Predict:
 
 def _fitting_rows(victim: Victim, x: Tensor, y: Tensor) -> int:
     """How many rows of forward and backward fit into the GPU's free memory, with what a search keeps for each row."""
+    if isinstance(victim.search, StandIn):  # a replay would show nothing of what it needs
+        victim = Victim(victim.predict, search=victim.search.eager)
 
     def peak(rows: int) -> int:
         torch.cuda.reset_peak_memory_stats(x.device)

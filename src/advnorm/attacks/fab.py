@@ -150,25 +150,29 @@ def onto_boundary(points: Tensor, w: Tensor, value: Tensor, threat: ThreatModel)
         before = gain.cumsum(1) - gain
         share = ((need - before) / gain.clamp_min(1e-30)).clamp(0, 1)
         moved = torch.zeros_like(room).scatter(1, order, share) * room
+    elif threat.norm == "L2":
+        moved = torch.minimum(_level(weight**2, room / weight.clamp_min(1e-30), need) * weight, room)
     else:
-        speed = weight if threat.norm == "L2" else torch.ones_like(weight)
-        moved = torch.minimum(_level(weight * speed, weight * room, need) * speed, room)
+        moved = torch.minimum(_level(weight, room, need), room)
     return -down.sign() * moved
 
 
-def _level(slope: Tensor, cap: Tensor, need: Tensor) -> Tensor:
-    """The least λ with ``Σ min(slope_i λ, cap_i) >= need``, per row; 1e30 where the caps do not suffice.
+def _level(slope: Tensor, limit: Tensor, need: Tensor) -> Tensor:
+    """The least λ with ``Σ slope_i min(λ, limit_i) >= need``, per row; 1e30 where the limits do not suffice.
 
     The sum is concave and piecewise linear in λ, so Newton's steps from 0 never pass the solution and reach it after
     finitely many; what a small number of them leaves is far below FAB's overshoot.
     """
+    cap = slope * limit
     level, total = torch.zeros_like(need), cap.sum(1, keepdim=True)
-    for _ in range(12):
-        free = (cap - slope * level).sign_().clamp_min_(0)  # by arithmetic: selection by masks is slow on CPUs
+    free = torch.empty_like(slope)
+    look_every = 2 if need.is_cuda else 1  # to look is to wait for the device
+    for turn in range(1, 13):
+        torch.gt(limit, level, out=free)  # as numbers: selection by masks is slow
         left = torch.linalg.vecdot(slope, free)[:, None]
         rest = need - total + torch.linalg.vecdot(cap, free)[:, None]
         before, level = level, torch.maximum(level, torch.where(left > 0, rest / left, 1e30))
-        if not level.is_cuda and torch.equal(before, level):
+        if turn % look_every == 0 and torch.equal(before, level):
             break
     return level
 

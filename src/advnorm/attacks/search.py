@@ -56,6 +56,19 @@ class Halving:
         return done
 
 
+def bucket(rows: int, step: int) -> int:
+    """A number of rows that is not less: a multiple of ``step``, below it a power of two.
+
+    cuDNN looks for its kernels anew for every size, which takes as long as many forwards.
+    """
+    return -(-rows // step) * step if rows > step else 1 << (rows - 1).bit_length()
+
+
+def filled(x: Tensor, rows: int) -> Tensor:
+    """The images, and the first one again up to so many rows."""
+    return x if len(x) == rows else torch.cat([x, x[:1].detach().expand(rows - len(x), *x.shape[1:])])
+
+
 class Victim:
     """The model as a search sees it: logits and gradients of ``search``, verdicts of the strict ``predict`` alone.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -23,8 +24,10 @@ from advnorm.threat import ThreatModel, per_image
 
 #: Queries after which the share of the pixels that a square covers halves (Andriushchenko et al. 2020, section 5).
 HALVINGS = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)
-#: Random numbers are drawn for so many queries at a time, and candidates judged as often.
+#: Random numbers are drawn for so many queries at a time.
 BLOCK = 25
+#: Candidates are judged after each of the first blocks, and then after every fourth: few fall so late.
+EARLY, LATER = 8, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,33 +58,41 @@ class Square(Search):
             raise ConfigError(f"Square needs images of shape (N, channels, height, width), got {tuple(x.shape)}")
         grid = Grid(victim, self.threat, x, y, self.restarts)
         x, y = grid.rows(x), grid.rows(y)
-        state = _State(x=x, y=y, noise=grid.noise(noise), point=x, margin=margin_of(victim.strict(x), y))
+        margin = margin_of(victim.strict(x), y)
+        never = torch.full_like(margin, torch.inf)
+        state = _State(x=x, y=y, noise=grid.noise(noise), point=x, margin=margin, shown=never)
         state = self._settled(grid, state)
         if not len(state.y):
             return grid.finish()
         linf = self.threat.norm == "Linf"
         state.point = near(self.threat, state.x)((_stripes if linf else _tiles)(state, self.threat))
         state.margin = margin_of(victim.logits(state.point), state.y)
-        change = _recolour if linf else _pile_up
+        state.shown = torch.full_like(state.margin, torch.inf)
+        propose = _recolour if linf else _pile_up
         for block in range(math.ceil(self.queries / BLOCK)):
-            state = self._settled(grid, state)
-            if not len(state.y):
-                break
-            project = near(self.threat, state.x)
-            draws = state.noise.uniform((BLOCK, 5 + x.shape[1]), block)
-            for query in range(block * BLOCK, min((block + 1) * BLOCK, self.queries)):
-                side = self._side(query, *x.shape[2:])
-                proposal = project(change(state, self.threat, side, draws[:, query % BLOCK]))
+            if block < EARLY or block % LATER == 0:
+                state = self._settled(grid, state)
+                if not len(state.y):
+                    break
+            queries = range(block * BLOCK, min((block + 1) * BLOCK, self.queries))
+            sides = [self._side(query, *x.shape[2:]) for query in queries]
+            draws = state.noise.uniform((BLOCK, 5 + x.shape[1]), block)[:, : len(sides)]
+            for proposal in propose(state, self.threat, sides, draws):
                 margin = margin_of(victim.logits(proposal), state.y)
                 better = margin < state.margin
                 state.point = torch.where(per_image(better, proposal), proposal, state.point)
                 state.margin = torch.where(better, margin, state.margin)
-        grid.see(state.point, state.margin)
+        self._show(grid, state)
         return grid.finish()
 
     @staticmethod
-    def _settled(grid: Grid, state: _State) -> _State:
-        grid.see(state.point, state.margin)
+    def _show(grid: Grid, state: _State) -> None:
+        """Show the points that moved: what the grid has judged already need not be judged again."""
+        grid.see(state.point, state.margin.masked_fill(state.margin >= state.shown, torch.inf))
+        state.shown = state.margin
+
+    def _settled(self, grid: Grid, state: _State) -> _State:
+        self._show(grid, state)
         kept = grid.settle()
         return state if kept is None else take(state, kept)
 
@@ -101,6 +112,7 @@ class _State:
     noise: ImageNoise
     point: Tensor
     margin: Tensor
+    shown: Tensor  # the margin when the grid last saw the point
 
 
 def _stripes(state: _State, threat: ThreatModel) -> Tensor:
@@ -109,11 +121,14 @@ def _stripes(state: _State, threat: ThreatModel) -> Tensor:
     return state.x + threat.eps * state.noise.signs((channels, 1, width), "stripes")
 
 
-def _recolour(state: _State, threat: ThreatModel, side: int, draw: Tensor) -> Tensor:
-    """Linf: a square of ±eps, of one colour."""
-    signs = torch.where(draw[:, 5:] < 0.5, -1.0, 1.0)[:, :, None, None]
-    window = _Window(state.x, side, draw[:, 0], draw[:, 1])
-    return torch.where(window.inside, state.x + threat.eps * signs, state.point)
+def _recolour(state: _State, threat: ThreatModel, sides: list[int], draws: Tensor) -> Iterator[Tensor]:
+    """Linf: in turn for each query a square of ±eps, of one colour."""
+    project = near(threat, state.x)
+    low, high = project(state.x - threat.eps), project(state.x + threat.eps)
+    windows = _Windows(state.x, sides, draws[..., 0], draws[..., 1])
+    raised = draws[..., 5:, None, None] >= 0.5
+    for query in range(len(sides)):
+        yield torch.where(windows.inside(query), torch.where(raised[:, query], high, low), state.point)
 
 
 def _tiles(state: _State, threat: ThreatModel) -> Tensor:
@@ -132,53 +147,61 @@ def _tiles(state: _State, threat: ThreatModel) -> Tensor:
     return state.x + (_stretched(delta, threat) if threat.norm == "L2" else delta)
 
 
-def _pile_up(state: _State, threat: ThreatModel, side: int, draw: Tensor) -> Tensor:
-    """L2 and L1: empty one square and spend its budget, and what is left of eps, on a pile in another one.
+def _pile_up(state: _State, threat: ThreatModel, sides: list[int], draws: Tensor) -> Iterator[Tensor]:
+    """L2 and L1: in turn for each query empty a square; spend its budget, and what is left of eps, in another one.
 
     The share of each channel follows what it spent in the two squares (Andriushchenko et al. 2020, algorithm 3).
     """
     power, channels = (2 if threat.norm == "L2" else 1), state.x.shape[1]
-    delta = state.point - state.x
-    to, source = (_Window(state.x, side, draw[:, i], draw[:, i + 1]) for i in (0, 2))
-    signs = torch.where(draw[:, 5:] < 0.5, -1.0, 1.0)[:, :, None, None]
-    pile = to.filled(_pile(side, threat.norm, state.x.device), per_image(draw[:, 4] < 0.5, delta)) * signs
+    project = near(threat, state.x)
+    to, source = (_Windows(state.x, sides, draws[..., i], draws[..., i + 1]) for i in (0, 2))
+    signs = torch.where(draws[..., 5:, None, None] < 0.5, -1.0, 1.0)
+    turned = draws[..., 4, None, None, None] < 0.5
 
     def spent(part: Tensor) -> Tensor:  # per channel
         return norm_of(part.flatten(2), threat)[..., None, None]
 
-    old = delta * to.inside
-    fresh = (pile + old / spent(old).clamp_min(1e-12)) * to.inside
-    left = (threat.eps**power - per_image(norm_of(delta.flatten(1), threat), delta) ** power).clamp_min(0)
-    budget = left / channels + spent(delta * (to.inside | source.inside)) ** power
-    length = budget.sqrt() if power == 2 else budget * channels
-    fresh = fresh / spent(fresh).clamp_min(1e-12) * length
-    delta = torch.where(to.inside, fresh, delta.masked_fill(source.inside, 0))
-    return state.x + (_stretched(delta, threat) if threat.norm == "L2" else delta)
+    for query, side in enumerate(sides):
+        delta = state.point - state.x
+        filled, emptied = to.inside(query), source.inside(query)
+        pile = to.filled(query, _pile(side, threat.norm, state.x.device), turned[:, query]) * signs[:, query]
+        old = delta * filled
+        fresh = (pile + old / spent(old).clamp_min(1e-12)) * filled
+        left = (threat.eps**power - per_image(norm_of(delta.flatten(1), threat), delta) ** power).clamp_min(0)
+        budget = left / channels + spent(delta * (filled | emptied)) ** power
+        length = budget.sqrt() if power == 2 else budget * channels
+        fresh = fresh / spent(fresh).clamp_min(1e-12) * length
+        delta = torch.where(filled, fresh, delta.masked_fill(emptied, 0))
+        yield project(state.x + (_stretched(delta, threat) if threat.norm == "L2" else delta))
 
 
 def _stretched(delta: Tensor, threat: ThreatModel) -> Tensor:
     return threat.eps * delta / per_image(norm_of(delta.flatten(1), threat).clamp_min(1e-12), delta)
 
 
-class _Window:
-    """A square in each image, placed by numbers in [0, 1): which pixels lie ``inside``."""
+class _Windows:
+    """For some queries a square in each image, placed by numbers in [0, 1) of shape ``(images, queries)``."""
 
-    def __init__(self, x: Tensor, side: int, top: Tensor, left: Tensor) -> None:
-        self.side = side
+    def __init__(self, x: Tensor, sides: list[int], top: Tensor, left: Tensor) -> None:
+        side = torch.tensor(sides, device=x.device)
         offsets, within = [], []
         for length, draw in zip(x.shape[2:], (top, left)):
             # As in the authors' code the last place is left out, unless it is the only one; the paper has it.
-            first = (draw * max(length - side, 1)).long()
-            offset = torch.arange(length, device=x.device) - first[:, None]
-            offsets.append(offset)
-            within.append((offset >= 0) & (offset < side))
-        self._row, self._column = offsets
-        self.inside = within[0][:, None, :, None] & within[1][:, None, None, :]
+            first = (draw * (length - side).clamp_min(1)).long()
+            offset = torch.arange(length, device=x.device) - first[..., None]
+            offsets.append(torch.minimum(offset.clamp_min(0), side[:, None] - 1))
+            within.append((offset >= 0) & (offset < side[:, None]))
+        self._row, self._column = offsets[0][:, :, None, :, None], offsets[1][:, :, None, None, :]
+        self._within = within[0][:, :, None, :, None], within[1][:, :, None, None, :]
 
-    def filled(self, pattern: Tensor, turned: Tensor) -> Tensor:
+    def inside(self, query: int) -> Tensor:
+        """Which pixels lie in the square."""
+        down, across = self._within
+        return down[:, query] & across[:, query]
+
+    def filled(self, query: int, pattern: Tensor, turned: Tensor) -> Tensor:
         """The pattern in the square, transposed in some of the images; outside of it anything."""
-        row = self._row.clamp(0, self.side - 1)[:, None, :, None]
-        column = self._column.clamp(0, self.side - 1)[:, None, None, :]
+        row, column = self._row[:, query], self._column[:, query]
         return torch.where(turned, pattern[row, column], pattern[column, row])
 
 

@@ -1,34 +1,40 @@
-"""A fast copy of a model for searching: bfloat16, channels-last, norms folded, forwards replayed as CUDA graphs.
+"""A fast copy of a model for searching: bfloat16, channels-last, norms folded, replayed as CUDA graphs.
 
 What it finds counts only after a strict float32 forward of the model itself, so the copy may be a little off.
 """
 
 from __future__ import annotations
 
+import copy
 import operator
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.optimization import fuse
 
 from advnorm._core.errors import AdvnormError
 from advnorm.attacks.base import Predict, logits_of
+from advnorm.attacks.search import bucket, filled
 from advnorm.norms import Mode, routed_modules
 from advnorm.surgery import strip
 
-#: A forward of one size is captured when it comes back for the third time: capturing costs as much as a few forwards.
+#: A size is captured when it comes back for the third time: capturing costs as much as a few forwards.
 CAPTURE_AFTER = 2
-#: Sizes that are captured: multiples of these steps up to these rows. Larger ones keep the device busy as they are.
-BUCKETS = ((256, 32), (1024, 64))
+#: Rows are filled up to a multiple of this.
+STEP = 16
+#: More rows are not captured: they keep the device busy as they are.
+MOST_ROWS = 1024
 
 
-def fast_stand_in(model: nn.Module, *, route: str | None, statistics: Mode) -> Predict | None:
+def fast_stand_in(model: nn.Module, *, route: str | None, statistics: Mode) -> StandIn | None:
     """Images to float32 logits by a fast bfloat16 copy of a model on a CUDA device; None where none can be made.
 
     The copy is of the branch ``route``, or of the one that an enclosing scope has set, with stored statistics.
@@ -42,21 +48,21 @@ def fast_stand_in(model: nn.Module, *, route: str | None, statistics: Mode) -> P
         if segments is not None and len(segments) == 1 and segments[0][1] is None:
             route = segments[0][0]
     try:
-        copy = strip(model, route).eval().requires_grad_(False)
+        network = strip(model, route).eval().requires_grad_(False)
     except (AdvnormError, RuntimeError, TypeError):  # a route over several domains, or a model that cannot be copied
         return None
-    copy = folded(copy)
-    for module in copy.modules():
+    network = folded(network)
+    for module in network.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             module.to(dtype=torch.bfloat16, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
-    def forward(x: Tensor, network: nn.Module = copy) -> Tensor:
+    def forward(x: Tensor, network: nn.Module = network) -> Tensor:
         if x.dim() == 4:
             x = x.contiguous(memory_format=torch.channels_last)
         with torch.autocast("cuda", torch.bfloat16):
             return logits_of(network(x), len(x)).float()
 
-    return _Replayed(forward, partial(forward, network=with_fused_activations(copy)))
+    return StandIn(forward, partial(forward, network=with_fused_activations(network)))
 
 
 def folded(model: nn.Module) -> nn.Module:
@@ -69,22 +75,54 @@ def folded(model: nn.Module) -> nn.Module:
         return model
 
 
+class _ConvReLU(torch.autograd.Function):
+    """``relu(conv(x) + z)``, by one kernel of cuDNN on a GPU; gradients for x and z alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, z: Tensor | None, conv: nn.Conv2d) -> Tensor:
+        settings: Any = (conv.stride, conv.padding, conv.dilation, conv.groups)
+        if not x.is_cuda:
+            out = torch.conv2d(x, conv.weight, conv.bias, *settings)
+            out = (out if z is None else out + z).relu()
+        elif z is None:
+            out = torch.cudnn_convolution_relu(x, conv.weight, conv.bias, *settings)
+        else:
+            out = torch.cudnn_convolution_add_relu(x, conv.weight, z, 1.0, conv.bias, *settings)
+        ctx.save_for_backward(x, out)
+        ctx.conv = conv
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (x, out), conv = ctx.saved_tensors, ctx.conv
+        grad = torch.ops.aten.threshold_backward(grads[0], out, 0)
+        of_x = None
+        if ctx.needs_input_grad[0]:
+            settings = (conv.stride, conv.padding, conv.dilation, False, (0, 0), conv.groups)
+            of_x = torch.ops.aten.convolution_backward(grad, x, conv.weight, None, *settings, (True, False, False))[0]
+        return of_x, grad if ctx.needs_input_grad[1] else None, None
+
+
 class _Fused(nn.Module):
-    """``relu(conv(x) + z)`` in one kernel, without gradients: bias, sum and ReLU need no pass over memory each."""
+    """``relu(conv(x) + z)`` at once: bias, sum and ReLU need no pass over memory each."""
 
     def __init__(self, conv: nn.Conv2d) -> None:
         super().__init__()
+        # Tensor cores read 8 channels at once: images get empty ones.
+        self.added = -conv.in_channels % 8 if conv.groups == 1 else 0
+        if self.added:
+            conv = copy.copy(conv)
+            conv._parameters = dict(conv._parameters)
+            weight = F.pad(conv.weight, (0, 0, 0, 0, 0, self.added)).contiguous(memory_format=torch.channels_last)
+            conv.weight = nn.Parameter(weight, requires_grad=False)
         self.conv = conv
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
-        c, x = self.conv, x.to(self.conv.weight.dtype)
-        if not x.is_cuda:
-            out = c(x)
-            return (out if z is None else out + z).relu()
-        settings: Any = (c.stride, c.padding, c.dilation, c.groups)
-        if z is None:
-            return torch.cudnn_convolution_relu(x, c.weight, c.bias, *settings)
-        return torch.cudnn_convolution_add_relu(x, c.weight, z.to(x.dtype), 1.0, c.bias, *settings)
+        dtype = self.conv.weight.dtype
+        x, z = x.to(dtype), None if z is None else z.to(dtype)
+        if self.added:
+            x = F.pad(x, (0, 0, 0, 0, 0, self.added))
+        return _ConvReLU.apply(x, z, self.conv)  # pyright: ignore[reportReturnType]
 
 
 def with_fused_activations(model: nn.Module) -> nn.Module:
@@ -124,39 +162,38 @@ def with_fused_activations(model: nn.Module) -> nn.Module:
     return fused
 
 
-class _Replayed:
-    """Forwards without gradients, each size captured once and replayed: small batches spend their time on launches.
+class StandIn:
+    """Images to logits, with gradients where asked for, each size captured once and replayed: launches cost nothing.
 
-    ``forward`` serves gradients, and everything where ``fast`` does not give the same answer on this device.
+    ``forward`` serves where ``fast`` does not give the same answer on this device.
     """
 
     def __init__(self, forward: Predict, fast: Predict) -> None:
-        self._forward, self._fast = forward, fast
+        #: Without replays, as it is for sizes that come seldom.
+        self.eager = fast
+        self._forward = forward
         self._checked = False
         self._seen: Counter[tuple[int, ...]] = Counter()
-        self._graphs: dict[tuple[int, ...], Callable[[Tensor], Tensor]] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self._captured: dict[tuple[int, ...], _Captured] = {}
+        self._memory = _Memory()
         self._works = True
 
     def __call__(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and x.requires_grad:
-            return self._forward(x)
         if not self._checked:
             self._check(x)
-        rows = _bucket(len(x))
-        if rows is None or not self._works:
-            return self._fast(x)
-        key = (rows, *x.shape[1:])
+        gradient = torch.is_grad_enabled() and x.requires_grad
+        rows = bucket(len(x), STEP)
+        key = (gradient, rows, *x.shape[1:])
         self._seen[key] += 1
-        if self._seen[key] <= CAPTURE_AFTER:
-            return self._fast(x)
-        if key not in self._graphs:
+        if self._works and rows <= MOST_ROWS and self._seen[key] > CAPTURE_AFTER and key not in self._captured:
             try:
-                self._graphs[key] = self._captured(x, rows)
-            except RuntimeError:  # something in the model waits for the device
+                self._captured[key] = _Captured(self.eager, x, rows, self._memory, gradient=gradient)
+            except RuntimeError:  # something in the model waits for the device, or memory does not suffice
                 self._works = False
-                return self._fast(x)
-        return self._graphs[key](x)
+                self._captured.clear()
+        if key in self._captured:
+            return _Replay.apply(x, self._captured[key])  # pyright: ignore[reportReturnType]
+        return self.eager(filled(x, rows))[: len(x)]
 
     def _check(self, x: Tensor) -> None:
         """Keep the fast way only where it works and agrees, to the precision of bfloat16."""
@@ -164,34 +201,88 @@ class _Replayed:
         with torch.no_grad():
             expected = self._forward(x)
             try:
-                gap = (self._fast(x) - expected).abs().max()
+                gap = (self.eager(x) - expected).abs().max()
                 agrees = bool(gap <= 0.05 * expected.abs().max() + 0.05)
             except RuntimeError:  # no such kernel for this device, shape or precision
                 agrees = False
         if not agrees:
-            self._fast = self._forward
-
-    def _captured(self, x: Tensor, rows: int) -> Callable[[Tensor], Tensor]:
-        inputs = x.new_zeros((rows, *x.shape[1:]))
-        graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.no_grad(), torch.cuda.stream(stream):
-            self._fast(inputs)
-        torch.cuda.current_stream().wait_stream(stream)
-        with torch.no_grad(), torch.cuda.graph(graph, pool=self._pool):
-            outputs = self._fast(inputs)
-
-        def replay(x: Tensor) -> Tensor:
-            inputs[: len(x)].copy_(x)
-            graph.replay()
-            return outputs[: len(x)].clone()
-
-        return replay
+            self.eager = self._forward
 
 
-def _bucket(rows: int) -> int | None:
-    for limit, step in BUCKETS:
-        if rows <= limit:
-            return -(-rows // step) * step
-    return None
+class _Memory:
+    """What a stand-in's captures share: their activations lie in one place, which belongs to the latest forward."""
+
+    def __init__(self) -> None:
+        self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        self.latest: object = None
+
+
+class _Captured:
+    """The forward of one size, and its gradient, as CUDA graphs that read and write tensors of their own."""
+
+    def __init__(self, forward: Predict, x: Tensor, rows: int, memory: _Memory, *, gradient: bool) -> None:
+        self._memory = memory
+        self._x = x.new_zeros((rows, *x.shape[1:])).requires_grad_(gradient)
+        self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        outer, stream = torch.cuda.current_stream(), memory.stream
+        stream.wait_stream(outer)
+        with torch.set_grad_enabled(gradient), torch.cuda.stream(stream):
+            with _no_waiting():  # a first time outside of a capture, which a wait would spoil
+                logits = forward(self._x)
+                self._cotangent = torch.zeros_like(logits, requires_grad=False)
+                if gradient:
+                    torch.autograd.grad(logits, self._x, self._cotangent)
+            del logits
+            with torch.cuda.graph(self._forward, pool=memory.pool, stream=stream):
+                logits = forward(self._x)
+            if gradient:
+                # The activations stay where they are, for a Jacobian's many gradients of one forward.
+                with torch.cuda.graph(self._backward, pool=memory.pool, stream=stream):
+                    (self._grad,) = torch.autograd.grad(logits, self._x, self._cotangent, retain_graph=True)
+        outer.wait_stream(stream)
+        self._logits = logits.detach()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, object]:
+        """Logits, and a token for the gradient."""
+        with torch.no_grad():
+            self._x[: len(x)].copy_(x)
+        self._forward.replay()
+        self._memory.latest = token = object()
+        return self._logits[: len(x)].clone(), token
+
+    def gradient(self, x: Tensor, cotangent: Tensor, token: object) -> Tensor:
+        """The gradient of a forward at ``x``, which is repeated where another one came in between."""
+        if self._memory.latest is not token:
+            self.forward(x)
+        self._cotangent[: len(x)].copy_(cotangent)
+        self._backward.replay()
+        return self._grad[: len(x)].clone()
+
+
+@contextmanager
+def _no_waiting() -> Iterator[None]:
+    """Scope: what would wait for the device raises RuntimeError."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it does not find everything, which is fine: a capture fails too
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+class _Replay(torch.autograd.Function):
+    """A captured forward and its gradient as one operation of autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, captured: _Captured) -> Tensor:
+        logits, ctx.token = captured.forward(x)
+        ctx.captured = captured
+        ctx.save_for_backward(x)
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return ctx.captured.gradient(x, grads[0], ctx.token), None

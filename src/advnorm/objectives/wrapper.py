@@ -44,11 +44,11 @@ class Wrapper(Objective):
         self.objective.attack = attack
 
     @property
-    def statistics(self) -> TrainingStatistics:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def statistics(self) -> TrainingStatistics:
         return self.objective.statistics
 
     @statistics.setter
-    def statistics(self, statistics: TrainingStatistics) -> None:
+    def statistics(self, statistics: TrainingStatistics) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self.objective.statistics = statistics
 
     def trained_domains(self) -> tuple[str, ...]:
