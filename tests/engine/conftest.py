@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +13,8 @@ from torch import nn
 import advnorm
 from advnorm.attacks import PGD
 from advnorm.data import digits
+
+sys.path.insert(1, str(Path(__file__).parent))  # for train_worker and train_ranks
 
 
 def train(*, norm: str = "bn", eps: float = 0.0, clean: bool = False, epochs: int = 6) -> nn.Module:

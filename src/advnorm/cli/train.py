@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,9 @@ from rich.console import Console
 
 from advnorm.engine import PREEMPTED, Config, Run, load_config
 from advnorm.engine import train as train_by
+
+#: Exit status of a command that was ended by Ctrl-C: 128 and the number of SIGINT.
+INTERRUPTED = 130
 
 
 def configured(source: str | None, overrides: Sequence[str]) -> Config:
@@ -18,9 +22,17 @@ def configured(source: str | None, overrides: Sequence[str]) -> Config:
 
 def run(console: Console, config: Config, **settings: Any) -> int:
     """Train, say what came out and how to judge it; the exit status."""
-    result = train_by(config, progress=console.is_terminal, **settings)
+    try:
+        result = train_by(config, progress=console.is_terminal, **settings)
+    except KeyboardInterrupt:
+        console.print("interrupted; the same command goes on from the last checkpoint", highlight=False)
+        return INTERRUPTED
+    if os.environ.get("RANK", "0") != "0":  # one of several processes tells
+        return 0 if result.finished else PREEMPTED
     if not result.finished:
-        console.print(f"stopped before its end: {result.folder}; the same command goes on", highlight=False)
+        console.print(
+            f"stopped before its end: {result.folder}; the same command goes on", highlight=False, soft_wrap=True
+        )
         return PREEMPTED
     for name, row in (("best", result.record["best"]), ("last", result.record["last"])):
         if row is not None and "held_out" in row:

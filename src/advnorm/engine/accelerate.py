@@ -1,17 +1,21 @@
-"""The fast path of training on a CUDA device: the network compiled, the attack's loop replayed as one CUDA graph.
+"""How a training computes: its precision, the network compiled, the attack's loop replayed as one CUDA graph.
 
-Neither changes what is computed; where a model cannot be compiled or captured, training goes on without, and says so.
+Compiling and capturing do not change what is computed; where a model does not allow it, training goes on without, and
+says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from contextlib import AbstractContextManager
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from advnorm.objectives import Objective
+
+Precision = Literal["float32", "tf32", "bf16"]
 
 #: Variants of one network: a route, a statistics mode and a batch size each. PyTorch's own limit is 8 per process.
 VARIANTS = 64
@@ -23,10 +27,24 @@ class Say(Protocol):
     def __call__(self, message: str) -> None: ...
 
 
+def forwards(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
+    """Scope of a forward: autocast to bf16, or nothing.
+
+    Without autocast's cache of weights, which is emptied only when the outermost scope ends: inside another autocast
+    every step would go on with the first step's weights.
+    """
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False)
+
+
+def room_for_variants() -> AbstractContextManager[Any]:
+    """Scope: as many variants of one network as a training has; then torch's own limit again."""
+    limit = max(torch._dynamo.config.recompile_limit, VARIANTS)  # pyright: ignore
+    return torch._dynamo.config.patch(recompile_limit=limit)  # pyright: ignore
+
+
 def compile_network(objective: Objective, say: Say) -> None:
     """Let the objective's forwards, in the attack and in training, go through a compiled network."""
     eager = objective.through
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)  # pyright: ignore
     compiled: Callable[[Tensor], Any] = torch.compile(eager, dynamic=False)
 
     def through(x: Tensor) -> Any:
@@ -35,7 +53,7 @@ def compile_network(objective: Objective, say: Say) -> None:
             return eager(x)
         try:
             return compiled(x)
-        except torch._dynamo.exc.TorchDynamoException as error:  # pyright: ignore[reportPrivateImportUsage]
+        except torch._dynamo.exc.TorchDynamoException as error:  # pyright: ignore
             say(f"the network cannot be compiled and runs as it is: {str(error).splitlines()[0]}")
             compiled = eager
             return eager(x)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError
-from advnorm._core.records import read_json
+from advnorm._core.records import read_json, write_json
 from advnorm.data import FolderData, ImageData
 from advnorm.engine import checkpoint
 from advnorm.engine.config import Config
+from advnorm.engine.lock import locked
 from advnorm.models import create_model
 from advnorm.surgery import convert_head
 
@@ -29,7 +31,7 @@ class Run:
 
     ``config.yaml`` and ``run.json`` say what it is, ``metrics.jsonl`` has a line per epoch (the same bits whenever the
     run was killed and continued), ``log.txt`` and ``timing.jsonl`` what happened when, ``checkpoints`` the state;
-    ``record.json`` is there when it is finished.
+    ``record.json`` is there when it is finished. ``.lock`` is held by the process that trains.
     """
 
     folder: Path
@@ -75,7 +77,8 @@ class Run:
     def metrics(self) -> list[dict[str, Any]]:
         """A row per epoch so far."""
         path = self.folder / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+        *whole, _ = path.read_text(encoding="utf-8").split("\n") if path.exists() else [""]
+        return [json.loads(line) for line in whole]  # what follows the last line's end was cut short by a full disk
 
     def model(self, which: Which | None = None, device: str | torch.device = "cpu") -> nn.Module:
         """The model of the ``best`` checkpoint (by held-out accuracy) or the ``last``; the best where there is one.
@@ -84,12 +87,58 @@ class Run:
         """
         name = which or ("best" if checkpoint.exists(self.checkpoints, "best") else "last")
         tensors, _ = checkpoint.load(self.checkpoints, name)
-        description = self.description
-        model = build_model(self.config, description["data"])
-        state = {key.removeprefix("model."): value for key, value in tensors.items() if key.startswith("model.")}
-        state |= {key.removeprefix("ema."): value for key, value in tensors.items() if key.startswith("ema.")}
+        with torch.random.fork_rng([]):  # the weights are drawn, then overwritten; nobody's random state moves
+            model = build_model(self.config, self.description["data"])
+        state = part(tensors, "model.") | part(tensors, "ema.")
         checkpoint.restore_model(model, state, f"the checkpoint {name!r} of {self.folder}")
         return model.to(device).eval()
+
+    # -- taking possession -----------------------------------------------------------------------------------------
+
+    def check(self, config: Config, data: Mapping[str, Any]) -> None:
+        """Refuse a folder that holds something else than this configuration on these data; changes nothing."""
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ConfigError(f"{self.folder} is a file; choose another out or name")
+        if not self._description.exists():
+            found = self.folder.iterdir() if self.folder.exists() else ()
+            foreign = sorted(path.name for path in found if path.name[0] != ".")
+            if foreign:
+                raise ConfigError(
+                    f"{self.folder} holds no training run, but {', '.join(foreign[:3])}; choose another out or "
+                    "name, or empty it"
+                )
+            return
+        found = self.description
+        before, now = Config.from_dict(found["config"]), config
+        differ = []
+        if (before.digest, before.seed) != (now.digest, now.seed):
+            old, new = before.to_dict(), now.to_dict()
+            differ = [
+                f"{key} ({old[key]!r}, now {new[key]!r})" for key in new if key != "name" and old[key] != new[key]
+            ]
+        if found["data"] != data:
+            differ += [f"data {key}" for key in data if found["data"].get(key) != data[key]]
+        if differ:
+            raise ConfigError(
+                f"{self.folder} holds another run, which differs in {', '.join(differ)}; choose another out or name, "
+                "or delete it"
+            )
+
+    @contextmanager
+    def claimed(self, config: Config, data: Mapping[str, Any], **more: Any) -> Iterator[None]:
+        """Scope: the folder is this process's, and says what is in it. A second process is refused."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot make {self.folder}: {error.strerror or error}; choose another out") from None
+        with locked(self.folder / ".lock"):
+            self.check(config, data)
+            if not self._description.exists():
+                write_json(
+                    self._description, {"format": FORMAT, "config": config.to_dict(), "data": dict(data), **more}
+                )
+            (self.folder / "config.yaml").write_text(self.config.to_yaml(), encoding="utf-8")
+            yield
 
 
 def described(data: ImageData | FolderData) -> dict[str, Any]:
@@ -127,3 +176,16 @@ def build_model(config: Config, data: Mapping[str, Any]) -> nn.Module:
     if config.dual_head:
         convert_head(model)
     return model
+
+
+def start_from(model: nn.Module, weights: str) -> None:
+    """Fill a model from a safetensors file or from the checkpoint of a run; every tensor must fit."""
+    if Path(weights).is_dir():
+        checkpoint.restore_model(model, Run.open(weights).model().state_dict(), f"the run {weights}")
+    else:
+        checkpoint.load_weights(model, weights)
+
+
+def part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors of a checkpoint whose names start with a prefix, without it."""
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

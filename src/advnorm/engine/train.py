@@ -3,51 +3,45 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import os
 import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import advnorm.attacks as attack_names
-from advnorm._core.distributed import rank, world_size
-from advnorm._core.errors import AdvnormError, ConfigError
+from advnorm._core.errors import AdvnormError, ConfigError, raise_all
 from advnorm._core.precision import float32_as
 from advnorm._core.records import write_json
-from advnorm.attacks import attacked
 from advnorm.data import FolderData, ImageData, load, make_loader, split_held_out
 from advnorm.data.loader import Batch
 from advnorm.engine import checkpoint
-from advnorm.engine.accelerate import capture_attack, compile_network
+from advnorm.engine.accelerate import Precision, capture_attack, compile_network, forwards, room_for_variants
+from advnorm.engine.banks import learning, leaves_banks_unused, routing
 from advnorm.engine.config import Config
 from advnorm.engine.ema import Ema
+from advnorm.engine.journal import Clock, Journal
 from advnorm.engine.optim import learning_rate, make_optimizer, only_norms
 from advnorm.engine.partial import environment
-from advnorm.engine.run import FORMAT, Run, build_model, described
-from advnorm.norms import domains, routed_modules
+from advnorm.engine.ranks import Ranks, TrainingError, placed
+from advnorm.engine.run import Run, build_model, described, part, start_from
+from advnorm.engine.validation import Validation
 from advnorm.objectives import OBJECTIVES, Objective, Step
-from advnorm.threat import ThreatModel
 
 #: Exit status of a run that was told to stop before its end: try again later (EX_TEMPFAIL of sysexits.h).
 PREEMPTED = 75
 #: Ranks agree on stopping and on checkpoints in between every so many steps: each time costs a reduction.
 AGREE_EVERY = 20
-#: Images at a time in validation.
-VALIDATION_BATCH = {"cpu": 250, "cuda": 1000}
-
-
-class TrainingError(AdvnormError, RuntimeError):
-    """A training that cannot go on; the last checkpoint is intact."""
+#: What is wanted between two steps, the greater the more urgent.
+GO_ON, SAVE, STOP = 0, 1, 2
 
 
 def train(
@@ -66,114 +60,137 @@ def train(
 ) -> Run:
     """Train by a configuration into a folder of ``out``; the same call goes on from the last checkpoint.
 
-    A run that was killed ends with the same bits as one that was not, on the same device. ``max_minutes`` and SIGTERM
-    end it at a checkpoint before its time: then ``run.finished`` is False. Under ``torchrun`` every process calls this.
-    ``out`` gets one folder per configuration and seed; one that holds another configuration is refused.
+    A run that was killed ends with the same bits as one that was not, on the same device and with as many processes.
+    ``max_minutes`` and SIGTERM end it at a checkpoint before its time: then ``run.finished`` is False. Under
+    ``torchrun`` every process calls this, and ``out`` is a folder that all of them see. ``out`` gets one folder per
+    configuration and seed; one that holds something else is refused, and nothing is made before all checks are passed.
     """
+    began = time.monotonic()
     if not isinstance(config, Config):
         raise ConfigError(f"train takes a Config, got {type(config).__name__}; see load_config")
+    problems = []
+    if max_minutes is not None and not max_minutes >= 0:
+        problems.append(f"max_minutes must be at least 0, or None for no limit, got {max_minutes}")
+    if not checkpoint_minutes >= 0:
+        problems.append(f"checkpoint_minutes must be at least 0, got {checkpoint_minutes}")
+    raise_all(problems, "bad training")
     if seed is not None:
         config = dataclasses.replace(config, seed=seed)
-    with ExitStack() as stack:
-        place = stack.enter_context(_placed(device))
-        stack.enter_context(torch.random.fork_rng([place] if place.type == "cuda" else []))
-        data = load(config.data.name, "train", data_dir, download=download, **config.data.options)
-        run = Run(Path(out) / f"{config.run_name}-seed{config.seed}")
-        loop = Loop(run, config, data, place, workers=workers, progress=progress, tensorboard=tensorboard)
-        if run.finished:
-            loop.say(f"{run.folder} is finished")
+    run = Run(Path(out) / f"{config.run_name}-seed{config.seed}")
+    with _told_plainly(), ExitStack() as stack:
+        ranks = stack.enter_context(placed(device))
+        read = partial(load, config.data.name, "train", data_dir, download=download, **config.data.options)
+        if download and ranks.world > 1:  # by the first process; the others find the files
+            ranks.lead_does(read)
+        data = read()
+        about = described(data)
+        ranks.lead_does(lambda: run.check(config, about))
+        if ranks.agreed(int(run.finished)):
             return run
-        stack.enter_context(loop)
-        loop.work(max_minutes=max_minutes, checkpoint_minutes=checkpoint_minutes)
+        journal = Journal(run.folder, active=ranks.lead, progress=progress, tensorboard=tensorboard)
+        loop = Loop(run, config, data, ranks, journal, workers=workers)
+        ranks.lead_does(lambda: stack.enter_context(run.claimed(config, about)))
+        if loop.precision != "bf16":
+            stack.enter_context(float32_as("tf32" if loop.precision == "tf32" else "ieee", ranks.device))
+        loop.work(
+            until=math.inf if max_minutes is None else began + 60 * max_minutes,
+            checkpoint_seconds=60 * checkpoint_minutes,
+        )
     return run
 
 
 @contextmanager
-def _placed(device: str | torch.device | None) -> Iterator[torch.device]:
-    """The device to train on; under torchrun this process's own, inside a process group."""
-    wanted = None if device is None else torch.device(device)
-    kind = wanted.type if wanted is not None else "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("no CUDA device here; leave device out or use device='cpu'")
-    place = wanted or torch.device(kind)
-    started = False
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        if kind == "cuda":
-            place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        if not dist.is_initialized():
-            dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-            started = True
-    if place.type == "cuda":
-        place = torch.device("cuda", torch.cuda.current_device() if place.index is None else place.index)
-        torch.cuda.set_device(place)
+def _told_plainly() -> Iterator[None]:
+    """Turn what the machine lacks into one readable error."""
     try:
-        yield place
-    finally:
-        if started:
-            dist.destroy_process_group()
+        yield
+    except torch.OutOfMemoryError as error:
+        raise TrainingError(
+            f"out of memory: {str(error).splitlines()[0]}; lower batch_size, use precision='bf16', or a smaller model. "
+            "The last checkpoint, if any, is intact"
+        ) from error
+    except OSError as error:
+        if isinstance(error, AdvnormError):
+            raise
+        raise TrainingError(
+            f"cannot read or write a file: {error}. The last checkpoint, if any, is intact; the same command goes on"
+        ) from error
 
 
 class Loop:
-    """The state of a training and what moves it: steps, epochs, validation, checkpoints."""
+    """The state of a training and what moves it: steps, epochs, checkpoints. Making it touches no file."""
 
     def __init__(
         self,
         run: Run,
         config: Config,
         data: ImageData | FolderData,
-        device: torch.device,
+        ranks: Ranks,
+        journal: Journal,
         *,
         workers: int,
-        progress: bool,
-        tensorboard: bool,
     ) -> None:
-        self.run, self.config, self.device = run, config, device
-        self.rank, self.world = rank(), world_size()
-        self.lead = self.rank == 0
-        self._progress = progress and self.lead
-        self._bar: Any = None
-        self._held: dict[str, Any] = {}
-        self._claim(data)
+        self.run, self.config, self.ranks, self.journal = run, config, ranks, journal
+        device = ranks.device
         on_cuda = device.type == "cuda"
-        self.precision = config.precision if config.precision != "auto" else "bf16" if on_cuda else "float32"
+        self.precision: Precision = "float32"
+        if config.precision != "auto":
+            self.precision = config.precision
+        elif on_cuda:
+            self.precision = "bf16"
         channels_last = on_cuda if config.channels_last == "auto" else config.channels_last
-        compiled = on_cuda if config.compile == "auto" else config.compile
+        self.compiled = on_cuda if config.compile == "auto" else config.compile
 
-        train_part, self.held_out = data, None
+        train_part, held_out = data, None
         if config.held_out:
-            train_part, self.held_out = split_held_out(data, config.held_out, config.seed)
+            train_part, held_out = split_held_out(data, config.held_out, config.seed)  # pyright: ignore[reportArgumentType]
         self.loader = make_loader(
             train_part,
             batch_size=config.batch_size,
             seed=config.seed,
             augment=config.augment,
             device=device,
-            rank=self.rank,
-            world=self.world,
+            rank=ranks.rank,
+            world=ranks.world,
             channels_last=channels_last,
             workers=workers,
         )
-        torch.manual_seed(config.seed)
+        self._seed(config.seed)
         self.model = build_model(config, described(data))
-        if config.weights is not None:
+        if config.weights is not None and not checkpoint.exists(run.checkpoints, "last"):
             start_from(self.model, config.weights)
         if config.train_only == "norms":
             only_norms(self.model)
         self.model.to(device, memory_format=torch.channels_last if channels_last else torch.preserve_format)  # pyright: ignore
-        self.names = {parameter: name for name, parameter in self.model.named_parameters()}
+        self.names: dict[Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
         self.objective = build_objective(config, self.model)
-        if compiled:
-            compile_network(self.objective, self.say)
-        if on_cuda and compiled and self.objective.attack is not None:
-            capture_attack(self.objective, self.say)
+        self.validation = None
+        if held_out is not None and config.validate_every:
+            self.validation = Validation(
+                held_out,
+                config,
+                ranks,
+                trained=learning(self.objective),
+                precision=self.precision,
+                channels_last=channels_last,
+                workers=workers,
+            )
+        if self.compiled:
+            compile_network(self.objective, journal.say)
+            if on_cuda and self.objective.attack is not None:
+                capture_attack(self.objective, journal.say)
         self.wrapped: nn.Module = self.objective
-        if self.world > 1:
+        if ranks.world > 1:
+            # Statistics that are not synchronized are rank 0's before each step, as a checkpoint has them.
+            new = "forward_sync_buffers" in signature(nn.parallel.DistributedDataParallel).parameters  # torch 2.13
+            buffers: dict[str, Any] = {
+                "forward_sync_buffers" if new else "broadcast_buffers": not config.sync_statistics
+            }
             self.wrapped = DistributedDataParallel(
                 self.objective,
                 device_ids=[device.index] if on_cuda else None,
-                # Statistics that are not synchronized are rank 0's before each step, as a checkpoint has them.
-                broadcast_buffers=not config.sync_statistics,
-                find_unused_parameters=_leaves_banks_unused(self.objective),
+                find_unused_parameters=leaves_banks_unused(self.objective),
+                **buffers,
             )
         self.optimizer = make_optimizer(
             self.model,
@@ -186,130 +203,56 @@ class Loop:
         )
         self.ema = None if config.ema is None else Ema(self.model, config.ema, buffers=config.ema_buffers)
         self.step = 0
-        self.sums: dict[str, Tensor] = {}
+        self.total = config.epochs * self.loader.steps
+        self.sums: dict[str, Tensor] = {}  # of this epoch's losses and accuracies, in this process
         self.best: dict[str, Any] | None = None
-        self._seconds = 0.0  # of training, over all attempts
-        self._first_step = 0.0
+        self.clock = Clock(device)
         self._stop = threading.Event()
-        self._board = _board(run.folder) if tensorboard and self.lead else None
 
-    # -- the folder ----------------------------------------------------------------------------------------------
+    # -- work ------------------------------------------------------------------------------------------------------
 
-    def _claim(self, data: ImageData | FolderData) -> None:
-        """Make the folder this run's, or make sure that it is."""
-        description = {"format": FORMAT, "config": self.config.to_dict(), "data": described(data)}
-        path = self.run.folder / "run.json"
-        if path.exists():
-            found = self.run.description
-            differ = [
-                key
-                for part in ("config", "data")
-                for key in {**found[part], **description[part]}
-                if key != "name" and found[part].get(key) != description[part].get(key)
-            ]
-            if differ:
-                raise ConfigError(
-                    f"{self.run.folder} holds another run: {', '.join(sorted(differ))} differ; choose another out or "
-                    "name, or delete it"
-                )
-        elif self.lead:
-            self.run.folder.mkdir(parents=True, exist_ok=True)
-            (self.run.folder / "config.yaml").write_text(self.config.to_yaml(), encoding="utf-8")
-            write_json(path, description)
-        self._together()
-
-    def _together(self) -> None:
-        if self.world > 1:
-            dist.barrier()
-
-    def say(self, message: str) -> None:
-        """A line for the log, and for the terminal where someone looks."""
-        if not self.lead:
-            return
-        with (self.run.folder / "log.txt").open("a", encoding="utf-8") as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {message}\n")
-        if self._bar is not None:
-            self._bar.console.print(message, highlight=False, markup=False)
-
-    # -- work ----------------------------------------------------------------------------------------------------
-
-    def __enter__(self) -> Loop:
-        self._stack = ExitStack()
-        self._stack.enter_context(self._listening())
-        if self._progress:
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[terms]}"),
-            )
-            self._bar = self._stack.enter_context(Progress(*columns))
-            self._task = self._bar.add_task("training", total=self.config.epochs * self.loader.steps, terms="")
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stack.__exit__(None, None, None)
-        self._bar = None
-        if self._board is not None:
-            self._board.close()
-
-    @contextmanager
-    def _listening(self) -> Iterator[None]:
-        """SIGTERM asks for a checkpoint and an end; only a program's main thread can listen."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = signal.signal(signal.SIGTERM, lambda *_: self._stop.set())
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, before)
-
-    def work(self, *, max_minutes: float | None, checkpoint_minutes: float) -> None:
+    def work(self, *, until: float, checkpoint_seconds: float) -> None:
         """Train to the end, or to the next checkpoint when told to stop."""
+        config, steps = self.config, self.loader.steps
+        environ = environment(self.ranks.device)
         self._resume()
-        begun = saved = time.monotonic()
-        end = math.inf if max_minutes is None else begun + 60 * max_minutes
-        try:
-            for epoch in range(self.step // self.loader.steps, self.config.epochs):
-                started = time.perf_counter()
-                first = self.step
+        self._introduce(environ)
+        with ExitStack() as stack:
+            stack.enter_context(_listening(self._stop))
+            stack.enter_context(room_for_variants() if self.compiled else nullcontext())
+            self.journal.open(stack, step=self.step, steps=steps, epochs=config.epochs, batch_size=config.batch_size)
+            saved = time.monotonic()
+            for epoch in range(self.step // steps, config.epochs):
+                seconds, first = self.clock.total, self.step
                 self._prepare(epoch)
-                for batch in self.loader.epoch(epoch, self.step % self.loader.steps):
+                self.clock.start()
+                for batch in self.loader.epoch(epoch, self.step % steps):
                     self._train_step(batch)
                     now = time.monotonic()
-                    last_of_epoch = self.step % self.loader.steps == 0
-                    wanted = 2 if self._stop.is_set() or now > end else now - saved > 60 * checkpoint_minutes
-                    if not last_of_epoch and (wanted := self._agreed(int(wanted))):
+                    wish = SAVE if now - saved >= checkpoint_seconds else GO_ON
+                    wish = STOP if self._stop.is_set() or now >= until else wish
+                    wish = self._agreed(wish) if self.step % steps else GO_ON  # an epoch's end saves anyway
+                    if wish != GO_ON:
+                        self._check()
+                        self.clock.stop()
                         self._save()
-                        saved = now
-                        if wanted == 2:
-                            self.say(f"stopped at step {self.step}, checkpoint written; the same command goes on")
+                        if wish == STOP:
+                            self.journal.say(f"stopped at step {self.step} of {self.total}; the same command goes on")
                             return
-                self._end_epoch(epoch, time.perf_counter() - started, self.step - first)
+                        saved = time.monotonic()
+                        self.clock.start()
+                self._end_epoch(epoch, seconds, self.step - first)
                 saved = time.monotonic()
-                if self._agreed(int(self._stop.is_set() or saved > end), now=True) and epoch + 1 < self.config.epochs:
-                    self.say(f"stopped after epoch {epoch + 1}, checkpoint written; the same command goes on")
+                if self.ranks.agreed(int(self._stop.is_set() or saved >= until)) and self.step < self.total:
+                    self.journal.say(f"stopped after epoch {epoch + 1} of {config.epochs}; the same command goes on")
                     return
-        except torch.OutOfMemoryError as error:
-            raise TrainingError(
-                f"out of memory at step {self.step}: {str(error).splitlines()[0]}; lower batch_size, use "
-                "precision='bf16', or a smaller model. The last checkpoint is intact"
-            ) from error
-        self._finish()
+        self.ranks.lead_does(lambda: self._finish(environ))
 
-    def _agreed(self, wanted: int, *, now: bool = False) -> int:
-        """The greatest wish of all ranks; asked for rarely in the middle of an epoch."""
-        if self.world == 1:
-            return wanted
-        if not now and self.step % AGREE_EVERY:
-            return 0
-        flag = torch.tensor(wanted, device=self.device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-        return int(flag)
+    def _agreed(self, wish: int) -> int:
+        """The most urgent wish of all ranks; asked for rarely within an epoch."""
+        if self.ranks.world > 1 and self.step % AGREE_EVERY:
+            return GO_ON
+        return self.ranks.agreed(wish)
 
     def _prepare(self, epoch: int) -> None:
         """What changes from epoch to epoch: the attack's warm-up, and running statistics at the end (paper E)."""
@@ -321,13 +264,12 @@ class Loop:
 
     def _train_step(self, batch: Batch) -> None:
         config = self.config
-        started = time.perf_counter() if self.step == self._resumed_at else 0.0
         lr = self._learning_rate()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         # What the model itself draws (dropout) depends on the step alone, so that there is no state to keep.
-        torch.manual_seed((config.seed << 32) + self.step * self.world + self.rank)
-        with self._computing():
+        self._seed((config.seed << 32) + self.step * self.ranks.world + self.ranks.rank)
+        with forwards(self.precision, self.ranks.device):
             step: Step = self.wrapped(batch.x, batch.y, index=batch.index)
         self.optimizer.zero_grad(set_to_none=True)
         step.loss.backward()
@@ -336,13 +278,16 @@ class Loop:
         self.optimizer.step()
         if self.ema is not None:
             self.ema.update(self.model)
-        self._add(step)
+        seen = self._add(step)
         self.step += 1
-        if started:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            self._first_step = time.perf_counter() - started
-        self._show(lr)
+        self.clock.step()
+        self.journal.show(self.step, seen, lr)
+
+    def _seed(self, seed: int) -> None:
+        """Seed what this training draws from; other devices' generators are not its own."""
+        torch.default_generator.manual_seed(seed)
+        if self.ranks.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
 
     def _learning_rate(self) -> float:
         config = self.config
@@ -358,184 +303,164 @@ class Loop:
             peak_share=config.peak_share,
         )
 
-    def _computing(self) -> AbstractContextManager[Any]:
-        if self.precision == "bf16":
-            return torch.autocast(self.device.type, torch.bfloat16)
-        return float32_as("tf32" if self.precision == "tf32" else "ieee", self.device)
-
-    # -- what is measured ----------------------------------------------------------------------------------------
-
     @torch.no_grad()
-    def _add(self, step: Step) -> None:
+    def _add(self, step: Step) -> dict[str, Tensor]:
         """Add up the step's terms and hits, on the device: a look at them every step would make it wait."""
         seen = {"loss": step.loss.detach(), **step.terms}
         for domain, logits in step.logits.items():
             seen[f"{domain}_accuracy"] = (logits.argmax(1) == step.labels[domain]).double().mean()
         if not self.sums:
-            self.sums = {name: torch.zeros((), dtype=torch.float64, device=self.device) for name in seen}
+            self.sums = {name: torch.zeros((), dtype=torch.float64, device=self.ranks.device) for name in seen}
         for name, value in seen.items():
             self.sums[name] += value
-        self._last = seen
-
-    def _show(self, lr: float) -> None:
-        if self._bar is None or (now := time.monotonic()) - self._shown < 0.5:
-            return
-        self._shown = now
-        rate = (self.step - self._resumed_at) * self.config.batch_size / max(now - self._begun, 1e-9)
-        terms = "  ".join(f"{name} {float(value):.3f}" for name, value in self._last.items())
-        self._bar.update(self._task, completed=self.step, terms=f"{terms}  lr {lr:.4f}  {rate:,.0f} images/s")
-
-    _shown = 0.0
+        return seen
 
     def _end_epoch(self, epoch: int, seconds: float, steps: int) -> None:
         """Metrics, validation and a checkpoint."""
-        row: dict[str, Any] = {"epoch": epoch + 1, "step": self.step, "lr": self._lr_of_last_step()}
-        sums = torch.stack(list(self.sums.values())) / self.loader.steps  # waits for the device
-        if self.world > 1:
-            dist.all_reduce(sums)
-            sums /= self.world
-        row |= dict(zip(self.sums, sums.tolist()))
+        self._check()
+        self.clock.stop()
+        seconds = self.clock.total - seconds
+        means = self.ranks.gathered(torch.stack(list(self.sums.values()))).mean(0) / self.loader.steps
+        row: dict[str, Any] = {"epoch": epoch + 1, "step": self.step, "lr": self.optimizer.param_groups[0]["lr"]}
+        row |= dict(zip(self.sums, means.tolist()))
         self.sums = {}
-        if not math.isfinite(row["loss"]):
-            raise TrainingError(
-                f"the loss became {row['loss']} in epoch {epoch + 1}; lower lr, set grad_clip, or use "
-                "precision='float32'. The last checkpoint is from before it"
-            )
-        self._seconds += seconds
-        validation = 0.0
-        every = self.config.validate_every
-        if self.held_out is not None and every and ((epoch + 1) % every == 0 or epoch + 1 == self.config.epochs):
-            started = time.perf_counter()
-            row["held_out"] = self.validate()
-            validation = time.perf_counter() - started
-        better = "held_out" in row and (self.best is None or row["held_out"]["score"] > self.best["held_out"]["score"])
-        if better:
-            self.best = row
-        if self.lead:
-            with (self.run.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-            images = steps * self.config.batch_size
-            timing = {
-                "epoch": epoch + 1,
-                "steps": steps,
-                "seconds": seconds,
-                "first_step_seconds": self._first_step,
-                "validation_seconds": validation,
-                "images_per_second": images / seconds,
-            }
-            with (self.run.folder / "timing.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(timing) + "\n")
-            if self._board is not None:
-                for name, value in _flat(row):
-                    self._board.add_scalar(name, value, epoch + 1)
-        self._first_step = 0.0
-        self.say(_line(row, seconds))
+        started, every = time.perf_counter(), self.config.validate_every
+        if self.validation is not None and ((epoch + 1) % every == 0 or epoch + 1 == self.config.epochs):
+            row["held_out"] = self._validate(self.validation)
+            if self.best is None or row["held_out"]["score"] > self.best["held_out"]["score"]:
+                self.best = row
+        timing = {
+            "epoch": epoch + 1,
+            "steps": steps,
+            "seconds": seconds,
+            "images_per_second": steps * self.config.batch_size / seconds,
+            "validation_seconds": time.perf_counter() - started,
+        }
+        self.ranks.lead_does(lambda: self.journal.row(row, timing))
         self._save()
-        if better and self.lead:
-            checkpoint.alias(self.run.checkpoints, "last", "best")
-        self._together()
 
-    def _lr_of_last_step(self) -> float:
-        return self.optimizer.param_groups[0]["lr"]
+    def _validate(self, validation: Validation) -> dict[str, float]:
+        """Of the model that a checkpoint would give: rank 0's statistics, and the average where there is one."""
+        if not self.config.sync_statistics:
+            self.ranks.as_lead(list(self.model.buffers()))
+            if self.ema is not None:
+                self.ranks.as_lead(list(self.ema.state_dict()["average"].values()))
+        with nullcontext() if self.ema is None else self.ema.swapped(self.model):
+            return validation(self.model)
 
-    @torch.no_grad()
-    def validate(self) -> dict[str, float]:
-        """Accuracy on held-out images: clean ones through the clean branch, attacked ones through the adversarial one.
+    # -- checkpoints -----------------------------------------------------------------------------------------------
 
-        Their sum is the ``score`` that the best checkpoint is chosen by (paper C, app. B): never the test set.
-        """
-        config, held_out = self.config, self.held_out
-        assert held_out is not None
-        attack = attack_names.get(
-            config.validation_attack, threat=ThreatModel(norm=config.threat, eps=config.eps), seed=config.seed
-        )
-        limit = len(held_out) if config.validation_images is None else min(config.validation_images, len(held_out))
-        loader = make_loader(
-            held_out.take(torch.arange(limit)),
-            batch_size=VALIDATION_BATCH.get(self.device.type, 250) * self.world,
-            augment="none",
-            device=self.device,
-            rank=self.rank,
-            world=self.world,
-            shuffle=False,
-            drop_last=False,
-            channels_last=self.loader.channels_last,
-        )
-        known = domains(self.model)
-        clean, adv = (domain if domain in known else None for domain in ("clean", "adv"))
-        right = torch.zeros(2, dtype=torch.float64, device=self.device)
-        averaged = nullcontext() if self.ema is None else self.ema.swapped(self.model)
-        with averaged, self._computing():
-            for x, y, index in loader.epoch(0):
-                if not len(x):
-                    continue
-                x_adv = dataclasses.replace(attack, route=adv)(self.model, x, y, index=index)
-                for position, (images, branch) in enumerate(((x, clean), (x_adv, adv))):
-                    with attacked(self.model, route=branch) as predict, torch.no_grad():
-                        right[position] += (predict(images).argmax(1) == y).sum()
-        if self.world > 1:
-            dist.all_reduce(right)
-        accuracy = (right / limit).tolist()
-        return {"clean": accuracy[0], config.validation_attack: accuracy[1], "score": sum(accuracy)}
+    def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """All that a resumed run needs, as tensors and as data for JSON."""
+        tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
+        state, optimizer = checkpoint.flatten_optimizer(self.optimizer, self.names)
+        tensors |= state
+        meta: dict[str, Any] = {"step": self.step, "optimizer": optimizer, "best": self.best}
+        if self.ema is not None:
+            ema = self.ema.state_dict()
+            tensors |= {f"ema.{name}": value for name, value in ema["average"].items()}
+            meta["ema_updates"] = ema["updates"]
+        if self.sums:
+            tensors["sums"] = self.ranks.gathered(torch.stack(list(self.sums.values())))
+        meta |= {"sums": list(self.sums), "seconds": self.clock.total, "metrics_bytes": self.journal.size()}
+        return tensors, meta
 
-    # -- checkpoints ---------------------------------------------------------------------------------------------
+    def _check(self) -> None:
+        """Raise where the loss or the state is no longer finite, so that no checkpoint ever holds such. Waits."""
+        tensors, _ = self._state()
+        floats = [value for value in tensors.values() if value.is_floating_point()]
+        finite = torch.stack([value.isfinite().all().to(self.ranks.device) for value in floats]).all()
+        if self.ranks.agreed(int(not finite)):
+            raise TrainingError(
+                f"the loss or a parameter is not finite any more, found at step {self.step} of {self.total}; lower lr, "
+                "set grad_clip, or use precision='float32'. The last checkpoint, if any, is from before it"
+            )
 
     def _save(self) -> None:
-        if self.lead:
-            tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
-            state, optimizer = checkpoint.flatten_optimizer(self.optimizer, self.names)
-            tensors |= state
-            meta: dict[str, Any] = {"step": self.step, "optimizer": optimizer, "best": self.best}
-            if self.ema is not None:
-                ema = self.ema.state_dict()
-                tensors |= {f"ema.{name}": value for name, value in ema["average"].items()}
-                meta["ema_updates"] = ema["updates"]
-            tensors |= {f"sums.{name}": value for name, value in self.sums.items()}
-            meta |= {"sums": list(self.sums), "seconds": self._seconds}
-            meta["lines"] = {name: _size(self.run.folder / name) for name in ("metrics.jsonl",)}
-            checkpoint.save(self.run.checkpoints, "last", tensors, meta)
-        self._together()
+        tensors, meta = self._state()
+        self.ranks.lead_does(lambda: self._write(tensors, meta))
+
+    def _write(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+        checkpoint.save(self.run.checkpoints, "last", tensors, meta)
+        self._mark_best()
+
+    def _mark_best(self) -> None:
+        """Let ``best`` be the checkpoint just written, where it is; once more after a kill between the two."""
+        if self.best is not None and self.best["step"] == self.step:
+            checkpoint.alias(self.run.checkpoints, "last", "best")
 
     def _resume(self) -> None:
         """Take up the last checkpoint, where there is one; what was written after it is taken back."""
-        self._begun = time.monotonic()
         if checkpoint.exists(self.run.checkpoints, "last"):
             tensors, meta = checkpoint.load(self.run.checkpoints, "last")
-            part = {key.removeprefix("model."): value for key, value in tensors.items() if key.startswith("model.")}
-            checkpoint.restore_model(self.model, part, f"the checkpoint of {self.run.folder}")
+            checkpoint.restore_model(self.model, part(tensors, "model."), f"the checkpoint of {self.run.folder}")
             checkpoint.restore_optimizer(self.optimizer, self.names, tensors, meta["optimizer"])
             if self.ema is not None:
-                average = {key.removeprefix("ema."): value for key, value in tensors.items() if key.startswith("ema.")}
-                self.ema.load_state_dict({"average": average, "updates": meta["ema_updates"]})
-            self.sums = {name: tensors[f"sums.{name}"].to(self.device) for name in meta["sums"]}
-            self.step, self.best, self._seconds = meta["step"], meta["best"], meta["seconds"]
-            if self.lead:
-                for name, size in meta["lines"].items():
-                    _cut(self.run.folder / name, size)
-            self.say(f"going on from step {self.step} of {self.config.epochs * self.loader.steps}")
-        elif self.lead:
-            _cut(self.run.folder / "metrics.jsonl", 0)
-        self._resumed_at = self.step
-        self._together()
+                self.ema.load_state_dict({"average": part(tensors, "ema."), "updates": meta["ema_updates"]})
+            if meta["sums"]:
+                rows = tensors["sums"].to(self.ranks.device)
+                # Other processes than before share what was summed up equally.
+                row = rows[self.ranks.rank] if len(rows) == self.ranks.world else rows.mean(0)
+                self.sums = dict(zip(meta["sums"], row.clone()))
+            self.step, self.best, self.clock.total = meta["step"], meta["best"], meta["seconds"]
+            self.ranks.lead_does(lambda: (self.journal.cut(meta["metrics_bytes"]), self._mark_best()))
+        else:
+            self.ranks.lead_does(lambda: self.journal.cut(0))
+        if self.ranks.agreed(self.step) != self.step:
+            raise TrainingError(f"not every process sees {self.run.folder}; choose an out that all of them share")
 
-    def _finish(self) -> None:
-        metrics = self.run.metrics() if self.lead else []
-        if self.lead:
-            write_json(
-                self.run.folder / "record.json",
-                {
-                    **self.run.description,
-                    "last": metrics[-1],
-                    "best": self.best,
-                    "seconds": self._seconds,
-                    "precision": self.precision,
-                    "processes": self.world,
-                    "peak_memory": torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None,
-                    **environment(self.device),
-                },
-            )
-            self.say(f"finished in {self._seconds:.0f} s of training: {self.run.folder}")
-        self._together()
+    # -- what is told ----------------------------------------------------------------------------------------------
+
+    def _introduce(self, environ: Mapping[str, Any]) -> None:
+        say = self.journal.say
+        version = f"advnorm {environ['advnorm']} ({environ['commit'] or 'no commit'}), torch {environ['torch']}"
+        say(f"{version} on {environ['device']} × {self.ranks.world}, {self.precision}, seed {self.config.seed}")
+        if self.step:
+            say(f"going on from step {self.step} of {self.total}")
+            return
+        say(f"{self.total} steps of {self.config.batch_size} images; objective {type(self.objective).__name__}")
+        for kind in routing(self.objective):
+            for domain, banks in kind["domains"].items():
+                told = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in banks.items() if value)
+                say(f"{kind['norm']} in {kind['layers']} layers: {domain} images: {told or 'none in training'}")
+
+    def _finish(self, environ: Mapping[str, Any]) -> None:
+        config, device, rate = self.config, self.ranks.device, self.clock.steps_per_second()
+        record = {
+            **self.run.description,
+            "last": self.run.metrics()[-1],
+            "best": self.best,
+            "objective": f"{type(self.objective).__name__}({self.objective.extra_repr()})",
+            "attack": None if self.objective.attack is None else repr(self.objective.attack),
+            "layout": getattr(self.objective, "layout", None),
+            "trained_domains": list(learning(self.objective)),
+            "routing": routing(self.objective),
+            "steps": self.total,
+            "running_statistics_epochs": config.running_epochs,
+            "seconds": self.clock.total,
+            "first_step_seconds": self.clock.first_step,
+            "images_per_second": None if rate is None else rate * config.batch_size,
+            "precision": self.precision,
+            "compiled": self.compiled,
+            "processes": self.ranks.world,
+            "peak_memory": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+            **environ,
+        }
+        write_json(self.run.folder / "record.json", record)
+        self.journal.say(f"finished after {self.clock.total:.0f} s of training: {self.run.folder}")
+
+
+@contextmanager
+def _listening(stop: threading.Event) -> Iterator[None]:
+    """Scope: SIGTERM asks for a checkpoint and an end; only a program's main thread can listen."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
 def build_objective(config: Config, model: nn.Module) -> Objective:
@@ -543,58 +468,3 @@ def build_objective(config: Config, model: nn.Module) -> Objective:
     kind = OBJECTIVES.get(config.objective.name)
     attack = config.build_attack() if kind.needs_attack else None
     return kind(model, attack, label_smoothing=config.label_smoothing, **config.objective.options)
-
-
-def start_from(model: nn.Module, weights: str) -> None:
-    """Fill a model from a safetensors file or from the checkpoint of a run."""
-    if Path(weights).is_dir():
-        source = Run.open(weights).model()
-        checkpoint.restore_model(model, source.state_dict(), f"the run {weights}")
-    else:
-        checkpoint.load_weights(model, weights)
-
-
-def _leaves_banks_unused(objective: Objective) -> bool:
-    """Whether some parameters get no gradient in a step, so that DDP must look for them (trap of one-sided routes)."""
-    trained = set(objective.trained_domains())
-    return any(
-        {module.plan.affine[module.plan.index(domain)] for domain in trained & set(module.plan.domains)}
-        != set(module.plan.affine_banks)
-        for module in routed_modules(objective.model).values()
-    )
-
-
-def _board(folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ConfigError("TensorBoard is not installed; pip install 'advnorm[tensorboard]', or leave it out") from None
-    return SummaryWriter(str(folder / "tensorboard"))
-
-
-def _flat(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    for name, value in row.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}/")
-        elif name not in ("epoch", "step"):
-            yield f"{prefix}{name}", value
-
-
-def _line(row: Mapping[str, Any], seconds: float) -> str:
-    parts = [f"epoch {row['epoch']:3d}"]
-    for name, value in _flat(row):
-        if name.endswith("accuracy") or name.startswith("held_out/"):
-            if not name.endswith("score"):
-                parts.append(f"{name.replace('_accuracy', ' acc').replace('held_out/', 'held-out ')} {value:.1%}")
-        elif name != "lr":
-            parts.append(f"{name} {value:.4f}")
-    return "  ".join([*parts, f"{seconds:.1f} s"])
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
-def _cut(path: Path, size: int) -> None:
-    if path.exists():
-        os.truncate(path, size)

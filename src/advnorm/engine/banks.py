@@ -1,0 +1,48 @@
+"""Which banks a training feeds, and which of them learn: for DDP, for validation and for the record."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from advnorm.norms import routed_modules
+from advnorm.norms.plan import Plan
+from advnorm.objectives import Cross, Objective
+
+
+def learning(objective: Objective) -> tuple[str, ...]:
+    """The domains whose loss is trained on: in Cross-AT the clean images are only forwarded."""
+    return ("adv",) if isinstance(objective, Cross) else objective.trained_domains()
+
+
+def leaves_banks_unused(objective: Objective) -> bool:
+    """Whether some parameters get no gradient in a step, so that DDP must look for them (trap of one-sided routes)."""
+    trained = set(objective.trained_domains())
+    return any(
+        {module.plan.affine[module.plan.index(domain)] for domain in trained & set(module.plan.domains)}
+        != set(module.plan.affine_banks)
+        for module in routed_modules(objective.model).values()
+    )
+
+
+def routing(objective: Objective) -> list[dict[str, Any]]:
+    """For each kind of norm: which bank each domain's training images are normalized by, scaled by, and feed."""
+    plans: dict[Plan, int] = {}
+    for module in routed_modules(objective.model).values():
+        plans[module.plan] = plans.get(module.plan, 0) + 1
+    seen = objective.trained_domains()
+    return [
+        {"norm": plan.name, "layers": layers, "domains": {name: _banks(plan, name, seen) for name in plan.domains}}
+        for plan, layers in plans.items()
+    ]
+
+
+def _banks(plan: Plan, domain: str, seen: tuple[str, ...]) -> dict[str, str | None]:
+    """The banks that a domain's images meet in training; None where training has no such images."""
+    if domain not in seen:
+        return {"normalized_by": None, "feed": None, "scaled_by": None}
+    index = plan.index(domain)
+    banks = {}
+    if plan.statistics == "batch":
+        by = "mixture of " + ", ".join(plan.statistics_banks) if plan.mixture else plan.normalized_by[index]
+        banks = {"normalized_by": by, "feed": plan.feeds[index]}
+    return {**banks, "scaled_by": plan.affine[index]}

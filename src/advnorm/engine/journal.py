@@ -1,0 +1,204 @@
+"""What a training writes while it works, and what it shows on a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from advnorm._core.errors import ConfigError
+
+#: Steps in which networks are compiled, attacks captured and caches filled: no measure of speed.
+WARM_UP = 5
+
+
+class Clock:
+    """Seconds of training without validation and checkpoints: over all attempts, and of this one's steady part."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.total = 0.0
+        self.first_step: float | None = None
+        self._steps = self._booked = self._steady_steps = 0
+        self._steady = 0.0
+        self.start()
+
+    def start(self) -> None:
+        """Training goes on from here."""
+        self._mark = time.perf_counter()
+
+    def step(self) -> None:
+        """A step is done; only the first ones wait for the device."""
+        self._steps += 1
+        if self._steps in (1, WARM_UP):
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            seconds = self.stop()
+            if self._steps == 1:
+                self.first_step = seconds
+            self.start()
+
+    def stop(self) -> float:
+        """Book the time since the start, and return it. The caller has waited for the device."""
+        seconds = time.perf_counter() - self._mark
+        self.total += seconds
+        if self._booked >= WARM_UP:
+            self._steady += seconds
+            self._steady_steps += self._steps - self._booked
+        self._booked = self._steps
+        return seconds
+
+    def steps_per_second(self) -> float | None:
+        """After the warm-up; None for a run that never got so far."""
+        return self._steady_steps / self._steady if self._steady else None
+
+
+class Journal:
+    """``log.txt`` for people, ``metrics.jsonl`` and ``timing.jsonl``, TensorBoard events and a bar where wanted.
+
+    Only the first process has one that writes.
+    """
+
+    def __init__(self, folder: Path, *, active: bool, progress: bool = False, tensorboard: bool = False) -> None:
+        self.folder, self._active = folder, active
+        self._progress, self._tensorboard = progress and active, tensorboard and active
+        self._bar: Any = None
+        self._board: Any = None
+        self._shown = 0.0
+        if tensorboard:
+            _summary_writer()  # a missing package is told before anything is made
+
+    def open(self, stack: ExitStack, *, step: int, steps: int, epochs: int, batch_size: int) -> None:
+        """Start showing, from a step on, so many epochs of so many steps; ``stack`` ends it, whatever happens."""
+        self._from, self._began = step, time.monotonic()
+        self._steps, self._epochs, self._batch_size = steps, epochs, batch_size
+        if self._tensorboard:
+            self._board = _summary_writer()(str(self.folder / "tensorboard"), purge_step=step // steps + 1)
+            stack.callback(self._board.close)
+        if self._progress:
+            self._bar = stack.enter_context(_bar())
+            stack.callback(setattr, self, "_bar", None)
+            self._task = self._bar.add_task("training", total=epochs * steps, completed=step, rate="")
+
+    def say(self, message: str) -> None:
+        """A line for the log, and for the terminal where someone looks."""
+        if self._active:
+            self._append("log.txt", f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {message}")
+            if self._bar is not None:
+                console = self._bar.console
+                console.print(folded(message, console.width), highlight=False, markup=False)
+
+    def row(self, metrics: Mapping[str, Any], timing: Mapping[str, Any]) -> None:
+        """An epoch: what it learned, the same bits in every attempt, and apart from it what it took."""
+        if self._active:
+            self._append("metrics.jsonl", json.dumps(metrics, allow_nan=False))
+            self._append("timing.jsonl", json.dumps(timing))
+            if self._board is not None:
+                for name, value in flat(metrics):
+                    self._board.add_scalar(name, value, metrics["epoch"])
+            if self._bar is not None:
+                self._bar.update(self._task, completed=metrics["step"])
+        self.say(line(metrics, timing["seconds"]))
+
+    def show(self, step: int, terms: Mapping[str, Tensor], lr: float) -> None:
+        """Move the bar, twice a second: reading the terms waits for the device."""
+        if self._bar is None or (now := time.monotonic()) - self._shown < 0.5:
+            return
+        self._shown = now
+        values = [*short((name, float(value)) for name, value in terms.items()), f"lr {lr:.4g}"]
+        self._bar.terms = folded("  ".join(values), self._bar.console.width)
+        rate = (step - self._from) * self._batch_size / max(now - self._began, 1e-9)
+        epoch = f"epoch {(step - 1) // self._steps + 1}/{self._epochs}"
+        self._bar.update(self._task, completed=step, description=epoch, rate=f"{rate:,.0f} images/s")
+
+    def size(self) -> int:
+        """Bytes of metrics so far, for a checkpoint."""
+        path = self.folder / "metrics.jsonl"
+        return path.stat().st_size if path.exists() else 0
+
+    def cut(self, size: int) -> None:
+        """Take back the metrics that were written after a checkpoint."""
+        if self._active and self.size() > size:
+            os.truncate(self.folder / "metrics.jsonl", size)
+
+    def _append(self, name: str, text: str) -> None:
+        with (self.folder / name).open("a", encoding="utf-8") as file:
+            file.write(f"{text}\n")
+
+
+def _summary_writer() -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ConfigError("TensorBoard is not installed; pip install tensorboard, or leave it out") from None
+    return SummaryWriter
+
+
+def _bar() -> Any:
+    """A bar with the terms on a line of their own, so that both fit on a narrow terminal."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.text import Text
+
+    class Bar(Progress):
+        terms = ""
+
+        def get_renderables(self) -> Iterator[Any]:
+            yield self.make_tasks_table(self.tasks)
+            yield Text(self.terms)
+
+    return Bar(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+        expand=True,
+    )
+
+
+def folded(text: str, width: int) -> str:
+    """Lines of at most ``width``, broken where two spaces are: a name stays with its number."""
+    lines = [""]
+    for piece in text.split("  "):
+        joined = f"{lines[-1]}  {piece}" if lines[-1] else piece
+        lines[-1:] = [joined] if len(joined) <= width else [lines[-1], piece]
+    return "\n".join(lines)
+
+
+def flat(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Numbers of an epoch with slashed names."""
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{name}/")
+        elif name not in ("epoch", "step"):
+            yield f"{prefix}{name}", value
+
+
+def short(values: Any) -> Iterator[str]:
+    """Names and numbers for people: accuracies in percent, losses with three digits."""
+    for name, value in values:
+        if name.endswith("_accuracy"):
+            yield f"{name.removesuffix('_accuracy')} {value:.1%}"
+        elif name.startswith("held_out/"):
+            yield f"{name.removeprefix('held_out/')} {value:.1%}"
+        else:
+            yield f"{name} {value:.3f}"
+
+
+def line(row: Mapping[str, Any], seconds: float) -> str:
+    """An epoch for people."""
+    values = dict(flat(row))
+    training = {name: value for name, value in values.items() if name != "lr" and not name.startswith("held_out/")}
+    held_out = {name: values[name] for name in values if name.startswith("held_out/") and name != "held_out/score"}
+    text = f"epoch {row['epoch']:>3}  {'  '.join(short(training.items()))}"
+    if held_out:
+        text += f"  | held out: {'  '.join(short(held_out.items()))}"
+    return f"{text}  | {seconds:.1f} s"

@@ -1,0 +1,102 @@
+"""The processes of a training: which one this is, where it computes, and how they agree."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from advnorm._core.distributed import rank, world_size
+from advnorm._core.errors import AdvnormError, ConfigError
+
+
+class TrainingError(AdvnormError, RuntimeError):
+    """A training that cannot go on; the last checkpoint is intact."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """This process among all of them; alone, every question is answered at once."""
+
+    device: torch.device
+    rank: int = 0
+    world: int = 1
+
+    @property
+    def lead(self) -> bool:
+        """Whether this process writes and shows."""
+        return self.rank == 0
+
+    def agreed(self, wish: int) -> int:
+        """The greatest wish of all processes. Waits for all of them."""
+        if self.world == 1:
+            return wish
+        flag = torch.tensor(wish, device=self.device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return int(flag)
+
+    def lead_does(self, action: Callable[[], object]) -> None:
+        """What only the first process does; the others wait for it, and fail with it."""
+        error = None
+        if self.lead:
+            try:
+                action()
+            except Exception as raised:
+                error = raised
+        if self.agreed(int(error is not None)):
+            raise error or TrainingError("the first process stopped; its message says why")
+
+    def gathered(self, values: Tensor) -> Tensor:
+        """Every process's values: shape ``(world, *values.shape)``."""
+        rows = values.new_zeros((self.world, *values.shape))
+        rows[self.rank] = values
+        if self.world > 1:
+            dist.all_reduce(rows)
+        return rows
+
+    def as_lead(self, tensors: list[Tensor]) -> None:
+        """Give tensors the values that they have in the first process."""
+        for tensor in tensors if self.world > 1 else ():
+            dist.broadcast(tensor, 0)
+
+
+@contextmanager
+def placed(device: str | torch.device | None) -> Iterator[Ranks]:
+    """Scope: this process with its device, under torchrun inside a process group; afterwards all is as before."""
+    place = _checked(device)
+    with ExitStack() as stack:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+            dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
+            stack.callback(dist.destroy_process_group)
+        if place.type == "cuda":
+            stack.enter_context(torch.cuda.device(place))
+        stack.enter_context(torch.random.fork_rng([place] if place.type == "cuda" else []))
+        yield Ranks(device=place, rank=rank(), world=world_size())
+
+
+def _checked(device: str | torch.device | None) -> torch.device:
+    """The device to train on; under torchrun each process has its own GPU."""
+    try:
+        wanted = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
+    except RuntimeError:
+        raise ConfigError(f"unknown device {str(device)!r}; use 'cpu' or 'cuda'") from None
+    if wanted.type not in ("cpu", "cuda"):
+        raise ConfigError(f"training runs on 'cpu' or 'cuda', got device {str(device)!r}")
+    if wanted.type == "cpu":
+        return wanted
+    if not torch.cuda.is_available():
+        raise ConfigError("no CUDA device here; leave device out or use device='cpu'")
+    index = wanted.index
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        index = int(os.environ.get("LOCAL_RANK", "0"))
+    index = torch.cuda.current_device() if index is None else index
+    if index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"no CUDA device {index}, there are {torch.cuda.device_count()}; start fewer processes, or name another"
+        )
+    return torch.device("cuda", index)

@@ -1,0 +1,87 @@
+"""Accuracy on held-out images, by which the best checkpoint is chosen: never the test set."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import advnorm.attacks as attack_names
+from advnorm._core.precision import float32_as
+from advnorm.attacks import attacked
+from advnorm.data import FolderData, ImageData, make_loader
+from advnorm.engine.accelerate import Precision, forwards
+from advnorm.engine.config import Config
+from advnorm.engine.ranks import Ranks
+from advnorm.norms import domains
+from advnorm.threat import ThreatModel
+
+#: Images at a time, per process.
+BATCH = {"cpu": 250, "cuda": 1000}
+
+
+class Validation:
+    """Clean and attacked accuracy on held-out images; their sum is the ``score`` (paper C, app. B).
+
+    Images of a domain that was trained go through its branch, others through the branch that was: classical training
+    on ``dual_bn`` leaves the clean banks as they were made. The attack is searched in the precision of training, and
+    every verdict is a forward in float32.
+    """
+
+    def __init__(
+        self,
+        data: ImageData | FolderData,
+        config: Config,
+        ranks: Ranks,
+        *,
+        trained: Sequence[str],
+        precision: Precision,
+        channels_last: bool,
+        workers: int,
+    ) -> None:
+        self.ranks, self.trained = ranks, trained
+        self.precision: Precision = precision
+        self.name = config.validation_attack
+        threat = ThreatModel(norm=config.threat, eps=config.eps)
+        self.attack = attack_names.get(self.name, threat=threat, seed=config.seed)
+        self.images = len(data) if config.validation_images is None else min(config.validation_images, len(data))
+        self.loader = make_loader(
+            data.take(torch.arange(self.images)),
+            batch_size=BATCH[ranks.device.type] * ranks.world,
+            augment="none",
+            device=ranks.device,
+            rank=ranks.rank,
+            world=ranks.world,
+            shuffle=False,
+            drop_last=False,
+            channels_last=channels_last,
+            workers=workers,
+        )
+
+    def branch(self, model: nn.Module, domain: str) -> str | None:
+        """The branch that judges a domain's images; None for a model without branches."""
+        known = domains(model)
+        return next((name for name in (domain, *self.trained) if name in self.trained and name in known), None)
+
+    @torch.no_grad()
+    def __call__(self, model: nn.Module) -> dict[str, float]:
+        """Shares of right answers by ``clean`` and by the name of the attack, and the ``score``."""
+        device = self.ranks.device
+        clean, adv = self.branch(model, "clean"), self.branch(model, "adv")
+        attack = dataclasses.replace(self.attack, route=adv)
+        right = torch.zeros(2, dtype=torch.float64, device=device)
+        for x, y, index in self.loader.epoch(0):
+            if not len(x):
+                continue
+            with forwards(self.precision, device):
+                x_adv = attack(model, x, y, index=index)
+            for position, (images, branch) in enumerate(((x, clean), (x_adv, adv))):
+                with float32_as("ieee", device), attacked(model, route=branch) as predict, torch.no_grad():
+                    right[position] += (predict(images).argmax(1) == y).sum()
+        if self.ranks.world > 1:
+            dist.all_reduce(right)
+        accuracy = (right / self.images).tolist()
+        return {"clean": accuracy[0], self.name: accuracy[1], "score": sum(accuracy)}

@@ -1,0 +1,657 @@
+"""Training: what it computes, that a kill leaves no trace, and what it says when something is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import train_worker
+from torch import nn
+from train_worker import PAIRS, SMALL, patched, state, training
+from typer.testing import CliRunner
+
+import advnorm
+from advnorm import Config, ConfigError, Run
+from advnorm.cli.app import app
+from advnorm.data import load, make_loader, split_held_out
+from advnorm.engine import PREEMPTED, TrainingError, checkpoint
+from advnorm.engine.journal import Clock, Journal, folded, line
+from advnorm.engine.optim import norm_parameters
+from advnorm.engine.run import build_model, described
+from advnorm.objectives import OBJECTIVES
+
+SOURCE = str(Path(advnorm.__file__).parent.parent)
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": SOURCE}
+
+
+def small(**settings) -> Config:
+    return Config.from_dict({**SMALL, **settings})
+
+
+def train(config: Config, out: Path, **settings) -> Run:
+    return advnorm.train(config, out=out, device="cpu", **settings)
+
+
+def tensors(run: Run, name: str = "last") -> dict[str, torch.Tensor]:
+    return checkpoint.load(run.checkpoints, name)[0]
+
+
+def norm_for(name: str) -> str:
+    return "cross_bn" if name == "cross" else "dual_bn"
+
+
+# -- a kill leaves no trace --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def deaths(tmp_path_factory) -> tuple[Path, dict[str, dict[str, list[int]]]]:
+    """Runs that died in every way and went on, and the exit statuses of their processes."""
+    folder = tmp_path_factory.mktemp("deaths")
+    command = [sys.executable, train_worker.__file__, str(folder)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder, json.loads((folder / "codes.json").read_text())
+
+
+@pytest.mark.parametrize(("case", "death"), PAIRS, ids=lambda value: value)
+def test_a_run_that_died_ends_with_the_bits_of_one_that_did_not(deaths, case, death):
+    folder, codes = deaths
+    alone, other = (Run.open(folder / name / f"{case}-seed0") for name in ("alone", death))
+    first = codes[case][death][0]
+    wanted = {"alone": 0, "at_random_moments": -signal.SIGPROF}.get(
+        death, PREEMPTED if death.startswith("by_sigterm") else -signal.SIGKILL
+    )
+    assert first == wanted and codes[case][death][-1] == 0
+    expected, found = state(alone), state(other)
+    assert len(alone.metrics()) == 3
+    for part in expected:
+        assert found[part] == expected[part], part
+    assert sum(path.suffix == ".safetensors" for path in other.checkpoints.iterdir()) <= 2, "old checkpoints stay"
+
+
+def test_the_cases_of_the_deaths_have_state_to_lose(deaths):
+    folder, codes = deaths
+    assert len(codes["hybrid"]["at_random_moments"]) > 4
+    for statuses in codes.values():
+        assert set(statuses["at_random_moments"]) == {-signal.SIGPROF, 0}
+    hybrid, trades = (Run.open(folder / "alone" / f"{case}-seed0") for case in ("hybrid", "trades"))
+    assert any(name.startswith("ema.") for name in tensors(hybrid))
+    assert any(name.endswith("exp_avg_sq") for name in tensors(trades))
+    scores = [row["held_out"]["score"] for row in hybrid.metrics()]
+    assert sum(score > max(scores[:i], default=0) for i, score in enumerate(scores)) >= 2, "the best must move twice"
+
+
+# -- what it computes --------------------------------------------------------------------------------------------------
+
+
+def test_standard_training_equals_a_loop_by_hand(tmp_path):
+    config = small(objective="standard", lr=0.05, weight_decay=0.01, milestones=[2], grad_clip=1.0, epochs=3)
+    run = train(config, tmp_path)
+    data = load("synthetic", "train", **config.data.options)
+    part, _ = split_held_out(data, 16, 0)
+    loader = make_loader(part, batch_size=12, seed=0, augment="none")
+    torch.manual_seed(0)
+    model = build_model(config, described(data))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+    for epoch in range(3):
+        optimizer.param_groups[0]["lr"] = 0.05 if epoch < 2 else 0.05 * 0.1
+        losses, right = [], []
+        for x, y, _ in loader.epoch(epoch):
+            logits = model.train()(x)
+            loss = F.cross_entropy(logits, y)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            losses.append(loss.item())
+            right.append((logits.argmax(1) == y).double().mean().item())
+        row = run.metrics()[epoch]
+        assert row["loss"] == row["clean_ce"] == pytest.approx(sum(losses) / 4, rel=1e-12)
+        assert row["clean_accuracy"] == pytest.approx(sum(right) / 4, rel=1e-12)
+        assert (row["epoch"], row["step"], row["lr"]) == (epoch + 1, 4 * epoch + 4, optimizer.param_groups[0]["lr"])
+    trained = run.model("last").state_dict()
+    assert all(torch.equal(trained[name], value) for name, value in model.state_dict().items())
+
+
+def test_hybrid_training_equals_its_objective_in_a_loop_by_hand(tmp_path):
+    config = small(norm="dual_bn", epochs=1, eps_warmup_epochs=1, label_smoothing=0.1, held_out=0, validate_every=0)
+    run = train(config, tmp_path)
+    data = load("synthetic", "train", **config.data.options)
+    torch.manual_seed(0)
+    model = build_model(config, described(data))
+    attack = advnorm.attacks.PGD(threat=advnorm.ThreatModel(eps=0.05), steps=2)
+    objective = advnorm.objectives.Hybrid(model, attack, label_smoothing=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
+    for x, y, index in make_loader(data, batch_size=12, seed=0, augment="none").epoch(0):
+        optimizer.zero_grad()
+        objective(x, y, index=index).loss.backward()
+        optimizer.step()
+    trained = run.model().state_dict()
+    assert all(torch.equal(trained[name], value) for name, value in model.state_dict().items())
+    assert run.record["best"] is None and "held_out" not in run.metrics()[0]
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_objective_trains_by_its_name(tmp_path, name):
+    config = small(objective=name, norm=norm_for(name), epochs=1, batch_size=24, held_out=16)
+    run = train(config, tmp_path)
+    (row,) = run.metrics()
+    assert row["step"] == 2 and math.isfinite(row["loss"])
+    seen = [domain for domain in ("clean", "adv") if f"{domain}_accuracy" in row]
+    assert seen == list(OBJECTIVES.get(name).domains)
+    assert set(row["held_out"]) == {"clean", "pgd1", "score"}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adagrad"])
+@pytest.mark.parametrize("schedule", ["step", "cosine", "one_cycle", "constant"])
+def test_every_optimizer_and_schedule_trains(tmp_path, optimizer, schedule):
+    config = small(objective="standard", optimizer=optimizer, schedule=schedule, lr=0.01, epochs=2)
+    first, second = train(config, tmp_path).metrics()
+    assert second["loss"] < first["loss"]
+    assert (first["lr"] == second["lr"]) == (schedule in ("step", "constant"))
+
+
+def test_bf16_trains_on_the_cpu_near_float32(tmp_path):
+    rows = [train(small(norm="dual_bn", precision=p), tmp_path).metrics() for p in ("float32", "bf16")]
+    assert rows[0] != rows[1]
+    assert [row["loss"] for row in rows[0]] == pytest.approx([row["loss"] for row in rows[1]], rel=0.1)
+    with torch.autocast("cpu", torch.bfloat16):  # the caller's own scope changes nothing
+        inside = [train(small(norm="dual_bn", precision=p), tmp_path / "in").metrics() for p in ("float32", "bf16")]
+    assert inside == rows
+
+
+@pytest.mark.slow
+def test_a_compiled_network_trains_as_the_eager_one(tmp_path):
+    limit = torch._dynamo.config.recompile_limit
+    rows = [train(small(norm="dual_bn", compile=c, epochs=2), tmp_path).metrics() for c in (False, True)]
+    for eager, compiled in zip(*rows):
+        assert eager["loss"] == pytest.approx(compiled["loss"], rel=1e-4)
+    assert limit == torch._dynamo.config.recompile_limit
+
+
+def test_running_epochs_leave_the_statistics_alone(tmp_path):
+    config = small(norm="dual_bn", epochs=2)
+    one = train(dataclasses.replace(config, epochs=1), tmp_path).model("last").state_dict()
+    two = train(dataclasses.replace(config, running_epochs=1), tmp_path).model("last").state_dict()
+    moved = {name for name in one if not torch.equal(one[name], two[name])}
+    assert moved and not any("running" in name or "num_batches" in name for name in moved)
+
+
+def test_classical_training_leaves_the_clean_banks_as_they_were_made_and_is_judged_by_the_others(tmp_path):
+    run = train(small(objective="classical", norm="dual_bn", epochs=1), tmp_path)
+    values = run.model("last").state_dict()
+    assert all((value == 1).all() for name, value in values.items() if name.endswith(("weight_clean", "var_clean")))
+    assert not any((value == 1).all() for name, value in values.items() if name.endswith("weight_adv"))
+    _, held_out = split_held_out(load("synthetic", "train", **run.config.data.options), 16, 0)
+    model = run.model("last")
+    with advnorm.route(model, "adv"):
+        accuracy = (model(held_out.pixels()).argmax(1) == held_out.labels).double().mean().item()
+    assert run.metrics()[-1]["held_out"]["clean"] == accuracy
+    assert run.record["trained_domains"] == ["adv"]
+    assert run.record["routing"][0]["domains"]["clean"] == {"normalized_by": None, "feed": None, "scaled_by": None}
+
+
+def test_held_out_accuracies_are_those_of_the_last_model(tmp_path):
+    config = small(norm="dual_bn", ema=0.9, ema_buffers="average", epochs=2, validation_images=12)
+    run = train(config, tmp_path)
+    model = run.model("last")
+    _, held_out = split_held_out(load("synthetic", "train", **config.data.options), 16, 0)
+    x, y = held_out.pixels()[:12], held_out.labels[:12]
+    with advnorm.route(model, "clean"):
+        clean = (model(x).argmax(1) == y).double().mean().item()
+    attack = advnorm.attacks.get("pgd1", threat=advnorm.ThreatModel(eps=0.1), route="adv")
+    with advnorm.route(model, "adv"):
+        adv = (model(attack(model, x, y)).argmax(1) == y).double().mean().item()
+    assert run.metrics()[-1]["held_out"] == {"clean": clean, "pgd1": adv, "score": clean + adv}
+
+
+def test_the_global_state_of_the_user_is_as_before(tmp_path):
+    torch.manual_seed(5)
+    before = torch.get_rng_state(), torch.get_default_dtype(), signal.getsignal(signal.SIGTERM)
+    flags = torch.is_grad_enabled(), torch.backends.cuda.matmul.fp32_precision, torch.is_autocast_enabled("cpu")
+    run = train(small(norm="dual_bn", precision="bf16", epochs=1), tmp_path)
+    run.model()
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (torch.get_default_dtype(), signal.getsignal(signal.SIGTERM)) == before[1:]
+    assert flags == (
+        torch.is_grad_enabled(),
+        torch.backends.cuda.matmul.fp32_precision,
+        torch.is_autocast_enabled("cpu"),
+    )
+
+
+def test_training_depends_on_the_seed_and_not_on_the_global_random_state(tmp_path):
+    config = small(epochs=1, objective="standard")
+    torch.manual_seed(1)
+    one = train(config, tmp_path / "a", seed=3)
+    torch.manual_seed(2)
+    two = train(config, tmp_path / "b", seed=3)
+    other = train(config, tmp_path / "b", seed=4)
+    assert one.metrics() == two.metrics() != other.metrics()
+    assert one.folder.name.endswith("-seed3") and one.config.seed == 3
+
+
+def test_training_works_in_a_thread(tmp_path):
+    runs = []
+    thread = threading.Thread(target=lambda: runs.append(train(small(norm="dual_bn", epochs=1), tmp_path)))
+    thread.start()
+    thread.join()
+    assert runs[0].metrics() == train(small(norm="dual_bn", epochs=1), tmp_path / "main").metrics()
+
+
+# -- runs and their models ---------------------------------------------------------------------------------------------
+
+
+def test_best_and_last_are_the_models_of_their_epochs(tmp_path, monkeypatch):
+    scores = iter([0.5, 0.9, 0.7])
+    score = lambda *_: {"clean": 0.1, "pgd1": 0.1, "score": next(scores)}  # noqa: E731
+    monkeypatch.setattr("advnorm.engine.validation.Validation.__call__", score)
+    run = train(small(norm="dual_bn", ema=0.5), tmp_path)
+    assert run.record["best"]["epoch"] == 2 and run.record["last"]["epoch"] == 3
+    best, last = run.model("best").state_dict(), run.model("last").state_dict()
+    assert not torch.equal(best["fc.weight"], last["fc.weight"])
+    assert all(torch.equal(best[name], value) for name, value in run.model().state_dict().items())
+    kept = tensors(run, "best")
+    for name in dict(run.model().named_parameters()):
+        assert torch.equal(best[name], kept[f"ema.{name}"]) and not torch.equal(best[name], kept[f"model.{name}"])
+    assert not run.model().training
+
+
+def test_weights_come_from_a_run_or_a_file_and_must_fit(tmp_path):
+    start = train(small(norm="dual_bn", epochs=1), tmp_path)
+    file = checkpoint.save_weights(tmp_path / "w.safetensors", start.model(), {})
+    tuned = [
+        train(small(norm="dual_bn", epochs=1, train_only="norms", weights=str(weights)), tmp_path)
+        for weights in (start.folder, file)
+    ]
+    assert tuned[0].metrics() == tuned[1].metrics()
+    before, model = start.model("last"), tuned[0].model("last")
+    norms = set(norm_parameters(model))
+    for (name, old), (_, new) in zip(before.named_parameters(), model.named_parameters()):
+        assert torch.equal(old, new) != (new in norms), name
+    with pytest.raises(ConfigError, match="weight_clean is missing in the file"):
+        train(small(norm="dual_bn", epochs=1, weights=str(train(small(epochs=1), tmp_path).folder)), tmp_path)
+    file.unlink()
+    assert train(tuned[1].config, tmp_path).finished, "a finished run needs its start no more"
+
+
+def test_a_run_that_goes_on_does_not_need_its_start_any_more(tmp_path):
+    file = checkpoint.save_weights(tmp_path / "w.safetensors", train(small(epochs=1), tmp_path).model("last"), {})
+    config = small(epochs=1, weights=str(file))
+    assert not train(config, tmp_path, max_minutes=0).finished
+    file.unlink()
+    assert train(config, tmp_path).finished
+
+
+def test_a_head_per_domain_trains_end_to_end(tmp_path):
+    run = train(small(norm="dual_bn", dual_head=True, epochs=1), tmp_path)
+    model = run.model()
+    heads = {name: value for name, value in model.state_dict().items() if re.search(r"weight_(clean|adv)$", name)}
+    assert any(value.dim() == 2 for value in heads.values())
+    assert "held_out" in run.record["best"]
+    assert advnorm.strip(model, route="adv")(torch.rand(2, 1, 8, 8)).shape == (2, 4)
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path, monkeypatch):
+    run = train(small(epochs=1), tmp_path)
+    monkeypatch.setattr(training, "Loop", None)
+    assert train(small(epochs=1), tmp_path).metrics() == run.metrics()
+
+
+def test_the_configuration_in_a_run_trains_the_same_run(tmp_path):
+    run = train(small(norm="dual_bn", epochs=1, eps="8/255"), tmp_path)
+    again = train(advnorm.load_config(run.folder / "config.yaml"), tmp_path)
+    assert again.folder == run.folder
+    elsewhere = train(advnorm.load_config(run.folder / "config.yaml"), tmp_path / "elsewhere")
+    assert elsewhere.metrics() == run.metrics()
+
+
+def test_the_record_has_all_conditions(tmp_path):
+    run = train(small(norm="cross_bn", epochs=3), tmp_path)
+    record = run.record
+    assert record["config"] == run.config.to_dict() and record["data"]["fingerprint"]
+    assert record["layout"] == "concatenated" and record["attack"].startswith("PGD(threat=ThreatModel(norm='Linf'")
+    assert record["routing"] == [
+        {
+            "norm": "cross_bn",
+            "layers": 3,
+            "domains": {
+                "clean": {"normalized_by": "adv", "feed": "clean", "scaled_by": "clean"},
+                "adv": {"normalized_by": "clean", "feed": "adv", "scaled_by": "adv"},
+            },
+        }
+    ]
+    assert {"torch", "device", "commit", "advnorm", "threads", "peak_memory"} <= set(record)
+    assert record["processes"] == 1 and record["steps"] == 12 and record["precision"] == "float32"
+    assert record["seconds"] > record["first_step_seconds"] > 0 and record["images_per_second"] > 0
+    assert record["last"] == run.metrics()[-1] and record["best"] in run.metrics()
+    timing = [json.loads(row) for row in (run.folder / "timing.jsonl").read_text().splitlines()]
+    assert [row["epoch"] for row in timing] == [1, 2, 3] and all(row["steps"] == 4 for row in timing)
+    assert sum(row["seconds"] for row in timing) == pytest.approx(record["seconds"])
+    log = (run.folder / "log.txt").read_text()
+    assert "cross_bn in 3 layers: adv images: normalized by clean, feed adv, scaled by adv" in log
+    assert "epoch   3  loss " in log and "held out: clean" in log and "finished after" in log
+
+
+def test_the_clock_keeps_the_first_steps_apart(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("advnorm.engine.journal.time.perf_counter", lambda: now[0])
+    clock = Clock(torch.device("cpu"))
+    for seconds in (10, 2, 2, 2, 2, 1, 1, 1):
+        now[0] += seconds
+        clock.step()
+    clock.stop()
+    now[0] += 100  # validation
+    clock.start()
+    now[0] += 1
+    clock.step()
+    clock.stop()
+    assert clock.first_step == 10 and clock.total == 22 and clock.steps_per_second() == 1.0
+
+
+def test_tensorboard_gets_the_numbers_of_every_epoch(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = train(small(epochs=2), tmp_path, tensorboard=True)
+    events = EventAccumulator(str(run.folder / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1, 2]
+    assert "held_out/clean" in events.Tags()["scalars"]
+
+
+# -- stopping before the end -------------------------------------------------------------------------------------------
+
+
+def test_max_minutes_stops_at_a_checkpoint_and_the_same_call_goes_on(tmp_path):
+    config = small(norm="dual_bn", ema=0.9)
+    codes = []
+    for _ in range(50):
+        run = train(config, tmp_path, max_minutes=0)
+        codes.append(run.finished)
+        if run.finished:
+            break
+        with pytest.raises(ConfigError, match="not finished; the same train command"):
+            _ = run.record
+    assert codes == [False] * 11 + [True], "a step at a time: 12 steps"
+    alone = train(config, tmp_path / "alone")
+    assert state(run) == state(alone)
+
+
+def test_an_interrupt_leaves_the_last_checkpoint_and_the_lock_is_free(tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training.Loop, "_train_step", training.Loop._train_step)
+        patched(training.Loop, "_train_step", before=interrupt, at=6)
+        with pytest.raises(KeyboardInterrupt):
+            train(small(), tmp_path)
+    run = Run.open(next(tmp_path.iterdir()))
+    assert checkpoint.load(run.checkpoints, "last")[1]["step"] == 4
+    assert train(small(), tmp_path).metrics() == train(small(), tmp_path / "alone").metrics()
+
+
+def test_images_on_disk_train_and_go_on_like_those_in_memory(tmp_path):
+    from PIL import Image
+
+    for number in range(24):
+        path = tmp_path / "images" / "train" / f"class{number % 2}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (number, 200 * (number % 2), 7)).save(path)
+    config = small(data={"name": "imagefolder", "image_size": 8}, held_out=4, batch_size=10, augment="flip", epochs=1)
+    settings = {"data_dir": tmp_path / "images", "workers": 1}
+    alone = train(config, tmp_path / "alone", **settings)
+    run = train(config, tmp_path, max_minutes=0, **settings)
+    assert not run.finished and checkpoint.load(run.checkpoints, "last")[1]["step"] == 1
+    assert state(train(config, tmp_path, **settings)) == state(alone)
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_before_a_checkpoint_holds_it(tmp_path):
+    config = small(norm="dual_bn", lr=1e30)
+    with pytest.raises(TrainingError, match=r"not finite any more.*lower lr") as raised:
+        train(config, tmp_path, checkpoint_minutes=0)
+    assert "\n" not in str(raised.value)
+    run = Run.open(next(tmp_path.iterdir()))
+    if checkpoint.exists(run.checkpoints, "last"):
+        assert all(value.isfinite().all() for value in tensors(run).values())
+    assert not run.finished and not [row for row in run.metrics() if not math.isfinite(row["loss"])]
+
+
+def test_parameters_that_are_not_finite_are_found_though_the_loss_was(tmp_path, monkeypatch):
+    def spoil(loop, *_):
+        next(loop.model.parameters()).data.view(-1)[0] = math.nan
+
+    monkeypatch.setattr(training.Loop, "_check", training.Loop._check)
+    patched(training.Loop, "_check", before=spoil, at=2)
+    with pytest.raises(TrainingError, match="found at step 8 of 12"):
+        train(small(), tmp_path)
+    run = Run.open(next(tmp_path.iterdir()))
+    assert checkpoint.load(run.checkpoints, "last")[1]["step"] == 4 and len(run.metrics()) == 1
+    assert all(value.isfinite().all() for value in tensors(run).values())
+
+
+def test_too_little_memory_is_told_with_the_cure(tmp_path, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nlong advice")
+
+    monkeypatch.setattr(training.Loop, "_train_step", training.Loop._train_step)
+    patched(training.Loop, "_train_step", before=full, at=5)
+    with pytest.raises(TrainingError, match="out of memory: .*9 GiB.; lower batch_size") as raised:
+        train(small(), tmp_path)
+    assert "long advice" not in str(raised.value)
+    assert checkpoint.load(next(tmp_path.iterdir()) / "checkpoints", "last")[1]["step"] == 4
+
+
+FULL_DISK = """
+import resource, sys
+import advnorm
+from train_worker import CASES
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
+try:
+    advnorm.train(CASES["hybrid"], out=sys.argv[1], device="cpu")
+except advnorm.AdvnormError as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize("limit", [2000, 20_000], ids=["the description", "the checkpoint"])
+def test_a_full_disk_is_one_readable_error_and_the_run_goes_on_later(tmp_path, limit):
+    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([SOURCE, str(Path(__file__).parent)])}
+    command = [sys.executable, "-c", FULL_DISK, str(tmp_path), str(limit)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.match(r"(CheckpointError|TrainingError) .*(File too large).*intact", done.stdout), done.stdout
+    run = train(train_worker.CASES["hybrid"], tmp_path)
+    assert run.finished and len(run.metrics()) == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "message"),
+    [
+        ({"held_out": 64}, {}, "held_out is a share"),
+        ({"batch_size": 60}, {}, "batch_size 60 is larger than the 48 images"),
+        ({"data": "cifar10"}, {}, "--data-dir"),
+        ({"data": "cifar10"}, {"data_dir": "missing"}, "cifar"),
+        ({"weights": "missing.safetensors"}, {}, "cannot read missing.safetensors"),
+        ({"weights": "."}, {}, "no training run"),
+        ({}, {"device": "cuda"}, "no CUDA device here"),
+        ({}, {"device": "tpu"}, "unknown device 'tpu'"),
+        ({}, {"max_minutes": -1, "checkpoint_minutes": math.nan}, "max_minutes .* got -1; checkpoint_minutes"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_is_wrong_is_told_before_anything_is_made(tmp_path, monkeypatch, settings, options, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=message) as raised:
+        advnorm.train(small(**settings), **{"out": "runs", "device": "cpu", **options})
+    assert "\n" not in str(raised.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_holds_something_else_is_refused_and_stays_as_it_is(tmp_path):
+    run = train(small(epochs=1, name="mine"), tmp_path)
+    content = {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=r"holds another run, which differs in lr \(0\.1, now 0\.2\)"):
+        train(small(epochs=1, name="mine", lr=0.2), tmp_path)
+    other = {**SMALL["data"], "seed": 1}
+    with pytest.raises(ConfigError, match="data fingerprint"):
+        train(small(epochs=1, name="mine", data=other), tmp_path)
+    assert content == {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()}
+    foreign = tmp_path / "foreign-seed0"
+    foreign.mkdir()
+    (foreign / "thesis.tex").write_text("years of work")
+    with pytest.raises(ConfigError, match=r"holds no training run, but thesis\.tex"):
+        train(small(epochs=1, name="foreign"), tmp_path)
+    (tmp_path / "file-seed0").write_text("")
+    with pytest.raises(ConfigError, match="is a file"):
+        train(small(epochs=1, name="file"), tmp_path)
+    assert sorted(path.name for path in foreign.iterdir()) == ["thesis.tex"]
+    with pytest.raises(ConfigError, match="no training run"):
+        Run.open(foreign)
+
+
+def test_two_trainings_into_one_folder_at_once_are_refused(tmp_path, monkeypatch):
+    errors = []
+
+    def second(*_):
+        thread = threading.Thread(target=meanwhile)
+        thread.start()
+        thread.join()
+
+    def meanwhile():
+        try:
+            train(small(), tmp_path)
+        except ConfigError as error:
+            errors.append(str(error))
+
+    monkeypatch.setattr(training.Loop, "_train_step", training.Loop._train_step)
+    patched(training.Loop, "_train_step", before=second, at=2)
+    assert train(small(), tmp_path).finished
+    assert len(errors) == 1 and "another process is training into" in errors[0]
+
+
+def test_a_forked_child_does_not_keep_the_lock_of_a_dead_parent(tmp_path):
+    from advnorm.engine.lock import locked
+
+    script = (
+        "import os, sys, time\nfrom pathlib import Path\nfrom advnorm.engine.lock import locked\n"
+        "with locked(Path(sys.argv[1])):\n"
+        "    if os.fork() == 0:\n        os.close(1)\n        time.sleep(30)\n        os._exit(0)\n"
+        "    print(os.getpid(), flush=True)\n    os.kill(os.getpid(), 9)\n"
+    )
+    path = tmp_path / ".lock"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script, str(path)], env=ENVIRONMENT, stdout=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        assert parent.communicate(timeout=60)[0].strip() == str(parent.pid).encode()
+        with locked(path):
+            pass
+    finally:
+        os.killpg(parent.pid, signal.SIGKILL)
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def arguments(tmp_path: Path, *more: str) -> list[str]:
+    path = tmp_path / "small.yaml"
+    path.write_text(small(name="small").to_yaml())
+    return ["train", str(path), "--out", str(tmp_path / "runs"), "--device", "cpu", *more]
+
+
+def test_the_command_trains_stops_with_75_and_goes_on(tmp_path):
+    stopped = CliRunner().invoke(app, arguments(tmp_path, "--max-minutes", "0"))
+    assert stopped.exit_code == PREEMPTED and "the same command goes on" in stopped.output
+    done = CliRunner().invoke(app, arguments(tmp_path))
+    assert done.exit_code == 0, done.output
+    assert "best: epoch" in done.output and "advnorm evaluate" in done.output
+    again = CliRunner().invoke(app, ["train", str(tmp_path / "runs/small-seed0/config.yaml"), "--out", str(tmp_path)])
+    assert again.exit_code == 0
+    assert Run(tmp_path / "small-seed0").metrics() == Run(tmp_path / "runs/small-seed0").metrics()
+
+
+def test_a_bad_command_is_one_line_with_status_2_and_makes_nothing(tmp_path):
+    command = [sys.executable, "-m", "advnorm", "train", "--set", "norm=dualbn", "epochs=0", "--out", "runs"]
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: bad configuration: unknown norm 'dualbn', did you mean 'dual_bn'?; epochs")
+    assert done.stderr.count("\n") == 1 and list(tmp_path.iterdir()) == []
+
+
+def terminal(command: list[str], cwd: Path, act) -> tuple[int, str]:
+    """Run a command in a terminal of 80 columns; ``act(process, text so far)`` may send signals."""
+    lead, follow = pty.openpty()
+    environment = {**ENVIRONMENT, "COLUMNS": "80", "LINES": "24", "TERM": "xterm-256color"}
+    process = subprocess.Popen(command, cwd=cwd, env=environment, stdout=follow, stderr=follow, stdin=follow)
+    os.close(follow)
+    text, end = b"", time.monotonic() + 120
+    while time.monotonic() < end:
+        if select.select([lead], [], [], 0.1)[0]:
+            try:
+                text += os.read(lead, 65536)
+            except OSError:
+                break
+        act(process, text.decode(errors="replace"))
+    os.close(lead)
+    return process.wait(timeout=30), text.decode()
+
+
+def plain(text: str) -> str:
+    """Without the codes that move the cursor and set colours."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+def test_the_bar_fits_into_80_columns_and_an_interrupt_leaves_the_terminal_fine(tmp_path):
+    def interrupt(process, text):
+        if "left" in re.sub(r"-:--:-- left", "", plain(text)) and not sent:
+            sent.append(process.send_signal(signal.SIGINT))
+
+    sent: list[None] = []
+    settings = ["norm=dual_bn", "epochs=400", "objective.kl_weight=1"]
+    command = [sys.executable, "-m", "advnorm", *arguments(tmp_path, "--set", *settings)]
+    code, text = terminal(command, tmp_path, interrupt)
+    assert code == 130, text
+    assert text.count("\x1b[?25h") == text.count("\x1b[?25l") == 1, "the cursor is hidden and shown again"
+    lines = re.split(r"[\r\n]+", plain(text))
+    assert max(map(len, lines)) <= 80 and "…" not in text
+    bars = [part for part in lines if "images/s" in part]
+    assert re.search(r"epoch \d+/400 .* +\d+/1600 [\d,]+ images/s \d:\d\d:\d\d left", bars[-1]), bars[-1]
+    assert re.search(r"loss \d\.\d{3}  clean_ce \d\.\d{3}  adv_ce \d\.\d{3}  kl \d\.\d{3}  clean \d+\.\d%", plain(text))
+    assert not [part for part in lines if re.fullmatch(r".*[a-z_]+ *", part) and "loss" in part], "a name at its end"
+    assert "interrupted; the same command goes on from the last checkpoint" in text
+
+
+def test_a_line_of_the_log_is_for_people():
+    row = {"epoch": 7, "step": 70, "lr": 0.1, "loss": 1.23456, "adv_ce": 2.0, "adv_accuracy": 0.5}
+    assert line(row, 5.25) == "epoch   7  loss 1.235  adv_ce 2.000  adv 50.0%  | 5.2 s"
+    row["held_out"] = {"clean": 0.9, "pgd10": 0.4, "score": 1.3}
+    assert folded("loss 1.0  adv 2.0  | end", 17) == "loss 1.0  adv 2.0\n| end"
+    assert line(row, 5.25).endswith("adv 50.0%  | held out: clean 90.0%  pgd10 40.0%  | 5.2 s")
+
+
+def test_metrics_that_were_cut_short_are_left_out(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"epoch": 1}\n{"epo')
+    assert Run(tmp_path).metrics() == [{"epoch": 1}]
+    assert Run(tmp_path / "none").metrics() == []
+    journal = Journal(tmp_path, active=True)
+    journal.cut(13)
+    assert journal.size() == 13
