@@ -6,12 +6,7 @@ from typing import Any
 
 from advnorm.norms import routed_modules
 from advnorm.norms.plan import Plan
-from advnorm.objectives import Cross, Objective
-
-
-def learning(objective: Objective) -> tuple[str, ...]:
-    """The domains whose loss is trained on: in Cross-AT the clean images are only forwarded."""
-    return ("adv",) if isinstance(objective, Cross) else objective.trained_domains()
+from advnorm.objectives import Objective
 
 
 def leaves_banks_unused(objective: Objective) -> bool:

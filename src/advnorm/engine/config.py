@@ -23,13 +23,14 @@ import yaml
 
 from advnorm._core import records
 from advnorm._core.errors import ConfigError, did_you_mean, raise_all
-from advnorm.attacks import PGD
+from advnorm.attacks import PGD, Attack
 from advnorm.attacks import get as get_attack
 from advnorm.attacks.pgd import Keep, Start, Target
 from advnorm.data.catalogue import DATASETS
+from advnorm.engine.mixing import Mix
 from advnorm.models import create_model
 from advnorm.norms import Mode, RoutedNorm
-from advnorm.objectives import OBJECTIVES
+from advnorm.objectives import OBJECTIVES, REGULARIZERS, SECOND_PASSES
 from advnorm.threat import Norm, ThreatModel, parse_length
 
 T = TypeVar("T")
@@ -127,6 +128,8 @@ def _words(hint: Any) -> str:
         return " or ".join(map(repr, members))
     if origin is tuple:
         return f"a list whose items are each {_words(members[0])}"
+    if hint is Named:
+        return "a name, or a mapping with a name and options"
     words = {bool: "true or false", int: "an integer", float: "a finite number", str: "a printable string"}
     return words.get(hint, "none" if hint is NoneType else "a mapping of settings")
 
@@ -294,6 +297,7 @@ def _overridden(settings: Mapping[Any, Any], overrides: Sequence[str]) -> tuple[
         else:
             before = changed.get(whole, _IN_PARTS[whole])
             before = {"name": before} if isinstance(before, str) else before
+            before = {} if before is None else before
             if isinstance(before, Mapping):  # else its own problem is told
                 changed[whole] = {**before, part: given[key]}
     return changed, problems
@@ -324,9 +328,13 @@ class AttackConfig:
         return PGD(threat=threat, seed=seed, **vars(self))
 
 
+#: The name of training's own attack among those for validation.
+TRAINING = "training"
 #: What a number may be, as an interval.
 LIMITS = {
     "epochs": "[1, inf)",
+    "budget": "[1, inf)",
+    "mix_alpha": "(0, inf)",
     "batch_size": "[1, inf)",
     "eps_warmup_epochs": "[0, inf)",
     "steps_warmup_epochs": "[0, inf)",
@@ -388,7 +396,12 @@ class Config:
     augment: Literal["none", "flip", "crop_flip"] = "none"
     held_out: int | float = 0.1  # a count or a share
 
+    mix: Mix = "none"
+    mix_alpha: float = 1.0
+
     objective: Named = Named("hybrid")
+    regularizer: Named | None = None  # ligs (paper D, fig. 5)
+    second_pass: Named | None = None  # apart, sam, apart_sam, awp (paper B)
     threat: Norm = "Linf"
     eps: float | str = "8/255"
     attack: AttackConfig = AttackConfig()
@@ -396,6 +409,7 @@ class Config:
     steps_warmup_epochs: int = 0
 
     epochs: int = 10
+    budget: int = 1  # times the epochs, and all that counts in epochs (paper B, table 1)
     batch_size: int = 128  # of all ranks together; in training the rest of an epoch that fills no batch is left out
 
     optimizer: Literal["sgd", "adam", "adagrad"] = "sgd"
@@ -424,7 +438,7 @@ class Config:
     compile: Literal["auto"] | bool = "auto"
 
     validate_every: int = 1
-    validation_attack: str = "pgd10"
+    validation_attack: str = "pgd10"  # a name, or "training": its own attack
     validation_images: int | None = None
 
     seed: int = 0
@@ -457,6 +471,7 @@ class Config:
             problems += self._model_problems(fine)
         if fine("objective"):
             problems += self._objective_problems(fine)
+        problems += self._extra_problems(fine)
         if fine("data"):
             problems += self._data_set_problems()
         if fine("name") and self.name is not None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", self.name):
@@ -496,6 +511,10 @@ class Config:
             return problems
         if fine("sync_statistics") and self.sync_statistics:
             problems.append(f"norm {self.norm!r} has no batch statistics to synchronize; use sync_statistics=False")
+        if fine("second_pass") and self.second_pass is not None and self.second_pass.name in ("apart", "apart_sam"):
+            problems.append(
+                f"norm {self.norm!r} has no batch statistics to perturb; use second_pass=sam or another norm"
+            )
         if fine("running_epochs") and self.running_epochs > 0:
             problems.append(f"norm {self.norm!r} has no running statistics; use running_epochs=0")
         return problems
@@ -509,6 +528,36 @@ class Config:
         if problems or not fine("norm", "norm_options"):
             return problems
         return kind.problems(self.norm, self.norm_options, **objective.options)
+
+    def _extra_problems(self, fine: Callable[..., bool]) -> list[str]:
+        """What is wrong with the regularizer, the second pass and the mixing of images."""
+        problems = []
+        for label, registry in (("regularizer", REGULARIZERS), ("second_pass", SECOND_PASSES)):
+            named = getattr(self, label)
+            if not fine(label) or named is None:
+                continue
+            if named.name not in registry:
+                hint = did_you_mean(named.name, [*registry, "none"])
+                problems.append(f"unknown {label.replace('_', ' ')} {_shown(named.name)}{hint}")
+                continue
+            kind = registry.get(named.name)
+            fitted, bad = _with_options(label, named, kind.options(), {})
+            object.__setattr__(self, label, fitted)
+            problems += bad or [f"{label}: {problem}" for problem in kind.setting_problems(**fitted.options)]
+            if not bad and fine("batch_size"):
+                samples = fitted.options.get("samples", 1)
+                if isinstance(samples, int) and samples > self.batch_size:
+                    problems.append(f"second_pass.samples ({samples}) is more than batch_size ({self.batch_size})")
+        if fine("mix", "objective") and self.mix != "none" and self.objective.name in OBJECTIVES:
+            if OBJECTIVES.get(self.objective.name).needs_attack:
+                problems.append(
+                    f"mix={self.mix!r} gives soft labels, and the attack of objective {self.objective.name!r} needs "
+                    "hard ones; use objective='standard' or mix='none'"
+                )
+            shift = self.regularizer.options.get("shift") if fine("regularizer") and self.regularizer else None
+            if shift in ("fgsm", "pgd"):
+                problems.append(f"mix={self.mix!r} gives soft labels; use regularizer.shift=gaussian or uniform")
+        return problems
 
     def _data_set_problems(self) -> list[str]:
         if self.data.name not in DATASETS:
@@ -589,12 +638,24 @@ class Config:
                 problems.append(f"attack: {_told(error)}")
         if fine("validation_attack"):
             try:
-                get_attack(self.validation_attack, threat=threat)
+                if self.validation_attack != TRAINING:
+                    get_attack(self.validation_attack, threat=threat)
             except ValueError as error:  # a ConfigError, or a number in the name that is none
                 problems.append(f"validation_attack: {error}")
         return problems
 
     # -- what it means ---------------------------------------------------------------------------------------------
+
+    def scaled(self) -> Config:
+        """The same training with its budget worked in: epochs, decay points and warm-ups that many times as long."""
+        times = self.budget
+        counted = ("epochs", "warmup_epochs", "eps_warmup_epochs", "steps_warmup_epochs", "running_epochs")
+        return replace(
+            self,
+            budget=1,
+            milestones=tuple(times * milestone for milestone in self.milestones),
+            **{name: times * getattr(self, name) for name in counted},
+        )
 
     def build_attack(self, epoch: int | None = None) -> PGD:
         """The attack of training in an epoch, counted from 0; without an epoch, after all warm-ups.
@@ -606,6 +667,12 @@ class Config:
         threat = ThreatModel(norm=self.threat, eps=parse_length(self.eps) * (done / whole))
         done, whole = _warmed(self.steps_warmup_epochs, epoch)
         return replace(self.attack, steps=-(-self.attack.steps * done // whole)).build(threat, seed=self.seed)
+
+    def build_validation_attack(self) -> Attack:
+        """The attack on held-out images: one by name, or that of training, after all warm-ups."""
+        if self.validation_attack == TRAINING:
+            return self.build_attack()
+        return get_attack(self.validation_attack, threat=ThreatModel(norm=self.threat, eps=self.eps), seed=self.seed)
 
     @property
     def digest(self) -> str:
@@ -658,6 +725,8 @@ class Config:
 #: Settings whose parts can be set one by one, as ``attack.steps=20``, with their defaults.
 _IN_PARTS: dict[str, Any] = {
     "norm_options": {},
+    "regularizer": {},
+    "second_pass": {},
     **{f.name: _thawed(f.default) for f in fields(Config) if isinstance(f.default, Named | AttackConfig)},
 }
 

@@ -25,16 +25,17 @@ from advnorm.data import FolderData, ImageData, load, make_loader, split_held_ou
 from advnorm.data.loader import Batch
 from advnorm.engine import checkpoint
 from advnorm.engine.accelerate import Precision, capture_attack, compile_network, forwards, room_for_variants
-from advnorm.engine.banks import learning, leaves_banks_unused, routing
+from advnorm.engine.banks import leaves_banks_unused, routing
 from advnorm.engine.config import Config
 from advnorm.engine.ema import Ema
 from advnorm.engine.journal import Clock, Journal
+from advnorm.engine.mixing import mixed
 from advnorm.engine.optim import learning_rate, make_optimizer, only_norms
 from advnorm.engine.partial import environment
 from advnorm.engine.ranks import Ranks, TrainingError, placed
 from advnorm.engine.run import Run, build_model, described, part, start_from
 from advnorm.engine.validation import Validation
-from advnorm.objectives import OBJECTIVES, Objective, Step
+from advnorm.objectives import OBJECTIVES, REGULARIZERS, SECOND_PASSES, Objective, Step
 
 #: Exit status of a run that was told to stop before its end: try again later (EX_TEMPFAIL of sysexits.h).
 PREEMPTED = 75
@@ -88,7 +89,7 @@ def train(
         if ranks.agreed(int(run.finished)):
             return run
         journal = Journal(run.folder, active=ranks.lead, progress=progress, tensorboard=tensorboard)
-        loop = Loop(run, config, data, ranks, journal, workers=workers)
+        loop = Loop(run, config.scaled(), data, ranks, journal, workers=workers)
         ranks.lead_does(lambda: stack.enter_context(run.claimed(config, about)))
         if loop.precision != "bf16":
             stack.enter_context(float32_as("tf32" if loop.precision == "tf32" else "ieee", ranks.device))
@@ -155,6 +156,7 @@ class Loop:
             channels_last=channels_last,
             workers=workers,
         )
+        self.classes = data.num_classes
         self._seed(config.seed)
         self.model = build_model(config, described(data))
         if config.weights is not None and not checkpoint.exists(run.checkpoints, "last"):
@@ -170,15 +172,15 @@ class Loop:
                 held_out,
                 config,
                 ranks,
-                trained=learning(self.objective),
+                trained=self.objective.learned_domains(),
                 precision=self.precision,
                 channels_last=channels_last,
                 workers=workers,
             )
         if self.compiled:
-            compile_network(self.objective, journal.say)
+            compile_network(self.objective.bare, journal.say)
             if on_cuda and self.objective.attack is not None:
-                capture_attack(self.objective, journal.say)
+                capture_attack(self.objective.bare, journal.say)
         self.wrapped: nn.Module = self.objective
         if ranks.world > 1:
             # Statistics that are not synchronized are rank 0's before each step, as a checkpoint has them.
@@ -269,8 +271,17 @@ class Loop:
             group["lr"] = lr
         # What the model itself draws (dropout) depends on the step alone, so that there is no state to keep.
         self._seed((config.seed << 32) + self.step * self.ranks.world + self.ranks.rank)
+        x, y = mixed(
+            config.mix,
+            batch.x,
+            batch.y,
+            classes=self.classes,
+            alpha=config.mix_alpha,
+            seed=config.seed,
+            step=self.step,
+        )
         with forwards(self.precision, self.ranks.device):
-            step: Step = self.wrapped(batch.x, batch.y, index=batch.index)
+            step: Step = self.wrapped(x, y, index=batch.index)
         self.optimizer.zero_grad(set_to_none=True)
         step.loss.backward()
         if config.grad_clip is not None:
@@ -308,7 +319,9 @@ class Loop:
         """Add up the step's terms and hits, on the device: a look at them every step would make it wait."""
         seen = {"loss": step.loss.detach(), **step.terms}
         for domain, logits in step.logits.items():
-            seen[f"{domain}_accuracy"] = (logits.argmax(1) == step.labels[domain]).double().mean()
+            labels = step.labels[domain]
+            labels = labels if labels.dim() == 1 else labels.argmax(1)  # soft ones: the class of the larger share
+            seen[f"{domain}_accuracy"] = (logits.argmax(1) == labels).double().mean()
         if not self.sums:
             self.sums = {name: torch.zeros((), dtype=torch.float64, device=self.ranks.device) for name in seen}
         for name, value in seen.items():
@@ -432,8 +445,8 @@ class Loop:
             "best": self.best,
             "objective": f"{type(self.objective).__name__}({self.objective.extra_repr()})",
             "attack": None if self.objective.attack is None else repr(self.objective.attack),
-            "layout": getattr(self.objective, "layout", None),
-            "trained_domains": list(learning(self.objective)),
+            "layout": getattr(self.objective.bare, "layout", None),
+            "trained_domains": list(self.objective.learned_domains()),
             "routing": routing(self.objective),
             "steps": self.total,
             "running_statistics_epochs": config.running_epochs,
@@ -467,4 +480,9 @@ def build_objective(config: Config, model: nn.Module) -> Objective:
     """The objective of a configuration on a model."""
     kind = OBJECTIVES.get(config.objective.name)
     attack = config.build_attack() if kind.needs_attack else None
-    return kind(model, attack, label_smoothing=config.label_smoothing, **config.objective.options)
+    objective = kind(model, attack, label_smoothing=config.label_smoothing, **config.objective.options)
+    if config.regularizer is not None:
+        objective = REGULARIZERS.get(config.regularizer.name)(objective, **config.regularizer.options)
+    if config.second_pass is not None:
+        objective = SECOND_PASSES.get(config.second_pass.name)(objective, **config.second_pass.options)
+    return objective

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import advnorm.attacks as attack_names
 from advnorm._core.precision import float32_as
 from advnorm.attacks import attacked
 from advnorm.data import FolderData, ImageData, make_loader
@@ -17,7 +16,6 @@ from advnorm.engine.accelerate import Precision, forwards
 from advnorm.engine.config import Config
 from advnorm.engine.ranks import Ranks
 from advnorm.norms import domains
-from advnorm.threat import ThreatModel
 
 #: Images at a time, per process.
 BATCH = {"cpu": 250, "cuda": 1000}
@@ -45,8 +43,7 @@ class Validation:
         self.ranks, self.trained = ranks, trained
         self.precision: Precision = precision
         self.name = config.validation_attack
-        threat = ThreatModel(norm=config.threat, eps=config.eps)
-        self.attack = attack_names.get(self.name, threat=threat, seed=config.seed)
+        self.attack = config.build_validation_attack()
         self.images = len(data) if config.validation_images is None else min(config.validation_images, len(data))
         self.loader = make_loader(
             data.take(torch.arange(self.images)),

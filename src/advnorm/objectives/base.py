@@ -140,6 +140,15 @@ class Objective(nn.Module):
         """The domains whose parameters get a gradient in each step."""
         return self.domains
 
+    def learned_domains(self) -> tuple[str, ...]:
+        """The domains whose loss is trained on."""
+        return self.trained_domains()
+
+    @property
+    def bare(self) -> Objective:
+        """The objective inside all wrappers, which makes the forwards."""
+        return self
+
     @property
     def attack(self) -> Attack | None:
         """What makes the adversarial images; a training may change it from epoch to epoch."""

@@ -224,6 +224,9 @@ class Cross(DualDomain):
     def weights(self, clean: int, adv: int) -> dict[str, float]:
         return {"adv_ce": 1.0}
 
+    def learned_domains(self) -> tuple[str, ...]:
+        return ("adv",)
+
 
 class Trades(DualDomain):
     """``L_CE(x, y) + β max_δ KL(f(x) || f(x + δ))`` (Zhang et al. 2019; paper C, eq. 2).

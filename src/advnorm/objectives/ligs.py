@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from advnorm._core.errors import ConfigError, did_you_mean, raise_all
+from advnorm._core.registry import Registry
 from advnorm._core.seeding import ImageNoise
 from advnorm.attacks.base import logits_of
 from advnorm.attacks.pgd import FGSM, PGD
@@ -101,3 +102,8 @@ class Ligs(Wrapper):
 
     def extra_repr(self) -> str:
         return f"weight={self.weight}, shift={self.shift!r}, size={self.size}"
+
+
+#: Regularizers by name, for configurations and listings.
+REGULARIZERS: Registry[type[Ligs]] = Registry("regularizer")
+REGULARIZERS.add("ligs", Ligs)

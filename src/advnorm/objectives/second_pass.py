@@ -40,6 +40,11 @@ class SecondPass(Wrapper):
             )
         super().__init__(objective)
 
+    @classmethod
+    def setting_problems(cls, **settings: Any) -> list[str]:
+        """What is wrong with the settings of the method."""
+        return []
+
     #: Radius of the attack on the statistics; None leaves them alone.
     radius: float | None = None
     #: Groups of the second pass with statistics of their own.
@@ -125,7 +130,7 @@ class Apart(SecondPass):
     """
 
     def __init__(
-        self, objective: Objective, *, radius: float = 0.1, samples: float = 1.0, groups: int = 1, **unknown: Any
+        self, objective: Objective, *, radius: float = 0.1, samples: int | float = 1.0, groups: int = 1, **unknown: Any
     ) -> None:
         own = {"radius": radius, "samples": samples, "groups": groups}
         check_second_pass(type(self), **own, **unknown)

@@ -54,6 +54,13 @@ class Wrapper(Objective):
     def trained_domains(self) -> tuple[str, ...]:
         return self.objective.trained_domains()
 
+    def learned_domains(self) -> tuple[str, ...]:
+        return self.objective.learned_domains()
+
+    @property
+    def bare(self) -> Objective:
+        return self.objective.bare
+
     def images(self, x: Tensor, y: Tensor, index: Tensor | None = None) -> Images:
         return self.objective.images(x, y, index)
 
