@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 install: $(STAMP) ## make the virtual environment
 
-demo: $(STAMP) ## the main job, in a minute, on the CPU
+demo: $(STAMP) ## train, judge and report, in minutes, on the CPU
 	$(BIN)/advnorm demo
 
 test: $(STAMP) ## fast tests

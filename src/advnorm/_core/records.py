@@ -26,10 +26,17 @@ def write_json(path: Path | str, data: Any) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
+        os.chmod(name, 0o666 & ~_umask())  # as a plain open() would; mkstemp's are for the owner alone
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def read_json(path: Path) -> dict[str, Any]:

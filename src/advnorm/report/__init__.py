@@ -1,0 +1,7 @@
+"""Reports from plain data, for the terminal and as pages that need nothing else; made where there is no torch."""
+
+from advnorm.report.figures import Bars, Figure, Lines, draw
+from advnorm.report.page import Page, render
+from advnorm.report.tables import Column, Table, shown, terminal
+
+__all__ = ["Bars", "Column", "Figure", "Lines", "Page", "Table", "draw", "render", "shown", "terminal"]
