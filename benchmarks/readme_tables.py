@@ -66,8 +66,8 @@ def cifar10():
             "",
             f"CIFAR-10, {config['model']['name']}, Linf eps {config['eps']}, {config['epochs']} epochs at batch "
             f"{config['batch_size']} (a shortened schedule), last checkpoint,",
-            f"all {judged['images']:,} test images, one seed, {run['precision']} on one {run['device']}; PGD-10 with steps "
-            "of 2.5 eps / 10.",
+            f"all {judged['images']:,} test images, one seed, {run['precision']} on one {run['device']}; "
+            "PGD-10 with steps of 2.5 eps / 10.",
         ]
     )
 
