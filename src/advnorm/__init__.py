@@ -1,6 +1,6 @@
 """Adversarial training in which normalization is the subject."""
 
-from advnorm import attacks, data, objectives
+from advnorm import analysis, attacks, data, objectives
 from advnorm._core.errors import AdvnormError, ConfigError, RouteError, SurgeryError
 from advnorm.engine import (
     Config,
@@ -16,6 +16,7 @@ from advnorm.models import create_model, list_models
 from advnorm.norms import (
     Perturbation,
     checkpoint_context,
+    component,
     domains,
     likelihood,
     list_norms,
@@ -43,10 +44,12 @@ __all__ = [
     "ThreatModel",
     "accuracy_against_eps",
     "accuracy_against_steps",
+    "analysis",
     "attacks",
     "audit",
     "benchmark",
     "checkpoint_context",
+    "component",
     "convert_head",
     "convert_norm",
     "create_model",

@@ -36,6 +36,7 @@ class Kind(StrEnum):
     attacks = "attacks"
     objectives = "objectives"
     datasets = "datasets"
+    analyses = "analyses"
 
 
 @app.callback(invoke_without_command=True)
@@ -52,7 +53,7 @@ def list_things(
     kind: Annotated[Kind, typer.Argument(help="What to list.")],
     pattern: Annotated[str, typer.Argument(help="Shell pattern, for example 'dual_*'.")] = "*",
 ) -> None:
-    """List norms, models, attacks, objectives or data sets by name.
+    """List norms, models, attacks, objectives, data sets or analyses by name.
 
     Examples: `advnorm ls norms`, `advnorm ls models 'resnet*'`, `advnorm ls attacks`
     """
@@ -250,6 +251,45 @@ def audit(
         statistics=statistics,  # pyright: ignore[reportArgumentType]
         json=json,
         plot=plot,
+    )
+    raise typer.Exit(code)
+
+
+@app.command()
+def analyze(
+    name: Annotated[str, typer.Argument(help="See `advnorm ls analyses`.")],
+    runs: Annotated[list[Path], typer.Argument(help="Folder of a training run, for some analyses several.")],
+    out: Annotated[Path, typer.Option(help="Folder for the figure (SVG, PNG) and its data (JSON).")] = Path("analysis"),
+    options: Annotated[list[str] | None, typer.Option("--set", help="key=value options of the analysis.")] = None,
+    checkpoint: Checkpoint = None,
+    data_dir: DataDir = None,
+    attack: Annotated[str | None, typer.Option(help="By name; default: the attack of training.")] = None,
+    eps: Eps = None,
+    limit: Limit = 1000,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images at a time.")] = 256,
+    device: Device = None,
+    seed: Seed = 0,
+) -> None:
+    """Measure and draw what goes on inside a trained network.
+
+    Example: `advnorm analyze domain_gap runs/NAME --data-dir data --out figures`
+    """
+    from advnorm.cli.analyze import analyze as run
+
+    code = run(
+        console,
+        name,
+        runs,
+        out=out,
+        options=options or (),
+        checkpoint=checkpoint,  # pyright: ignore[reportArgumentType]
+        data_dir=data_dir,
+        attack=attack,
+        eps=eps,
+        limit=limit,
+        batch_size=batch_size,
+        device=device,
+        seed=seed,
     )
     raise typer.Exit(code)
 

@@ -6,6 +6,7 @@ import torch
 from rich.table import Table
 
 from advnorm._core.errors import ConfigError
+from advnorm.analysis import ANALYSES
 from advnorm.attacks import ATTACKS, list_attacks
 from advnorm.bench.autoattack import AutoAttackBenchmark
 from advnorm.bench.norms import LIMITS, NormBenchmark
@@ -69,6 +70,15 @@ def datasets(pattern: str) -> Table:
     for name in _matching(DATASETS.names(pattern), pattern, "data set"):
         source = DATASETS.get(name)
         table.add_row(name, source.summary, ", ".join(source.splits), ", ".join(source.options))
+    return table
+
+
+def analyses(pattern: str) -> Table:
+    """Every analysis with what it shows and where it comes from."""
+    table = Table("analysis", "what it shows", "runs", "paper", title="analyses", title_justify="left")
+    for name in _matching(ANALYSES.names(pattern), pattern, "analysis"):
+        analysis = ANALYSES.get(name)
+        table.add_row(name, analysis.summary, "several" if analysis.several else "one", analysis.paper)
     return table
 
 
