@@ -15,6 +15,8 @@ from advnorm._core.errors import ConfigError
 from advnorm.attacks import PGD
 from advnorm.engine import config as module
 from advnorm.engine.config import LIMITS, AttackConfig, Config, Named, explain, load_config
+from advnorm.engine.text import Dumper, parse_yaml
+from advnorm.engine.values import fitted, hints
 from advnorm.norms import list_norms
 from advnorm.objectives import OBJECTIVES, list_objectives
 
@@ -127,7 +129,7 @@ def test_a_good_value_is_kept_as_it_is_and_survives_every_round_trip(name, value
 def check_round_trips(config):
     assert Config.from_dict(config.to_dict()) == config
     assert Config.from_dict(json.loads(json.dumps(config.to_dict(), allow_nan=False))) == config
-    assert Config.from_dict(module._parse_yaml(config.to_yaml())) == config
+    assert Config.from_dict(parse_yaml(config.to_yaml())) == config
     assert eval(repr(config), {"Config": Config, "AttackConfig": AttackConfig, "Named": Named}) == config
     assert pickle.loads(pickle.dumps(config)) == config
     assert replace(config) == config and hash(replace(config)) == hash(config)
@@ -159,14 +161,14 @@ def unfit(hint):
         b"x",
     ):
         try:
-            module._fitted("x", hint, value)
+            fitted("x", hint, value)
         except ConfigError:
             yield value
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_value_of_another_type_is_refused_by_the_name_of_the_setting(name):
-    values = list(unfit(module._hints(Config)[name]))
+    values = list(unfit(hints(Config)[name]))
     assert len(values) >= 8
     for value in values:
         assert name in problem(**{name: value})
@@ -187,14 +189,14 @@ def test_a_value_of_another_type_is_refused_by_the_name_of_the_setting(name):
 )
 def test_nothing_is_taken_for_another_type(hint, value):
     with pytest.raises(ConfigError):
-        module._fitted("x", hint, value)
+        fitted("x", hint, value)
 
 
 @pytest.mark.parametrize("name", LIMITS)
 def test_the_ends_of_every_range_are_told_apart(name):
     limit = LIMITS[name]
     low, high = map(float, limit[1:-1].split(","))
-    whole = int in (hints := module._hints(Config)[name], *getattr(hints, "__args__", ()))
+    whole = int in (hint := hints(Config)[name], *getattr(hint, "__args__", ()))
     number = int if whole else float
     assert f"{name} must" in problem(**{name: number(low - 1)})
     if limit[0] == "(":
@@ -576,15 +578,15 @@ def test_a_file_that_is_no_text_is_told_by_name(tmp_path):
 @given(st.text(alphabet="0123456789+-.eE_:xoyesnoOfNullTtrue~/ '\"#&*!|>[]{},", max_size=8))
 def test_any_string_survives_yaml(text):
     """As a string it must not come back as a number, and a standard reader must agree that it is a string."""
-    dumped = yaml.dump({"key": text}, Dumper=module._Dumper)
-    assert module._parse_yaml(dumped) == {"key": text}
+    dumped = yaml.dump({"key": text}, Dumper=Dumper)
+    assert parse_yaml(dumped) == {"key": text}
     assert yaml.safe_load(dumped) == {"key": text}
 
 
 @settings(deadline=None, max_examples=100, derandomize=True)
 @given(st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**63), 2**63))
 def test_any_number_survives_yaml_bit_for_bit(number):
-    back = module._parse_yaml(yaml.dump({"key": number}, Dumper=module._Dumper))["key"]
+    back = parse_yaml(yaml.dump({"key": number}, Dumper=Dumper))["key"]
     assert repr(back) == repr(number)
 
 

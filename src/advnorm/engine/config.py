@@ -1,6 +1,6 @@
 """The typed configuration of a training run: everything that determines its result, checked before anything runs.
 
-From the bottom up: values and their types, text (YAML, overrides), the settings, files.
+Values and their types are in values.py, text in text.py.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ import json
 import re
 import runpy
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar
 
 import torch
 import yaml
@@ -28,6 +26,8 @@ from advnorm.attacks import get as get_attack
 from advnorm.attacks.pgd import Keep, Start, Target
 from advnorm.data.catalogue import DATASETS
 from advnorm.engine.mixing import Mix
+from advnorm.engine.text import Dumper, overridden, read_json_file, read_yaml, text_of
+from advnorm.engine.values import Named, fit, from_mapping, inside, limit_words, shown, thawed, told, with_options
 from advnorm.models import create_model
 from advnorm.norms import Mode, RoutedNorm
 from advnorm.objectives import OBJECTIVES, REGULARIZERS, SECOND_PASSES
@@ -35,272 +35,6 @@ from advnorm.threat import Norm, ThreatModel, parse_length
 
 T = TypeVar("T")
 LARGEST = sys.float_info.max  # NaN and infinity fail the comparison, and integers that are no float
-
-# -- values and their types --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, init=False, repr=False)
-class Named:
-    """A registered thing and its options: ``Named("trades", beta=6.0)``."""
-
-    name: str
-    options: dict[str, Any] = field(hash=False)
-
-    def __init__(self, name: str, /, **options: Any) -> None:
-        if "name" in options:
-            raise ConfigError(f"an option cannot be called 'name'; write Named({name!r}, ...) once")
-        object.__setattr__(self, "name", name)
-        object.__setattr__(self, "options", options)
-
-    def __repr__(self) -> str:
-        return f"Named({', '.join([repr(self.name), *(f'{key}={value!r}' for key, value in self.options.items())])})"
-
-
-def _shown(value: Any) -> str:
-    """A value in a message: short, whatever it is."""
-    try:
-        text = repr(value)
-    except Exception:  # an integer of 5000 digits, a very deep list, a foreign object
-        text = f"a value of type {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _fitted(label: str, hint: Any, value: Any) -> Any:
-    """``value`` in the type that a setting has, or an error: an int serves as float, a list as tuple, "none" as None.
-
-    The members of a union are tried in their order.
-    """
-    origin, members = get_origin(hint), get_args(hint)
-    text = value if isinstance(value, str) else None
-    if origin in (Union, UnionType):
-        if NoneType in members and (value is None or text == "none"):
-            return None
-        for member in members:
-            try:
-                return _fitted(label, member, value)
-            except ConfigError:
-                continue
-    elif origin is Literal:
-        if text in members:
-            return text
-    elif origin is tuple:
-        if isinstance(value, list | tuple):
-            return tuple(_fitted(label, members[0], item) for item in value)
-    elif hint is bool:
-        if isinstance(value, bool):
-            return value
-    elif hint is int:
-        if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63:
-            return int(value)
-    elif hint is float:
-        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST:
-            return float(value)
-    elif hint is str:
-        if text is not None and text.isprintable():
-            return str(text)
-    elif hint is Named:
-        return _named(label, value)
-    elif origin is dict:
-        if isinstance(value, Mapping):
-            return _plain(label, value)
-    elif hint is Any:
-        return _plain(label, value)
-    elif hint is AttackConfig:
-        if isinstance(value, AttackConfig):
-            return value
-        if isinstance(value, Mapping):
-            try:
-                return _from_mapping(AttackConfig, value)
-            except ConfigError as error:
-                raise ConfigError(f"{label}: {_told(error)}") from None
-    names = [name for member in (hint, *members) if get_origin(member) is Literal for name in get_args(member)]
-    if text is not None and names and bool not in members:
-        raise ConfigError(f"unknown {label} {_shown(value)}{did_you_mean(text, names)}")
-    raise ConfigError(f"{label} must be {_words(hint)}, got {_shown(value)}")
-
-
-def _words(hint: Any) -> str:
-    """A type, as it is called in messages."""
-    origin, members = get_origin(hint), get_args(hint)
-    if origin in (Union, UnionType):
-        return " or ".join(map(_words, members))
-    if origin is Literal:
-        return " or ".join(map(repr, members))
-    if origin is tuple:
-        return f"a list whose items are each {_words(members[0])}"
-    if hint is Named:
-        return "a name, or a mapping with a name and options"
-    words = {bool: "true or false", int: "an integer", float: "a finite number", str: "a printable string"}
-    return words.get(hint, "none" if hint is NoneType else "a mapping of settings")
-
-
-def _named(label: str, value: Any) -> Named:
-    if isinstance(value, Named):
-        value = {**value.options, "name": value.name}
-    elif isinstance(value, str):
-        value = {"name": value}
-    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
-        raise ConfigError(f"{label} must be a name, or a mapping with a name and options, got {_shown(value)}")
-    options = _plain(label, value)
-    return Named(options.pop("name"), **options)
-
-
-def _plain(label: str, value: Any, depth: int = 0) -> Any:
-    """Options as they are kept: None, booleans, numbers, strings, and tuples and dictionaries of them."""
-    if isinstance(value, list | tuple) and depth < 5:
-        return tuple(_plain(label, item, depth + 1) for item in value)
-    if isinstance(value, Mapping) and depth < 5:
-        odd = [key for key in value if not (isinstance(key, str) and key.isidentifier())]
-        if odd:
-            raise ConfigError(
-                f"{label}: the name of an option is made of letters, digits and '_', got {_shown(odd[0])}"
-            )
-        return {str(key): _plain(f"{label}.{key}", item, depth + 1) for key, item in value.items()}
-    for kind in (NoneType, bool, int, float, str):
-        if isinstance(value, kind):
-            return None if value is None else _fitted(label, kind, value)
-    raise ConfigError(f"{label} must be made of numbers, strings and short lists, got {_shown(value)}")
-
-
-def _thawed(value: Any) -> Any:
-    """The same in JSON's types."""
-    if isinstance(value, Named):
-        return {"name": value.name, **_thawed(value.options)}
-    if isinstance(value, AttackConfig):
-        return {key: _thawed(item) for key, item in vars(value).items()}
-    if isinstance(value, Mapping):
-        return {key: _thawed(item) for key, item in value.items()}
-    return [_thawed(item) for item in value] if isinstance(value, tuple) else value
-
-
-_hints = lru_cache(get_type_hints)
-
-
-def _fit(settings: Any) -> dict[str, str]:
-    """Bring every field of a frozen dataclass into its type; the problems by field."""
-    problems = {}
-    for name, hint in _hints(type(settings)).items():
-        try:
-            object.__setattr__(settings, name, _fitted(name, hint, getattr(settings, name)))
-        except ConfigError as error:
-            problems[name] = str(error)
-    return problems
-
-
-def _from_mapping(kind: type[T], settings: Mapping[Any, Any], problems: Sequence[str] = ()) -> T:
-    """A dataclass from a mapping; unknown keys, problems found before and those of the values in one error."""
-    known = [f.name for f in fields(kind)]  # pyright: ignore[reportArgumentType]
-    problems = list(problems)
-    for key in settings:
-        if key not in known:
-            hint = did_you_mean(key if isinstance(key, str) else _shown(key), known)
-            problems.append(f"unknown setting {_shown(key)}{hint}")
-    made = None
-    try:
-        made = kind(**{key: settings[key] for key in known if key in settings})
-    except ConfigError as error:
-        problems.append(_told(error))
-    raise_all(problems, "bad configuration")
-    assert made is not None
-    return made
-
-
-def _told(error: ConfigError) -> str:
-    """An error's problems without its heading."""
-    return re.sub(r"\Abad [\w ]+: ", "", str(error))
-
-
-# -- text --------------------------------------------------------------------------------------------------------------
-
-
-def _scalar(text: str) -> Any:
-    """A plain scalar by the rules of YAML 1.2: ``1e-3`` is a number; ``yes``, ``010:30`` and ``16/255`` are strings."""
-    if text in ("", "~", "null", "Null", "NULL"):
-        return None
-    if text in ("true", "True", "TRUE", "false", "False", "FALSE"):
-        return text.lower() == "true"
-    if re.fullmatch(r"[-+]?[0-9]{1,30}", text):
-        return int(text)
-    if re.fullmatch(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", text):
-        return float(text)
-    return text
-
-
-def _parse_yaml(text: str) -> Any:
-    """Plain data only. Duplicate keys, tags and aliases are refused: none of them says what it seems to say."""
-    try:
-        node = yaml.compose(text, Loader=yaml.BaseLoader)  # no constructors: nothing in a file can make an object
-        return None if node is None else _value(node, set())
-    except RecursionError:
-        raise ConfigError("nested too deeply") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}: " if mark else ""
-        raise ConfigError(f"cannot be read as YAML: {where}{getattr(error, 'problem', None) or error}") from None
-
-
-def _value(node: yaml.Node, seen: set[int]) -> Any:
-    line = f"line {node.start_mark.line + 1}"
-    if node.tag.removeprefix("tag:yaml.org,2002:") not in ("str", "seq", "map"):
-        raise ConfigError(f"{line}: tags such as {node.tag!r} are not allowed; write plain values")
-    if isinstance(node, yaml.ScalarNode):
-        return node.value if node.style else _scalar(node.value)
-    if id(node) in seen:
-        raise ConfigError(f"{line}: aliases are not allowed; write the value out")
-    seen.add(id(node))
-    if isinstance(node, yaml.SequenceNode):
-        return [_value(item, seen) for item in node.value]
-    return _unique([(key.value, _value(item, seen)) for key, item in node.value])
-
-
-def _unique(pairs: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
-    counts = Counter(str(key) for key, _ in pairs)  # a YAML key may be a list; it is told as unknown
-    raise_all([f"{_shown(key)} stands there twice; keep one" for key, n in counts.items() if n > 1], "duplicate keys")
-    return {str(key): value for key, value in pairs}
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes every string that would be read as something else."""
-
-
-_Dumper.add_representer(
-    str,
-    lambda dumper, text: dumper.represent_scalar(
-        "tag:yaml.org,2002:str", text, style=None if _scalar(text) == text else "'"
-    ),
-)
-
-
-def _overridden(settings: Mapping[Any, Any], overrides: Sequence[str]) -> tuple[dict[Any, Any], list[str]]:
-    """Settings with ``key=value`` texts applied, whole settings before their parts whatever the order; problems."""
-    if isinstance(overrides, str):
-        return dict(settings), [f"overrides are a list of texts, got the text {_shown(overrides)}; put it into a list"]
-    changed, problems, given = dict(settings), [], {}
-    for text in overrides:
-        key, equals, value = str(text).partition("=")
-        key = key.strip()
-        if not equals or not key:
-            problems.append(f"cannot read {_shown(text)}; write key=value, for example epochs=30")
-        elif key in given:
-            problems.append(f"{key} is set twice; keep one")
-        else:
-            try:
-                given[key] = _parse_yaml(value)
-            except ConfigError as error:
-                problems.append(f"{_shown(text)}: {error}")
-    for key in sorted(given, key=lambda key: key.count(".")):
-        whole, dot, part = key.partition(".")
-        if not dot:
-            changed[key] = given[key]
-        elif whole not in _IN_PARTS:
-            problems.append(f"unknown setting {key!r}{did_you_mean(whole, _IN_PARTS)}")
-        else:
-            before = changed.get(whole, _IN_PARTS[whole])
-            before = {"name": before} if isinstance(before, str) else before
-            before = {} if before is None else before
-            if isinstance(before, Mapping):  # else its own problem is told
-                changed[whole] = {**before, part: given[key]}
-    return changed, problems
 
 
 # -- the settings ------------------------------------------------------------------------------------------------------
@@ -321,7 +55,7 @@ class AttackConfig:
     statistics: Mode = PGD.statistics
 
     def __post_init__(self) -> None:
-        raise_all(list(_fit(self).values()), "bad attack")
+        raise_all(list(fit(self).values()), "bad attack")
 
     def build(self, threat: ThreatModel, *, seed: int = 0) -> PGD:
         """The attack against a threat model."""
@@ -451,7 +185,7 @@ class Config:
 
     def problems(self) -> list[str]:
         """All that is wrong, with the cure; a setting with a problem of its own is left out of the later checks."""
-        by_setting = _fit(self)
+        by_setting = fit(self)
         bad = set(by_setting)
 
         def fine(*names: str) -> bool:
@@ -460,8 +194,8 @@ class Config:
         problems = [*by_setting.values(), *self._name_problems(fine)]
         for name, limit in LIMITS.items():
             value = getattr(self, name)
-            if fine(name) and value is not None and not _inside(limit, value):
-                problems.append(f"{name} must {_limit_words(limit)}, got {value!r}")
+            if fine(name) and value is not None and not inside(limit, value):
+                problems.append(f"{name} must {limit_words(limit)}, got {value!r}")
                 bad.add(name)
         return [*problems, *self._schedule_problems(fine), *self._held_out_problems(fine), *self._attack_problems(fine)]
 
@@ -476,14 +210,14 @@ class Config:
             problems += self._data_set_problems()
         if fine("name") and self.name is not None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", self.name):
             problems.append(
-                f"name becomes that of a folder: at most 100 letters, digits, '_', '.' and '-', got {_shown(self.name)}"
+                f"name becomes that of a folder: at most 100 letters, digits, '_', '.' and '-', got {shown(self.name)}"
             )
         if fine("weights") and self.weights is not None:
             if not self.weights:
                 problems.append("weights is empty; name a .safetensors file or the folder of a run, or leave it out")
             elif Path(self.weights).suffix in (".pt", ".pth", ".ckpt", ".pkl", ".bin"):
                 problems.append(
-                    f"weights come as .safetensors or as the folder of a run, got {_shown(self.weights)}; "
+                    f"weights come as .safetensors or as the folder of a run, got {shown(self.weights)}; "
                     "pickles are never opened"
                 )
         return problems
@@ -496,12 +230,12 @@ class Config:
         if problems:
             return problems
         try:
-            parameters, statistics = _norms_of(json.dumps(_thawed((self.model, self.norm, self.norm_options))))
+            parameters, statistics = _norms_of(json.dumps(thawed((self.model, self.norm, self.norm_options))))
         except ConfigError as error:
-            return [_told(error)]
+            return [told(error)]
         except Exception as error:  # whatever a registered model says to options nobody thought of
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            return [f"cannot build {_shown(self.model)} with norm_options {_shown(self.norm_options)}: {reason}"]
+            return [f"cannot build {shown(self.model)} with norm_options {shown(self.norm_options)}: {reason}"]
         if fine("train_only", "weights") and self.train_only == "norms":
             if not parameters:
                 problems.append(f"train_only='norms' and norm {self.norm!r} has no parameters; use train_only='all'")
@@ -521,9 +255,9 @@ class Config:
 
     def _objective_problems(self, fine: Callable[..., bool]) -> list[str]:
         if self.objective.name not in OBJECTIVES:
-            return [f"unknown objective {_shown(self.objective.name)}{did_you_mean(self.objective.name, OBJECTIVES)}"]
+            return [f"unknown objective {shown(self.objective.name)}{did_you_mean(self.objective.name, OBJECTIVES)}"]
         kind = OBJECTIVES.get(self.objective.name)
-        objective, problems = _with_options("objective", self.objective, kind.options(), _NOT_OBJECTIVE_OPTIONS)
+        objective, problems = with_options("objective", self.objective, kind.options(), _NOT_OBJECTIVE_OPTIONS)
         object.__setattr__(self, "objective", objective)
         if problems or not fine("norm", "norm_options"):
             return problems
@@ -538,10 +272,10 @@ class Config:
                 continue
             if named.name not in registry:
                 hint = did_you_mean(named.name, [*registry, "none"])
-                problems.append(f"unknown {label.replace('_', ' ')} {_shown(named.name)}{hint}")
+                problems.append(f"unknown {label.replace('_', ' ')} {shown(named.name)}{hint}")
                 continue
             kind = registry.get(named.name)
-            fitted, bad = _with_options(label, named, kind.options(), {})
+            fitted, bad = with_options(label, named, kind.options(), {})
             object.__setattr__(self, label, fitted)
             problems += bad or [f"{label}: {problem}" for problem in kind.setting_problems(**fitted.options)]
             if not bad and fine("batch_size"):
@@ -561,14 +295,14 @@ class Config:
 
     def _data_set_problems(self) -> list[str]:
         if self.data.name not in DATASETS:
-            return [f"unknown data set {_shown(self.data.name)}{did_you_mean(self.data.name, DATASETS)}"]
+            return [f"unknown data set {shown(self.data.name)}{did_you_mean(self.data.name, DATASETS)}"]
         source = DATASETS.get(self.data.name)
         if "train" not in source.splits:
             trainable = [name for name in DATASETS if "train" in DATASETS.get(name).splits]
             return [f"{self.data.name} is for evaluation only; train on one of {', '.join(trainable)}"]
         parameters = inspect.signature(source.read, eval_str=True).parameters
         allowed = {name: parameters[name] for name in source.options}
-        data, problems = _with_options("data", self.data, allowed, _NOT_DATA_OPTIONS)
+        data, problems = with_options("data", self.data, allowed, _NOT_DATA_OPTIONS)
         object.__setattr__(self, "data", data)
         return problems
 
@@ -589,7 +323,7 @@ class Config:
             if fine("epochs") and not (ordered and self.milestones[0] > 0 and self.milestones[-1] < self.epochs):
                 problems.append(
                     f"milestones must increase and lie between 0 and epochs ({self.epochs}), "
-                    f"got {_shown(list(self.milestones))}"
+                    f"got {shown(list(self.milestones))}"
                 )
         if fine("schedule", "warmup_epochs") and self.schedule == "one_cycle" and self.warmup_epochs:
             problems.append(
@@ -630,12 +364,12 @@ class Config:
             try:
                 threat = ThreatModel(norm=self.threat, eps=self.eps)
             except ConfigError as error:
-                problems.append(_told(error))
+                problems.append(told(error))
         if fine("attack"):
             try:
                 self.attack.build(threat)
             except ConfigError as error:
-                problems.append(f"attack: {_told(error)}")
+                problems.append(f"attack: {told(error)}")
         if fine("validation_attack"):
             try:
                 if self.validation_attack != TRAINING:
@@ -700,11 +434,11 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; ``Config.from_dict`` gives the same configuration back, exactly."""
-        return {f.name: _thawed(getattr(self, f.name)) for f in fields(self)}
+        return {f.name: thawed(getattr(self, f.name)) for f in fields(self)}
 
     def to_yaml(self) -> str:
         """A file for :func:`load_config`."""
-        return yaml.dump(self.to_dict(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+        return yaml.dump(self.to_dict(), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> Config:
@@ -718,8 +452,8 @@ class Config:
     @classmethod
     def _overridden(cls, settings: Any, overrides: Sequence[str]) -> Config:
         if not isinstance(settings, Mapping):
-            raise ConfigError(f"a configuration is a mapping of settings, got {_shown(settings)}; write key: value")
-        return _from_mapping(cls, *_overridden(settings, overrides))
+            raise ConfigError(f"a configuration is a mapping of settings, got {shown(settings)}; write key: value")
+        return from_mapping(cls, *overridden(settings, overrides, _IN_PARTS))
 
 
 #: Settings whose parts can be set one by one, as ``attack.steps=20``, with their defaults.
@@ -727,45 +461,13 @@ _IN_PARTS: dict[str, Any] = {
     "norm_options": {},
     "regularizer": {},
     "second_pass": {},
-    **{f.name: _thawed(f.default) for f in fields(Config) if isinstance(f.default, Named | AttackConfig)},
+    **{f.name: thawed(f.default) for f in fields(Config) if isinstance(f.default, Named | AttackConfig)},
 }
-
-
-def _inside(limit: str, value: float) -> bool:
-    low, high = map(float, limit[1:-1].split(","))
-    return (low < value if limit[0] == "(" else low <= value) and (value < high if limit[-1] == ")" else value <= high)
-
-
-def _limit_words(limit: str) -> str:
-    low, high = limit[1:-1].split(", ")
-    if high != "inf":
-        return f"lie in {limit}"
-    return f"be {'above' if limit[0] == '(' else 'at least'} {low}"
 
 
 def _warmed(epochs: int, epoch: int | None) -> tuple[int, int]:
     """Which part of the full strength an epoch has, as a fraction."""
     return (1, 1) if epoch is None or epoch >= epochs else (epoch + 1, epochs + 1)
-
-
-def _with_options(
-    label: str, named: Named, allowed: Mapping[str, inspect.Parameter], elsewhere: Mapping[str, str]
-) -> tuple[Named, list[str]]:
-    """Bring options into the types of the parameters that take them; the problems."""
-    problems, options = [], {}
-    for name, value in named.options.items():
-        options[name] = value
-        if name in elsewhere:
-            problems.append(f"{label}.{name}: {elsewhere[name]}")
-        elif name not in allowed:
-            hint = did_you_mean(name, [option for option in allowed if option not in elsewhere])
-            problems.append(f"unknown option {name!r} of {named.name}{hint}")
-        else:
-            try:
-                options[name] = _fitted(f"{label}.{name}", allowed[name].annotation, value)
-            except ConfigError as error:
-                problems.append(str(error))
-    return Named(named.name, **options), problems
 
 
 @lru_cache(maxsize=256)
@@ -819,7 +521,7 @@ def load_config(source: str | Path, overrides: Sequence[str] = ()) -> Config:
     A Python file is run; it defines ``config``, a :class:`Config` or a function that returns one.
     """
     path = Path(source)
-    readers = {".yaml": _read_yaml, ".yml": _read_yaml, ".json": _read_json, ".py": _read_python}
+    readers = {".yaml": read_yaml, ".yml": read_yaml, ".json": read_json_file, ".py": read_python}
     if path.suffix not in readers:
         raise ConfigError(f"{path}: a configuration is a file that ends in {', '.join(readers)}")
     try:
@@ -828,31 +530,8 @@ def load_config(source: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path}: {error}") from error.__cause__
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise ConfigError("is no text in UTF-8") from None
-
-
-def _read_yaml(path: Path) -> Any:
-    settings = _parse_yaml(_text(path))
-    return {} if settings is None else settings
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(_text(path), object_pairs_hook=_unique)
-    except ConfigError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"cannot be read as JSON: {error}") from None
-
-
-def _read_python(path: Path) -> dict[str, Any]:
-    _text(path)  # a missing file is told as for the other kinds
+def read_python(path: Path) -> dict[str, Any]:
+    text_of(path)  # a missing file is told as for the other kinds
     try:
         config = runpy.run_path(str(path)).get("config")
         config = config() if callable(config) else config
@@ -861,5 +540,5 @@ def _read_python(path: Path) -> dict[str, Any]:
     except (Exception, SystemExit) as error:
         raise ConfigError(f"running it raised {type(error).__name__}: {error}") from error
     if not isinstance(config, Config):
-        raise ConfigError(f"must define config, a Config or a function that returns one; found {_shown(config)}")
+        raise ConfigError(f"must define config, a Config or a function that returns one; found {shown(config)}")
     return config.to_dict()
