@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from advnorm import __version__, list_models, list_norms
 from advnorm._core.errors import AdvnormError
+from advnorm.cli import app as commands
 from advnorm.cli.app import app, spelled_out
 
 
@@ -72,6 +73,25 @@ def test_an_error_is_one_line_and_exit_status_2():
     assert out.returncode == 2
     assert out.stderr.strip() == "error: bad benchmark: unknown norm 'dualbn', did you mean 'dual_bn'?"
     assert out.stdout == ""
+
+
+def test_a_crash_is_no_verdict(monkeypatch, capsys):
+    def crash(_arguments):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(commands, "app", crash)
+    with pytest.raises(SystemExit) as left:
+        commands.main()
+    assert left.value.code == 70 and "RuntimeError: a bug" in capsys.readouterr().err
+
+
+def test_a_builder_that_fails_and_a_figure_of_no_kind_are_usage_errors(tmp_path):
+    (tmp_path / "mine.py").write_text("def build():\n    raise ValueError('cannot find [my] weights')\n")
+    command = [sys.executable, "-m", "advnorm", "audit", "mine:build", "--plot", "x.xyz"]
+    out = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert out.returncode == 2 and "Traceback" not in out.stderr
+    assert "mine:build raised ValueError: cannot find [my] weights (mine.py, line 2)" in out.stderr
+    assert "x.xyz names no known kind of figure" in out.stderr
 
 
 def test_version():

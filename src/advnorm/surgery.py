@@ -171,15 +171,26 @@ def convert_head(model: nn.Module, *, domains: Sequence[str] | None = None, name
     return _perform(model, {linear: _Replace(build, "Linear -> dual_linear")}, report)
 
 
-def strip(model: nn.Module, route: str | None = None) -> nn.Module:
+def strip(model: nn.Module, route: str | None = None, *, component: str | None = None) -> nn.Module:
     """A copy of ``model`` with every routed module as the plain one that ``route`` uses, and the same outputs.
 
     The copy has no trace of routing: it exports, and where the model came from :func:`convert_norm` its state dict
     loads into the original architecture. The statistics are those that normalize ``route`` at test time.
+    ``component``: of a mixture norm this domain's Gaussian alone; by default the one that an enclosing
+    :func:`advnorm.component` fixes, and outside of one the whole mixture.
     """
     model = unwrapped(model)
-    plans = {module.plan for module in model.modules() if isinstance(module, Routed)}
+    routed = [module for module in model.modules() if isinstance(module, Routed)]
+    plans = {module.plan for module in routed}
     problems = []
+    mixtures = [module for module in routed if module.plan.mixture]
+    if component is not None and not mixtures:
+        problems.append("the model has no mixture norm to take a component of; leave component out")
+    for module in mixtures:
+        if component is not None and component not in module.plan.domains:
+            problems.append(f"unknown component {component!r}{did_you_mean(component, module.plan.domains)}")
+    if component is None and mixtures:
+        component = mixtures[0].state.component
     for plan in plans:
         if route is None and plan.routed and not plan.mixture:
             problems.append(f"{plan.name} has several branches; say which: strip(model, route={plan.domains[-1]!r})")
@@ -188,9 +199,9 @@ def strip(model: nn.Module, route: str | None = None) -> nn.Module:
     raise_all(sorted(set(problems)), "cannot strip")
     model = copy.deepcopy(model)
     if isinstance(model, Routed):
-        return _plain(model, route)
+        return _plain(model, route, component)
     replacements: dict[nn.Module, _Replace] = {
-        module: _Replace(lambda _ties, module=module: _plain(module, route))
+        module: _Replace(lambda _ties, module=module: _plain(module, route, component))
         for module in model.modules()
         if isinstance(module, Routed)
     }
@@ -308,10 +319,12 @@ def _replacement(
     return _Replace(build, f"{kind} -> {plan.name}" + (" (outputs change)" if changes else ""))
 
 
-def _plain(module: Routed, route: str | None) -> nn.Module:
+def _plain(module: Routed, route: str | None, component: str | None = None) -> nn.Module:
     """The built-in module that computes what ``module`` computes for ``route`` with stored statistics."""
     plan = module.plan
-    index = 0 if route is None else plan.index(route)
+    mixes = plan.mixture and component is None
+    domain = component if plan.mixture and component is not None else route
+    index = 0 if domain is None else plan.index(domain)
     if isinstance(module, RoutedLinear):
         weight, bias = module.bank(plan.affine[index])
         plain: Any = nn.Linear(module.in_features, module.out_features, bias=bias is not None, device="meta")
@@ -321,11 +334,11 @@ def _plain(module: Routed, route: str | None) -> nn.Module:
     if plan.statistics == "none":
         return _carry(module, nn.Identity())
     weight, bias = module.affine_bank(plan.affine[index])
-    if plan.mixture and not module.track_running_stats:
+    if mixes and not module.track_running_stats:
         raise SurgeryError(
             f"{plan.name} without running statistics computes nothing without its batch; it stays routed"
         )
-    if plan.mixture:
+    if mixes:
         means, variances, _ = zip(*(module.statistics_bank(bank) for bank in plan.statistics_banks))
         return _carry(module, MixtureNorm(torch.stack(means), torch.stack(variances), weight, bias, module.eps))
     settings: dict[str, Any] = {"eps": module.eps, "device": "meta"}

@@ -560,6 +560,8 @@ def test_bad_settings_are_told_at_once():
         ("pgd20-restarts5", attacks.PGD(threat=LINF, steps=20, restarts=5)),
         ("pgd2000-targeted", attacks.PGD(threat=LINF, steps=2000, target="random")),
         ("pgd50-dlr-worst-momentum0.9", attacks.PGD(threat=LINF, steps=50, loss="dlr", keep="worst", momentum=0.9)),
+        ("pgd10-step2", attacks.PGD(threat=LINF, steps=10, step_size="2/255")),
+        ("cw20-step0.5", attacks.PGD(threat=LINF, steps=20, loss="cw", step_size="0.5/255")),
         ("cw20", attacks.PGD(threat=LINF, steps=20, loss="cw")),
         ("fgsm", attacks.FGSM(threat=LINF)),
         ("noise-binary", attacks.RandomNoise(threat=LINF, kind="binary")),
@@ -581,6 +583,16 @@ def test_keywords_complete_a_name():
         ("pdg10", {}, "unknown attack 'pdg10', did you mean 'pgd10'"),
         ("pgd10-restart5", {}, "unknown option 'restart', did you mean 'restarts'"),
         ("pgd10-restarts", {}, "option 'restarts' needs a number"),
+        ("pgd10-restarts1.5", {}, "option 'restarts' needs a whole number, got '1.5'"),
+        ("pgd10-momentum1.2.3", {}, "option 'momentum' needs a number, got '1.2.3'"),
+        ("pgd10-restarts1.5-momentum1.2.3", {}, "'restarts' needs .*'momentum' needs"),
+        (
+            "pgd10-step2",
+            {"threat": ThreatModel(norm="L2", eps=1)},
+            "'step' is for Linf, and the threat is L2; give an attack .*step_size=",
+        ),
+        ("pgd10-step1.2.3", {}, "option 'step' needs a number"),
+        ("pgd10-step2", {"step_size": 0.1}, "the name sets 'step_size' already"),
         ("pgd10-clean5", {}, "option 'clean' takes no number"),
         ("pgd10-targeted-leastlikely", {}, "target is set twice"),
         ("fgsm3", {}, "fgsm takes no number"),
@@ -592,7 +604,7 @@ def test_keywords_complete_a_name():
 )
 def test_a_bad_name_is_refused_with_the_nearest(name, settings, message):
     with pytest.raises(ConfigError, match=message):
-        attacks.get(name, threat=LINF, **settings)
+        attacks.get(name, **{"threat": LINF, **settings})
 
 
 def test_a_threat_is_needed():

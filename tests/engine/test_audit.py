@@ -45,7 +45,7 @@ def sound_verdict(sound, data) -> Verdict:
     return quick(sound, data)
 
 
-# -- what must be called what it is (issue 3, must show 4) -------------------------------------------------------------
+# -- what must be called what it is ------------------------------------------------------------------------------------
 
 
 def test_a_soundly_trained_model_is_real(sound_verdict):
@@ -66,6 +66,28 @@ def test_logits_scaled_until_the_gradients_vanish_are_false(undefended, data):
     assert verdict.claimed > 0.9 and verdict.worst_case < 0.1
     assert {"gap", "zero gradients", "logit gap"} <= failed(verdict)
     assert any("divide them" in advice for advice in verdict.advice)
+    assert not any("KL term" in advice or "more attack steps" in advice for advice in verdict.advice)
+
+
+def test_a_masked_model_is_false_also_where_one_class_for_all_gets_more_than_pgd_leaves(undefended, data):
+    def two_classes(z):
+        return 25 * torch.stack([z[:, 7:].logsumexp(1), z[:, :7].logsumexp(1)], 1)
+
+    verdict = quick(Masked(undefended, after=two_classes), (data[0], (data[1] < 7).long()))
+    assert 0.15 < verdict.claimed < verdict.chance and verdict.worst_case <= 0.05
+    assert verdict.verdict == "false", str(verdict)
+    fives = data[1] == 5
+    verdict = quick(Masked(undefended, after=lambda z: z * 1e4), (data[0][fives], data[1][fives]))
+    assert verdict.chance == 1 and verdict.verdict == "false", str(verdict)
+
+
+@pytest.mark.parametrize("levels", [15, 16])
+def test_a_quantizer_whose_bins_are_smaller_than_eps_is_false(undefended, data, levels):
+    quantized = Masked(undefended, before=lambda x: (x * levels).round() / levels)
+    verdict = quick(quantized, data, advnorm.ThreatModel(eps=0.1))
+    assert verdict.claimed > 0.9 and verdict.claimed - verdict.worst_case > 0.15
+    assert verdict.verdict == "false" and "zero gradients" in failed(verdict), str(verdict)
+    assert any("surrogate=" in advice for advice in verdict.advice)
 
 
 def test_a_quantized_input_is_false(undefended, data):
@@ -111,10 +133,28 @@ def test_a_hybrid_trained_model_with_a_single_bn_is_false(hybrid, data):
     ],
 )
 def test_the_papers_pairs_of_pgd_and_autoattack_are_judged_as_in_the_papers(pgd, worst, expected):
+    assert decided(pgd, worst, chance=0.1) == expected
+
+
+def decided(pgd: float, worst: float, chance: float) -> str:
     judge = _Audit.__new__(_Audit)
-    judge.evidence, judge.chance, judge.right = [], 0.1, torch.ones(1000, dtype=torch.bool)
+    judge.evidence, judge.chance, judge.right = [], chance, torch.ones(1000, dtype=torch.bool)
     judge._weigh_gap(pgd / 100, worst / 100)
-    assert judge._decide(pgd / 100, worst / 100)[0] == expected
+    return judge._decide(pgd / 100, worst / 100)[0]
+
+
+@pytest.mark.parametrize(
+    ("pgd", "worst", "chance", "expected"),
+    [
+        (48, 2, 0.52, "false"),  # two classes
+        (97.8, 0, 1.0, "false"),  # one class
+        (48, 45, 0.52, "none"),  # no more than a constant answer, and PGD-10 says so
+        (9, 0, 0.1, "none"),
+        (60, 55, 0.52, "real"),
+    ],
+)
+def test_no_robustness_is_claimed_only_where_pgd_says_the_same_as_the_worst_case(pgd, worst, chance, expected):
+    assert decided(pgd, worst, chance) == expected
 
 
 # -- single signs ------------------------------------------------------------------------------------------------------
@@ -126,6 +166,7 @@ def test_a_sound_model_behind_a_quantizer_is_not_called_real_and_its_surrogate_h
     assert {"zero gradients", "transfer from surrogate"} <= failed(verdict)
     transfer = verdict.ladder[-1]
     assert transfer.attack == "from surrogate" and transfer.alone < verdict.claimed
+    assert not any("surrogate=" in advice for advice in verdict.advice)
 
 
 def test_a_model_without_gradients_is_attacked_without(undefended, data):
@@ -139,6 +180,12 @@ def test_a_model_without_gradients_is_attacked_without(undefended, data):
     assert verdict.claimed == verdict.clean
 
 
+def test_branches_without_gradients_are_reported_too(dual, data):
+    verdict = quick(Masked(dual, before=lambda x: x.detach()), data, limit=12)
+    (other,) = verdict.others.values()
+    assert other["PGD-10"] == other["clean"] >= other["worst case"]
+
+
 def test_probabilities_batch_statistics_and_randomness_are_seen(sound, data):
     few = {"limit": 24}
     assert "probabilities" in failed(quick(Masked(sound, after=lambda z: z.softmax(1)), data, **few))
@@ -148,6 +195,44 @@ def test_probabilities_batch_statistics_and_randomness_are_seen(sound, data):
     assert "random" in failed(random) and "batch" not in failed(random)
     assert "batch" in failed(quick(sound, data, statistics="batch_frozen", **few))
     assert {v.verdict for v in (by_batch, random)} == {"inconclusive"}
+    assert not any("budget" in advice for v in (by_batch, random) for advice in v.advice)
+
+
+def test_a_random_model_is_inconclusive_and_does_not_depend_on_the_callers_generator(sound, data):
+    noisy = Masked(sound, before=lambda x: x + 0.3 * torch.randn_like(x))
+    verdicts = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        verdicts.append(quick(noisy, data, limit=40))
+        assert torch.equal(before, torch.get_rng_state())
+    assert verdicts[0].record() == verdicts[1].record() != quick(noisy, data, limit=40, seed=1).record()
+    assert verdicts[0].verdict == "inconclusive" and "random" in failed(verdicts[0]), str(verdicts[0])
+    assert any("over draws" in reason for reason in verdicts[0].reasons)
+
+
+def test_an_audit_with_batch_statistics_moves_no_running_statistics(sound, data):
+    before = {name: value.clone() for name, value in sound.state_dict().items()}
+    verdict = quick(sound, data, limit=12, statistics="batch")
+    assert all(torch.equal(before[name], value) for name, value in sound.state_dict().items())
+    assert verdict.verdict == "inconclusive" and "12 images are too few" in verdict.summary()
+
+
+def test_memory_that_runs_out_during_an_audit_is_no_end(undefended, data):
+    class Large(Masked):
+        def forward(self, x):
+            if len(x) > 5:
+                raise torch.OutOfMemoryError("CUDA out of memory (pretended)")
+            return super().forward(x)
+
+    assert quick(Large(undefended), data, limit=30).claimed == quick(undefended, data, limit=30).claimed
+
+
+def test_advice_fits_the_model(undefended, data):
+    (advice,) = quick(undefended, data, limit=30).advice
+    assert "train adversarially" in advice and "branch" not in advice
+    few = quick(undefended, data, advnorm.ThreatModel(eps="2/255"), limit=12)
+    assert few.summary().startswith("INCONCLUSIVE: 12 images are too few") and few.advice == ("give more images",)
 
 
 def test_every_branch_is_reported_and_the_one_that_claims_most_is_judged(dual, data):
@@ -168,6 +253,15 @@ def test_a_norm_that_chooses_by_input_is_attacked_through_the_choice(data):
     verdict = quick(model, data, limit=16)
     (choice,) = [item for item in verdict.evidence if item.name == "choice"]
     assert choice.value == 3 and verdict.route == "as called" and verdict.verdict == "none"
+    assert list(verdict.others) == ["fixed clean", "fixed adv"] and "fixed adv" in str(verdict)
+    index = torch.arange(16) * len(data[0]) // 16
+    for domain in ("clean", "adv"):
+        with torch.no_grad(), advnorm.component(model.eval(), domain):
+            clean = (model(data[0][index]).argmax(1) == data[1][index]).double().mean().item()
+        assert verdict.others[f"fixed {domain}"]["clean"] == clean
+    with advnorm.component(model, "adv"):  # nothing is chosen any more
+        verdict = quick(model, data, limit=16)
+    assert verdict.others == {} and verdict.conditions["scopes"] == {"component": "adv"}
 
 
 def test_a_constant_model_is_none(data):
@@ -220,6 +314,49 @@ def test_an_audit_that_stopped_continues(sound, data, sound_verdict, tmp_path, m
     assert verdict.record() == {**sound_verdict.record(), **commit} == json.loads(path.read_text()) and list(
         tmp_path.iterdir()
     ) == [path]
+
+
+def test_a_finished_audit_is_read_back_and_another_one_refused(undefended, data, tmp_path):
+    model, path = Masked(undefended), tmp_path / "v.json"
+    first = quick(model, data, limit=12, record=path)
+    calls = []
+    handle = model.register_forward_pre_hook(lambda *_: calls.append(1))
+    again = quick(model, data, limit=12, record=path)
+    handle.remove()
+    assert again.record() == first.record() and str(again) == str(first) and len(calls) == 1
+    assert Verdict.load(path).record() == first.record()
+    other = Masked(undefended)
+    other.extra = nn.Parameter(torch.ones(1))
+    for change in ({"model": other}, {"seed": 1}, {"threat": advnorm.ThreatModel(eps=0.1)}, {"surrogate": undefended}):
+        with pytest.raises(ConfigError, match="v.json holds the record of another evaluation"):
+            quick(**{"model": model, "data": data, "limit": 12, "record": path, **change})
+    with pytest.raises(ConfigError, match="not the record of an audit"):
+        Verdict.of_record({"format": "x"})
+
+
+@pytest.mark.parametrize(
+    ("surrogate", "message"),
+    [
+        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(3, 10)), "the surrogate: the model fails on images"),
+        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 4)), "the surrogate: labels go up to 9"),
+        (lambda: advnorm.create_model("small_cnn", in_channels=1, norm="dual_bn"), "the surrogate: .*advnorm.strip"),
+        (lambda: Masked(nn.Flatten(), after=lambda z: z.detach()), "the surrogate: .*do not depend on the images"),
+    ],
+)
+def test_a_surrogate_that_cannot_be_attacked_is_refused_before_any_attack(undefended, data, surrogate, message):
+    calls = []
+    model = Masked(undefended, before=lambda x: calls.append(1) or x)
+    with pytest.raises(ConfigError, match=message):
+        quick(model, data, surrogate=surrogate())
+    assert len(calls) == 1
+
+
+def test_a_figure_that_cannot_be_written_is_refused(sound_verdict, tmp_path):
+    with pytest.raises(ConfigError, match="v.xyz names no known kind of figure"):
+        sound_verdict.plot(tmp_path / "v.xyz")
+    (tmp_path / "v.png").mkdir()
+    with pytest.raises(ConfigError, match="is a folder"):
+        sound_verdict.plot(tmp_path / "v.png")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from advnorm.cli import evaluate as cli
 from advnorm.cli import listing
 from advnorm.engine import BenchmarkResult, accuracy_against_eps, accuracy_against_steps, benchmark
 from advnorm.engine.case import gather
+from advnorm.engine.partial import Partial, alone
 
 THREAT = advnorm.ThreatModel(eps=0.2)
 ATTACKS = ["fgsm", "pgd10", "apgd-ce-steps10"]
@@ -111,6 +113,119 @@ def test_a_model_in_train_mode_is_judged_in_eval_mode_and_stays_as_it_was(sound,
     assert all(torch.equal(before[name], value) for name, value in sound.state_dict().items())
 
 
+def test_attacks_by_name_use_the_statistics_that_judge_and_move_none(sound, data):
+    x, y = some(data)
+    before = {name: value.clone() for name, value in sound.state_dict().items()}
+    for mode in ("batch", "batch_frozen"):
+        result = benchmark(sound, (x, y), THREAT, ["pgd10", PGD(threat=THREAT, steps=5, statistics="batch")],
+                           statistics=mode, batch_size=40)  # fmt: skip
+        clean = result.clean["as called"]
+        x_adv = PGD(threat=THREAT, statistics="batch_frozen")(sound, x[clean], y[clean], index=torch.arange(40)[clean])
+        with advnorm.attacks.attacked(sound, statistics="batch_frozen") as predict:
+            expected = torch.zeros_like(clean).masked_scatter(clean, predict(x_adv).argmax(1) == y[clean])
+        assert torch.equal(result.robust["as called"]["pgd10"], expected)
+        assert all("statistics='batch_frozen'" in attack for attack in result.attacks.values())
+        assert any(warning.startswith("batch-dependent") for warning in result.warnings)
+        steps = accuracy_against_steps(sound, (x, y), THREAT, (10,), statistics=mode, batch_size=40)
+        eps = accuracy_against_eps(sound, (x, y), THREAT, (0.2,), "pgd10", statistics=mode, batch_size=40)
+        assert steps.accuracy() == eps.accuracy() == [result.robust_accuracy("pgd10")]
+    assert all(torch.equal(before[name], value) for name, value in sound.state_dict().items())
+    assert benchmark(sound, (x, y), THREAT, "fgsm").warnings == ()
+
+
+def test_a_random_model_is_judged_by_other_draws_than_it_was_attacked_with(data):
+    class Noisy(Counting):
+        def forward(self, x):
+            draws.append(torch.rand(len(x), 10))
+            return super().forward(x) + draws[-1]
+
+    torch.manual_seed(0)
+    model, results = Noisy(), []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        draws, before = [], torch.get_rng_state()
+        results.append(benchmark(model, some(data), THREAT, ["fgsm", "pgd2", "autoattack-rand-steps2"]))
+        assert torch.equal(before, torch.get_rng_state())
+        whole = [tuple(draw.flatten().tolist()) for draw in draws[1:]]
+        assert len(set(whole)) == len(whole)  # no forward sees the draws of another
+    first, second = (without_time(result.record()) for result in results)
+    assert first == second != without_time(benchmark(model, some(data), THREAT, ["fgsm"], seed=1).record())
+    assert [warning.split(":")[0] for warning in results[0].warnings[:1]] == ["the outputs are random"]
+    assert sum("random" in warning for warning in results[0].warnings) == 1
+
+
+def test_probabilities_are_told_for_every_attack_once(data):
+    result = benchmark(Counting(lambda z: z.softmax(1)), some(data), THREAT, ["fgsm", "autoattack-steps2-queries5"])
+    assert sum("probabilities" in warning for warning in result.warnings) == 1
+
+
+def test_a_mixture_norm_is_told_and_its_components_are_judged_in_a_scope(data, tmp_path):
+    torch.manual_seed(0)
+    model = advnorm.create_model("small_cnn", in_channels=1, norm="gmm_bn")
+    with advnorm.route(model, {"clean": 64, "adv": 64}), torch.no_grad():
+        model(torch.cat([data[0][:64], 1 - data[0][:64]]))
+    with pytest.raises(ConfigError, match="a route changes nothing.*leave route out.*advnorm.component"):
+        benchmark(model, some(data), THREAT, "fgsm", ["clean", "adv"])
+    assert benchmark(model, some(data), THREAT, "fgsm").warnings[0].startswith("input-dependent: gmm_bn")
+    for domain in ("clean", "adv"):
+        with advnorm.component(model, domain):
+            found = benchmark(model, some(data), THREAT, "pgd2", record=tmp_path / f"{domain}.json")
+        expected = benchmark(advnorm.strip(model, component=domain), some(data), THREAT, "pgd2")
+        assert torch.equal(found.union(), expected.union()) and found.warnings == ()
+        assert f"inside: component {domain}" in str(found)
+    with advnorm.component(model, "adv"), pytest.raises(ConfigError, match="another evaluation"):
+        benchmark(model, some(data), THREAT, "pgd2", record=tmp_path / "clean.json")
+
+
+def test_an_attack_object_never_takes_the_place_of_a_named_one(data):
+    attacks = [PGD(threat=THREAT, loss="cw", restarts=3), "pgd10", PGD(threat=THREAT, steps=2)]
+    result = benchmark(Counting(), some(data), THREAT, attacks)
+    assert list(result.attacks) == ["pgd10 (2)", "pgd10", "pgd2"]
+    assert "loss='cw'" in result.attacks["pgd10 (2)"] and "loss='ce'" in result.attacks["pgd10"]
+
+
+def test_a_slow_attack_is_saved_in_small_parts_with_the_same_result(sound, data, monkeypatch):
+    expected = benchmark(sound, some(data), THREAT, ["pgd10", "apgd-ce-steps10"], batch_size=40)
+    saved = []
+    save = Partial.save
+    monkeypatch.setattr(Partial, "save", lambda self, key, *rest: saved.append(key) or save(self, key, *rest))
+    monkeypatch.setattr("advnorm.engine.runner.UNIT_SECONDS", 0.0)
+    result = benchmark(sound, some(data), THREAT, ["pgd10", "apgd-ce-steps10"], batch_size=40)
+    assert result.record()["verdicts"] == expected.record()["verdicts"]
+    assert 8 <= len(saved) <= 10  # of 10 images each
+    saved.clear()
+    benchmark(sound, some(data), THREAT, "pgd10", batch_size=40, statistics="batch_frozen")
+    assert len(saved) == 1  # where the others of its batch matter to an image, batches stay whole
+
+
+def test_the_table_has_whole_names_on_a_narrow_terminal(dual, data):
+    attacks = ["fgsm", "pgd2-restarts2-cw-worst", "apgd-ce-steps2", "apgd-t-steps2", "pgd2-momentum0.9"]
+    result = benchmark(dual, some(data, 8), THREAT, attacks, ["clean", "adv"])
+    console = Console(record=True, width=80, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(result.table(80))
+    lines = console.export_text().splitlines()
+    for name in ("clean", *attacks, "union"):
+        assert any(line.startswith(f"│ {name} ") for line in lines), name
+    assert "│ adv" in str(result)
+
+
+def test_a_second_process_on_one_record_is_refused(data, tmp_path):
+    path = tmp_path / "deep" / "r.json"
+    with alone(path), pytest.raises(ConfigError, match="another process is writing this record"):
+        benchmark(Counting(), some(data), THREAT, "fgsm", record=path)
+    benchmark(Counting(), some(data), THREAT, "fgsm", record=path)
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_record_that_cannot_be_written_is_refused_before_any_work(data, tmp_path):
+    (tmp_path / "file").touch()
+    for path, message in ((tmp_path, "is a folder"), (tmp_path / "file" / "r.json", "is no folder")):
+        model = Counting()
+        with pytest.raises(ConfigError, match=message):
+            benchmark(model, some(data), THREAT, "fgsm", record=path)
+        assert model.forwards <= 1
+
+
 def test_accuracy_against_steps_and_eps(sound, data):
     steps = accuracy_against_steps(sound, some(data), THREAT, (1, 5, 20))
     assert steps.values == (1, 5, 20) and steps.accuracy() == sorted(steps.accuracy(), reverse=True)
@@ -121,6 +236,9 @@ def test_accuracy_against_steps_and_eps(sound, data):
     for curve in (steps, eps):
         assert json.loads(json.dumps(curve.record()))["values"] == list(curve.values)
         assert "as called" in str(curve)
+    assert "│ 51/255 " in str(eps)
+    near = accuracy_against_eps(sound, some(data), THREAT, (0.2, 0.2 + 1e-9, "2/255", "2/255"), "pgd2")
+    assert len(near.values) == len(near.accuracy()) == 3
 
 
 # -- data --------------------------------------------------------------------------------------------------------------
@@ -179,6 +297,9 @@ def test_data_comes_in_many_forms(wrap, data):
         ({"model": lambda: torch.sin}, "must be an nn.Module"),
         ({"attacks": ["pgd10", "autoatack"]}, "did you mean 'autoattack'"),
         ({"attacks": "pgd10-restart5"}, "did you mean 'restarts'"),
+        ({"attacks": ["pgd10-restarts1.5", "pgd10-momentum1.2.3"]}, "'restarts' needs .*'momentum' needs"),
+        ({"attacks": ["pgd10-step2"], "threat": advnorm.ThreatModel(norm="L2", eps=1)}, "'step' is for Linf"),
+        ({"statistics": "frozen"}, "unknown statistics mode 'frozen'"),
         ({"attacks": []}, "no attack given"),
         ({"attacks": {"strong": PGD(threat=advnorm.ThreatModel(eps=0.5))}}, "has the threat model"),
         ({"route": "adv"}, "no routed norms"),
@@ -309,8 +430,8 @@ def test_memory_that_runs_out_halves_the_batch_and_is_told(data):
     x = data[0][:40]
     y = Counting.forward(model, x).argmax(1)  # all right
     result = benchmark(model, (x, y), weak, "pgd3", batch_size=40)
-    assert result.warnings[-2:] == tuple(
-        f"pgd3: memory did not suffice for {size} images at a time, went on with {size // 2}" for size in (40, 20)
+    assert result.warnings == tuple(
+        f"{name}: memory did not suffice for 40, 20 images at a time, went on with 10" for name in ("clean", "pgd3")
     )
     model.__class__ = Counting
     assert torch.equal(result.union(), benchmark(model, (x, y), weak, "pgd3").union())
@@ -392,6 +513,9 @@ def own_model(sound, tmp_path, monkeypatch) -> Path:
         "import advnorm\n"
         "def build():\n    return advnorm.create_model('small_cnn', in_channels=1)\n"
         "def number():\n    return 7\n"
+        "def broken():\n    raise KeyError('no weights')\n"
+        "def leaving():\n    raise SystemExit(1)\n"
+        "def dual():\n    return advnorm.create_model('small_cnn', in_channels=1, norm='dual_bn')\n"
     )
     save_file(sound.state_dict(), tmp_path / "w.safetensors")
     monkeypatch.chdir(tmp_path)
@@ -421,13 +545,16 @@ def test_evaluate_prints_the_table_of_ones_own_model(own_model, data):
 @pytest.mark.parametrize(
     ("target", "weights", "data", "message"),
     [
-        ("my_model_of_tests", None, "digits", "write module:function"),
+        ("my_model_of_tests", None, "digits", "no module:function such as"),
+        ("my_model_of_tests:broken", None, "digits", "my_model_of_tests:broken raised KeyError.*tests.py, line 7"),
+        ("my_model_of_tests:leaving", None, "digits", "leaving raised SystemExit"),
+        ("my_model_of_tests:dual", None, "digits", "say which to judge: --route clean adv"),
         ("my_modell:build", None, "digits", "no module 'my_modell'"),
         ("my_model_of_tests:bild", None, "digits", "did you mean 'build'"),
         ("my_model_of_tests:number", None, "digits", "must return an nn.Module, got int"),
         ("my_model_of_tests:build", "w.pth", "digits", "must be a .safetensors file.*save_file"),
-        ("my_model_of_tests:build", "x.safetensors", "digits", "there is no file x.safetensors"),
-        ("my_model_of_tests:build", "other.safetensors", "digits", "does not fit the model: missing: .*and 16 more"),
+        ("my_model_of_tests:build", "x.safetensors", "digits", "cannot read x.safetensors"),
+        ("my_model_of_tests:build", "other.safetensors", "digits", "does not fit the model: .*missing.* more"),
         ("my_model_of_tests:build", None, "digitz", "unknown data 'digitz'"),
         ("my_model_of_tests:build", None, "d.npz", "there is no file d.npz"),
         ("my_model_of_tests:build", None, "other.safetensors", "holds a; name the images 'x'"),
@@ -440,6 +567,29 @@ def test_a_command_that_cannot_work_says_why(own_model, target, weights, data, m
             Console(quiet=True), target, weights=None if weights is None else Path(weights), data=data,
             attacks=["fgsm"], device="cpu",
         )  # fmt: skip
+
+
+def test_all_that_is_wrong_with_a_command_is_told_at_once(own_model):
+    with pytest.raises(ConfigError) as error:
+        cli.evaluate(
+            Console(quiet=True), "my_model_of_tests:bild", data="digitz", eps="8", attacks=["pdg10", "pgd10-cv"],
+            statistics="frozen", json=own_model, device="cpu",
+        )  # fmt: skip
+    for part in ("'pgd10'", "'cw'", "'build'", "'digitz'", "'8/255'", "mode 'frozen'", "is a folder"):
+        assert part in str(error.value)
+    with pytest.raises(ConfigError) as error:
+        cli.audit(
+            Console(quiet=True), "my_model_of_tests:build", norm="L3", budget="quik", plot=Path("v.xyz"), device="cpu",
+            surrogate="my_model_of_tests:number",
+        )  # fmt: skip
+    for part in ("norm 'L3'", "'quick'", "v.xyz names no known kind", "the surrogate: .*got int"):
+        assert re.search(part, str(error.value)), part
+    with pytest.raises(ConfigError) as error:
+        cli.evaluate(Console(quiet=True), "my_model_of_tests:broken", device="cpu")
+    assert isinstance(error.value.__cause__, KeyError)
+    assert cli.evaluate(
+        Console(quiet=True), "my_model_of_tests:build", norm="l2", attacks=["fgsm"], limit=4, device="cpu"
+    ) == 0  # fmt: skip
 
 
 def test_the_table_of_attacks_lists_every_one():

@@ -25,8 +25,9 @@ class SurgeryError(AdvnormError, TypeError):
 def did_you_mean(name: object, allowed: Iterable[str]) -> str:
     """A hint for a misspelt name: ``, did you mean 'dual_bn'?`` or the list of what is allowed."""
     allowed = list(allowed)
-    close = difflib.get_close_matches(str(name), allowed, n=1, cutoff=0.6)
-    return f", did you mean {close[0]!r}?" if close else f"; allowed: {', '.join(map(repr, allowed)) or 'nothing'}"
+    folded = {option.lower(): option for option in allowed}
+    close = difflib.get_close_matches(str(name).lower(), folded, n=1, cutoff=0.6)
+    return f", did you mean {folded[close[0]]!r}?" if close else f"; allowed: {', '.join(map(repr, allowed)) or 'nothing'}"
 
 
 def raise_all(problems: Sequence[str], heading: str, kind: type[AdvnormError] = ConfigError) -> None:

@@ -30,7 +30,7 @@ from advnorm._core.seeding import ImageNoise
 from advnorm.norms import MODES, Mode, Routed, routed_modules
 from advnorm.norms import route as route_scope
 from advnorm.norms.routing import Scope
-from advnorm.threat import ThreatModel
+from advnorm.threat import Norm, ThreatModel
 
 #: Images to float32 logits ``(N, classes)``.
 Predict = Callable[[Tensor], Tensor]
@@ -299,11 +299,15 @@ def checked(predict: Predict, largest_label: int) -> Predict:
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """An option in an attack's name: which setting it sets, and to what; ``parse`` reads the number after it."""
+    """An option in an attack's name: which setting it sets, and to what; ``parse`` reads the number after it.
+
+    ``norm``: the only norm of the threat that the number is meant for.
+    """
 
     setting: str
     value: Any = None
     parse: Callable[[str], Any] | None = None
+    norm: Norm | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,6 +353,13 @@ def get(name: str, **settings: Any) -> Attack:
         build, by_name = build.func, {**build.keywords, **named}
     problems = [] if "threat" in settings else ["threat is missing; give threat=ThreatModel(eps='8/255')"]
     problems += [f"the name sets {key!r} already; change one of the two" for key in settings if key in by_name]
+    norm = getattr(settings.get("threat"), "norm", None)
+    problems += [
+        f"option {word!r} is for {option.norm}, and the threat is {norm}; give an attack in place of its name, with "
+        f"{option.setting}= of its own"
+        for word, option in family.options.items()
+        if option.norm is not None and option.setting in named and norm not in (None, option.norm)
+    ]
     if isinstance(build, type) and issubclass(build, Attack):
         known = [f.name for f in dataclasses.fields(build) if f.init]
         problems += [f"unknown setting {key!r}{did_you_mean(key, known)}" for key in settings if key not in known]
@@ -377,7 +388,11 @@ def parse_name(name: str) -> tuple[Family, dict[str, Any]]:
             elif option.setting in settings:
                 problems.append(f"{option.setting} is set twice")
             else:
-                settings[option.setting] = option.parse(number) if option.parse else option.value
+                try:
+                    settings[option.setting] = option.parse(number) if option.parse else option.value
+                except ValueError:
+                    kind = "a whole number" if option.parse is int else "a number"
+                    problems.append(f"option {word!r} needs {kind}, got {number!r}")
         raise_all(problems, f"bad attack {name!r}")
         return family, settings
     raise ConfigError(f"unknown attack {name!r}{did_you_mean(name, [*list_attacks(), *ATTACKS])}")

@@ -239,7 +239,14 @@ class FGSM(PGD):
         return self.threat.eps if self.step_size is None else parse_length(self.step_size)
 
 
+def in_255ths(number: str) -> str:
+    """The step size that a name gives: ``pgd10-step2`` has 2/255, as papers A and C have it."""
+    float(number)  # a ValueError is explained by who reads the name
+    return f"{number}/255"
+
+
 OPTIONS = {
+    "step": Option(setting="step_size", parse=in_255ths, norm="Linf"),
     "restarts": Option(setting="restarts", parse=int),
     "targeted": Option(setting="target", value="random"),
     "leastlikely": Option(setting="target", value="least_likely"),

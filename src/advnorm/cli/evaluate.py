@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,15 +15,18 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import advnorm.data as data_sets
-from advnorm._core.errors import ConfigError, did_you_mean
+from advnorm._core.errors import AdvnormError, ConfigError, did_you_mean, raise_all
+from advnorm.attacks.base import parse_name
 from advnorm.data import FolderData, ImageData
-from advnorm.engine.audit import Budget
+from advnorm.engine.audit import Budget, budget_problems, plot_problems
 from advnorm.engine.audit import audit as run_audit
+from advnorm.engine.case import branches, statistics_problems
 from advnorm.engine.checkpoint import load_weights
 from advnorm.engine.evaluate import benchmark
+from advnorm.engine.partial import unwritable
 from advnorm.engine.run import Run, Which
 from advnorm.norms import Mode
-from advnorm.threat import Norm, ThreatModel
+from advnorm.threat import NORMS, Norm, ThreatModel
 
 _NAMES = ("x", "images"), ("y", "labels")
 
@@ -46,8 +51,15 @@ def evaluate(
     json: Path | None = None,
 ) -> int:
     """Print the table of a benchmark and write its record; the exit status is 0."""
+    problems = Problems()
+    for name in attacks:
+        with problems.collected():
+            parse_name(name)
+    with problems.collected():
+        raise_all([*statistics_problems(statistics), *(unwritable(json) if json else [])], "bad command")
     case = subject(
         target,
+        problems,
         weights=weights,
         checkpoint=checkpoint,
         data=data,
@@ -56,6 +68,9 @@ def evaluate(
         norm=norm,
         device=device,
     )
+    known = branches(case.model)
+    if known and not route:
+        raise ConfigError(f"the model has several branches; say which to judge: --route {' '.join(known)}")
     result = benchmark(
         case.model,
         case.data,
@@ -69,7 +84,7 @@ def evaluate(
         limit=limit,
         statistics=statistics,
     )
-    console.print(result.table())
+    console.print(result.table(console.width))
     if json is not None:
         console.print(f"record: {json}", highlight=False)
     return 0
@@ -97,8 +112,17 @@ def audit(
     plot: Path | None = None,
 ) -> int:
     """Print the verdict with its evidence; the exit status is 0 real, 1 false, 3 inconclusive, 4 none."""
+    problems, source = Problems(), None
+    wrong = [*budget_problems(budget), *statistics_problems(statistics)]
+    wrong += [*(unwritable(json) if json else []), *(plot_problems(plot) if plot else [])]
+    with problems.collected():
+        raise_all(wrong, "bad command")
+    if surrogate is not None:
+        with problems.collected("the surrogate: "):
+            source = load_model(surrogate, weights, device)
     case = subject(
         target,
+        problems,
         weights=weights,
         checkpoint=checkpoint,
         data=data,
@@ -113,7 +137,7 @@ def audit(
         case.threat,
         route=route,
         budget=budget,
-        surrogate=None if surrogate is None else load_model(surrogate, weights, device),
+        surrogate=source,
         limit=limit,
         batch_size=batch_size,
         record=json,
@@ -144,8 +168,32 @@ class Subject:
     threat: ThreatModel
 
 
+class Problems:
+    """Errors meant for the user that wait for others, so that all are told at once."""
+
+    def __init__(self) -> None:
+        self.errors: list[tuple[str, AdvnormError]] = []
+
+    @contextmanager
+    def collected(self, label: str = "") -> Iterator[None]:
+        """Scope whose error waits."""
+        try:
+            yield
+        except AdvnormError as error:
+            self.errors.append((label, error))
+
+    def tell(self) -> None:
+        """Raise what there is."""
+        if len(self.errors) == 1 and not self.errors[0][0]:
+            raise self.errors[0][1]
+        if self.errors:
+            text = "; ".join(dict.fromkeys(f"{label}{error}" for label, error in self.errors))
+            raise ConfigError(text) from self.errors[0][1]
+
+
 def subject(
     target: str,
+    problems: Problems,
     *,
     weights: Path | None = None,
     checkpoint: Which | None = None,
@@ -157,30 +205,41 @@ def subject(
 ) -> Subject:
     """A run's model with its own test images and threat model, or ``module:function`` with those that are given.
 
-    What is given goes before what the run says.
+    What is given goes before what the run says. What is wrong comes in one error, with the ``problems`` so far.
     """
-    config = Run.open(target).config if Path(target).is_dir() else None
-    if config is None:
-        if checkpoint is not None:
-            raise ConfigError("a checkpoint is chosen for the folder of a run; for a module use --weights")
-        model = load_model(target, weights, device)
-    elif weights is not None:
-        raise ConfigError(f"{target} is a run with weights of its own; leave --weights out, or use --checkpoint")
-    else:
-        model = Run.open(target).model(checkpoint, place(device))
-    if data is None and config is not None:
-        images = pixels(data_sets.load(config.data.name, "test", data_dir, **config.data.options))
-    else:
-        images = load_data(data or "digits", data_dir)
-    threat = ThreatModel(
-        norm=norm or (config.threat if config else "Linf"), eps=eps or (config.eps if config else "8/255")
-    )
+    config = model = images = threat = None
+    with problems.collected():
+        config = Run.open(target).config if Path(target).is_dir() else None
+        if config is None:
+            if checkpoint is not None:
+                raise ConfigError("a checkpoint is chosen for the folder of a run; for a module use --weights")
+            model = load_model(target, weights, device)
+        elif weights is not None:
+            raise ConfigError(f"{target} is a run with weights of its own; leave --weights out, or use --checkpoint")
+        else:
+            model = Run.open(target).model(checkpoint, place(device))
+    with problems.collected():
+        for known in NORMS:
+            norm = known if known.lower() == str(norm).lower() else norm
+        threat = ThreatModel(
+            norm=norm or (config.threat if config else "Linf"), eps=eps or (config.eps if config else "8/255")
+        )
+    with problems.collected():
+        if data is None and config is not None:
+            images = pixels(data_sets.load(config.data.name, "test", data_dir, **config.data.options))
+        else:
+            images = load_data(data or "digits", data_dir)
+    problems.tell()
+    assert model is not None and images is not None and threat is not None
     return Subject(model=model, data=images, threat=threat)
 
 
 def place(device: str | None) -> torch.device:
     """The device that is asked for; else CUDA where there is one."""
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise ConfigError(f"unknown device {device!r}; use --device cpu or cuda") from None
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("no CUDA device here; leave --device out or use --device cpu")
     return where
@@ -204,18 +263,30 @@ def load_model(target: str, weights: Path | None = None, device: str | None = No
         raise ConfigError(
             f"no module {error.name!r} for {target!r}; run from the folder that holds it, or install it"
         ) from error
+    except (Exception, SystemExit) as error:
+        raise _raised(f"importing {name}", error) from error
     finally:
         sys.path.pop(0)
     build = getattr(module, function, None)
     if build is None:
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ConfigError(f"{name} has no {function!r}{did_you_mean(function, names)}")
-    model = build() if callable(build) and not isinstance(build, nn.Module) else build
+    try:
+        model = build() if callable(build) and not isinstance(build, nn.Module) else build
+    except (Exception, SystemExit) as error:
+        raise _raised(target, error) from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{target} must return an nn.Module, got {type(model).__name__}")
     if weights is not None:
         load_weights(model, weights)
     return model.to(where)
+
+
+def _raised(what: str, error: BaseException) -> ConfigError:
+    """An error of the user's own code, with its place."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    place = "" if last.filename == __file__ else f" ({Path(last.filename).name}, line {last.lineno})"
+    return ConfigError(f"{what} raised {type(error).__name__}: {error}{place}")
 
 
 def pixels(data: ImageData | FolderData) -> tuple[Tensor, Tensor]:

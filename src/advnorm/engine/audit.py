@@ -20,13 +20,15 @@ from torch import Tensor, nn
 import advnorm.attacks as attack_names
 from advnorm._core.errors import ConfigError, did_you_mean, raise_all
 from advnorm._core.precision import float32_as
-from advnorm._core.records import write_json
+from advnorm._core.records import digest, read_json, write_json
 from advnorm.attacks import attacked, input_gradient
 from advnorm.attacks.losses import cross_entropy
-from advnorm.engine.case import AS_CALLED, Case, Job, Runner, branches, prepare, progress_bar, unmoving
-from advnorm.engine.partial import Partial, model_fingerprint, partial_path
+from advnorm.attacks.search import Halving
+from advnorm.engine.case import AS_CALLED, Case, branches, mixing_norms, prepare, same_branch
+from advnorm.engine.partial import Partial, alone, finished, model_fingerprint, partial_path, unwritable
 from advnorm.engine.result import rendered
-from advnorm.norms import Mode, routed_modules
+from advnorm.engine.runner import Job, Outputs, Runner, progress_bar, unmoving
+from advnorm.norms import Mode, component, routed_modules
 from advnorm.threat import ThreatModel
 
 if TYPE_CHECKING:
@@ -48,6 +50,8 @@ GAP_POINTS = 8.0
 FALSE_RATIO = 0.3
 #: A gap that no sound model of the papers has, where little more than half is left: false.
 FALSE_POINTS, FALSE_POINTS_RATIO = 20.0, 0.6
+#: Where so many images have no gradient PGD-10 has measured nothing; a gap that no sound model has is then enough.
+BLIND_SHARE, BLIND_POINTS = 0.5, 15.0
 #: Below it a gap is a doubt, and with any other doubt false; sound models at eps 16/255 go down to 0.46.
 DOUBT_RATIO = 0.5
 #: PGD-10 accuracy up to which nobody claims robustness: undefended models have 0 to 2 %.
@@ -65,8 +69,6 @@ SQUARE_POINTS = 1.0
 ZERO_SHARE = 0.1
 #: Where every image can be turned grey, accuracy is at most the share of the commonest class; and these points.
 LARGE_EPS_POINTS = 3.0
-#: Relative difference of an image's logits alone and in a batch, or between two forwards, that is beyond rounding.
-SAME = 1e-3
 #: Difference of the two largest logits beyond which float32 cross-entropy loses its gradient: exp(-88) underflows.
 LOGIT_GAP = 50.0
 #: Fewer images decide nothing: 95 % of the time an accuracy is then 18 points off or less.
@@ -74,6 +76,9 @@ LEAST_IMAGES = 30
 
 #: Of right images for the statistics of gradients.
 GRADIENT_IMAGES = 256
+
+#: Signs that something stands between the attacks and the model, which more of the same attacks do not overcome.
+BLIND = frozenset({"zero gradients", "broken gradients", "logit gap", "probabilities", "random", "batch"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +114,9 @@ def _ladder(budget: Budget, classes: int) -> tuple[Rung, ...]:
     ]
     return tuple(rungs)
 
+
+#: How a Gaussian of a mixture norm that is judged alone is called.
+FIXED = "fixed "
 
 #: Images unless the caller says, spread evenly over the data; None: all.
 LIMITS: Mapping[Budget, int | None] = {"quick": 200, "standard": 1000, "full": None}
@@ -159,7 +167,8 @@ class Verdict:
     eps_curve: tuple[tuple[float, float], ...]
     #: Largest share of one class: what a constant answer gets.
     chance: float
-    #: Of the branches that were not judged: clean, PGD-10 and worst-case accuracy.
+    #: Of the branches that were not judged, and of each Gaussian of a mixture norm alone (``fixed adv``): clean, PGD-10
+    #: and worst-case accuracy.
     others: Mapping[str, Mapping[str, float]]
     conditions: Mapping[str, Any]
 
@@ -188,7 +197,9 @@ class Verdict:
         from rich.table import Table
 
         title = f"{self.route}, {self.images} images, {self.threat}"
-        table = Table("attack", "", title=title, title_justify="left")
+        table = Table(title=title, title_justify="left")
+        table.add_column("attack", no_wrap=True)
+        table.add_column("")
         for column in ("accuracy", "worst case so far"):
             table.add_column(column, justify="right")
         for step in self.ladder:
@@ -196,7 +207,8 @@ class Verdict:
             table.add_row(step.attack, step.text, alone, f"{100 * step.worst:.1f}")
         for route, row in self.others.items():
             cells = " / ".join(f"{name} {100 * value:.1f}" for name, value in row.items())
-            table.add_row(f"branch {route}", cells, "", f"{100 * row['worst case']:.1f}")
+            label = route if route.startswith(FIXED) else f"branch {route}"
+            table.add_row(label, cells, "", f"{100 * row['worst case']:.1f}")
         return table
 
     def evidence_table(self) -> Table:
@@ -217,7 +229,9 @@ class Verdict:
         headline = {
             "real": "REAL: nothing found that speaks against this robustness",
             "false": "FALSE: this robustness does not stand up to stronger attacks",
-            "inconclusive": "INCONCLUSIVE: the attacks cannot be trusted on this model, or do not agree",
+            "inconclusive": "INCONCLUSIVE: the attacks cannot be trusted on this model, or do not agree"
+            if self.images >= LEAST_IMAGES
+            else f"INCONCLUSIVE: {self.images} images are too few to decide",
             "none": "NONE: this model is not robust at this eps, and PGD-10 says so too",
         }[self.verdict]
         lines = [headline, *(f"  - {reason}" for reason in self.reasons)]
@@ -252,10 +266,39 @@ class Verdict:
             **self.conditions,
         }
 
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> Verdict:
+        """The verdict that :meth:`record` came from."""
+        if record.get("format") != "advnorm.audit/1":
+            raise ConfigError(f"not the record of an audit: its format is {record.get('format')!r}")
+        told = {"format", "exit_code", "clean", "pgd10", "worst_case", "other_branches"}  # follow from the others
+        fields = {field.name for field in dataclasses.fields(cls)}
+        found = {
+            **{key: value for key, value in record.items() if key in fields},
+            "reasons": tuple(record["reasons"]),
+            "advice": tuple(record["advice"]),
+            "threat": ThreatModel(**record["threat"]),
+            "ladder": tuple(Step(**step) for step in record["ladder"]),
+            "evidence": tuple(
+                Evidence(**{**item, "value": math.nan if item["value"] is None else item["value"]})
+                for item in record["evidence"]
+            ),
+            "eps_curve": tuple((eps, accuracy) for eps, accuracy in record["eps_curve"]),
+            "others": record["other_branches"],
+            "conditions": {key: value for key, value in record.items() if key not in fields | told},
+        }
+        return cls(**found)
+
+    @classmethod
+    def load(cls, path: Path | str) -> Verdict:
+        """Read a record from disk."""
+        return cls.of_record(read_json(Path(path)))
+
     def plot(self, path: Path | str) -> None:
         """Write a figure: accuracy along the ladder, and against eps."""
         from matplotlib.figure import Figure
 
+        raise_all(plot_problems(path), "bad plot")
         blue, orange, grey = "#0072B2", "#D55E00", "#666666"  # Okabe and Ito: safe for the colour-blind
         figure = Figure(figsize=(10, 4.2), layout="constrained")
         bars, curve = figure.subplots(1, 2, width_ratios=(2.2, 1))
@@ -264,11 +307,14 @@ class Verdict:
         bars.bar(names, worst, color=blue, label="worst case so far")
         alone = [(step.attack, 100 * step.alone) for step in self.ladder if step.alone is not None]
         bars.plot(*zip(*alone), "o", color=orange, markeredgecolor="white", markersize=8, label="this attack alone")
+        text: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8}
         for place, step in enumerate(self.ladder):
-            top = 100 * max(step.worst, step.alone or 0)
-            bars.annotate(
-                f"{worst[place]:.0f}", (place, top), (0, 6), textcoords="offset points", ha="center", fontsize=8
-            )
+            if step.alone is not None:
+                bars.annotate(f"{100 * step.alone:.0f}", (place, 100 * step.alone), (0, 6), **text)
+            if worst[place] >= 8:  # the bar's own number at its foot, out of the points' way
+                bars.annotate(f"{worst[place]:.0f}", (place, 0), (0, 3), color="white", **text)
+            elif step.alone is None:
+                bars.annotate(f"{worst[place]:.0f}", (place, worst[place]), (0, 3), **text)
         curve.plot([eps for eps, _ in self.eps_curve], [100 * a for _, a in self.eps_curve], "o-", color=blue)
         curve.axvline(self.threat.eps, color=orange, linestyle=":", label=f"{self.threat}")
         for axes in (bars, curve):
@@ -288,7 +334,24 @@ class Verdict:
         figure.savefig(path, dpi=150)
 
 
+def plot_problems(path: Path | str) -> list[str]:
+    """What keeps a figure from being written; to be asked before the work that it shows."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = FigureCanvasBase.get_supported_filetypes()
+    suffix = Path(path).suffix.removeprefix(".")
+    if suffix not in known:
+        return [f"{path} names no known kind of figure{did_you_mean(suffix, known)}", *unwritable(path)]
+    return unwritable(path)
+
+
 # -- the audit ---------------------------------------------------------------------------------------------------------
+
+
+def budget_problems(budget: object) -> list[str]:
+    """What is wrong with the name of a budget."""
+    known = get_args(Budget)
+    return [] if budget in known else [f"unknown budget {budget!r}{did_you_mean(budget, known)}"]
 
 
 def audit(
@@ -314,11 +377,10 @@ def audit(
     by the branch that withstands PGD-10 best, and the others are reported.
     ``surrogate``: a copy of the model without what may mask its gradients; attacks on it are transferred.
     ``statistics="batch_frozen"``: the model uses the statistics of the batch at test time.
-    ``record``: JSON file for the verdict; a killed audit continues from ``<record>.partial``.
+    ``record``: JSON file for the verdict; a killed audit continues from ``<record>.partial``, one that is finished is
+    read back, and the record of another audit is refused.
     """
-    problems = []
-    if budget not in get_args(Budget):
-        problems.append(f"unknown budget {budget!r}{did_you_mean(budget, get_args(Budget))}")
+    problems = budget_problems(budget)
     if not (route is None or isinstance(route, str)):
         problems.append(f"an audit judges one route, got {route!r}; the other branches are reported beside it")
     if surrogate is not None and not isinstance(surrogate, nn.Module):
@@ -340,13 +402,21 @@ def audit(
         limit=LIMITS[budget] if limit is None else limit,
         spread=True,
         statistics=statistics,
+        record=record,
+        surrogate=surrogate,
     )
-    partial = Partial(None if record is None else partial_path(record), case.fingerprint)
-    with progress_bar(progress) as bar:
-        verdict = _Audit(case, Runner(case, partial, bar), budget, surrogate).run(judged=route if known else None)
-    if record is not None:
-        write_json(record, verdict.record())
-        partial.remove()
+    origin = "" if surrogate is None else model_fingerprint(surrogate)
+    fingerprint = digest(case.fingerprint, case.threat, budget, case.routes, route, origin)
+    done = finished(record, fingerprint)
+    if done is not None:
+        return Verdict.of_record(done)
+    with alone(record), progress_bar(progress) as bar:
+        partial = Partial(None if record is None else partial_path(record), case.fingerprint)
+        work = _Audit(case, Runner(case, partial, bar), budget, surrogate, origin)
+        verdict = work.run(judged=route if known else None, fingerprint=fingerprint)
+        if record is not None:
+            write_json(record, verdict.record())
+            partial.remove()
     return verdict
 
 
@@ -361,8 +431,10 @@ def _routes(model: nn.Module, known: Sequence[str], route: str | None) -> Sequen
 class _Audit:
     """One audit under way."""
 
-    def __init__(self, case: Case, runner: Runner, budget: Budget, surrogate: nn.Module | None) -> None:
-        self.case, self.runner, self.surrogate = case, runner, surrogate
+    def __init__(
+        self, case: Case, runner: Runner, budget: Budget, surrogate: nn.Module | None = None, origin: str = ""
+    ) -> None:
+        self.case, self.runner, self.surrogate, self.origin = case, runner, surrogate, origin
         self.budget: Budget = budget
         self.threat: ThreatModel = case.threat
         self.chance = case.labels.bincount().max().item() / len(case.labels)
@@ -371,38 +443,35 @@ class _Audit:
         self.evidence: list[Evidence] = []
         self.advice: list[str] = []
 
-    def run(self, judged: str | None) -> Verdict:
+    def run(self, judged: str | None, fingerprint: str) -> Verdict:
         case = self.case
-        probes = {route: self._probe(route) for route in case.routes}
+        self.probes = {route: self._probe(route) for route in case.routes}
         clean = {route: self.runner.clean(route) for route in case.routes}
+        outputs = {route: self.runner.look(route) for route in case.routes}
         claims = {
-            route: self._attack("pgd10", route, clean[route]) if probes[route].gradients else clean[route]
+            route: self._attack("pgd10", route, clean[route]) if self.probes[route].gradients else clean[route]
             for route in case.routes
         }
         if judged is None:  # the branch that claims most
             judged = max(case.routes, key=lambda route: _share(claims[route]))
-        self.route, self.right, self.probe = judged, clean[judged], probes[judged]
-        self._look_at_outputs()
+        self.route, self.right, self.probe = judged, clean[judged], self.probes[judged]
+        self._look_at_outputs(outputs[judged])
         ladder, worst = self._climb()
         curve = self._raise_eps()
         worst = self._transfer(ladder, worst)
         others = {
-            str(route): {
-                "clean": _share(clean[route]),
-                "PGD-10": _share(claims[route]),
-                "worst case": _share(self._attack("apgd-t-steps40", route, claims[route])),
-            }
+            str(route): self._in_short(route, clean[route], claims[route], gradients=self.probes[route].gradients)
             for route in case.routes
             if route != judged
         }
-        self._look_at_choice()
+        others |= self._components()
         claimed = _share(claims[judged])
         self._weigh_gap(claimed, _share(worst))
         word, reasons = self._decide(claimed, _share(worst))
         return Verdict(
             verdict=word,
             reasons=tuple(reasons),
-            advice=tuple(self._what_to_try(word)),
+            advice=tuple(self._what_to_try(word, claimed, others)),
             threat=self.threat,
             route=judged or AS_CALLED,
             images=len(self.right),
@@ -414,17 +483,31 @@ class _Audit:
             conditions={
                 **case.conditions(),
                 "budget": self.budget,
-                "fingerprint": case.fingerprint,
+                "surrogate": None if self.surrogate is None else type(self.surrogate).__name__,
+                "fingerprint": fingerprint,
                 "warnings": list(self.runner.partial.warnings()),
             },
         )
 
     # -- measurements --
 
-    def _attack(self, name: str, route: str | None, among: Tensor, *, threat: ThreatModel | None = None) -> Tensor:
-        settings = {"seed": self.case.seed, "route": route, "statistics": self.case.statistics}
+    def _attack(
+        self, name: str, route: str | None, among: Tensor, *, threat: ThreatModel | None = None, origin: str = ""
+    ) -> Tensor:
+        settings = {"seed": self.case.seed, "route": route, "statistics": unmoving(self.case.statistics)}
         attack = attack_names.get(name, threat=threat or self.threat, **settings)
-        return self.runner.robust(Job(name=name, attack=attack, route=route), among)
+        return self.runner.robust(Job(name=name, attack=attack, route=route, origin=origin), among)
+
+    def _in_short(
+        self, route: str | None, clean: Tensor, claimed: Tensor, *, gradients: bool, origin: str = ""
+    ) -> dict[str, float]:
+        """Three numbers for what is reported beside the branch that is judged."""
+        worst = claimed
+        if gradients:
+            worst = self._attack("apgd-t-steps40", route, claimed, origin=origin)
+        elif self.case.images.dim() == 4:
+            worst = self._attack("square-queries1000", route, claimed, origin=origin)
+        return {"clean": _share(clean), "PGD-10": _share(claimed), "worst case": _share(worst)}
 
     def _probe(self, route: str | None) -> _Probe:
         """Whether the loss has a gradient with respect to the image, and the number of classes."""
@@ -502,16 +585,18 @@ class _Audit:
     def _transfer(self, ladder: list[Step], worst: Tensor) -> Tensor:
         """Attacks computed on the other branches and on the surrogate, judged on this one."""
         sources: list[tuple[str, str | None, nn.Module | None]] = [
-            (f"from {route}", route, None) for route in self.case.routes if route != self.route
+            (f"from {route}", route, None)
+            for route in self.case.routes
+            if route != self.route and self.probes[route].gradients
         ]
         if self.surrogate is not None:
-            route = self.route if self.route in branches(self.surrogate) else None
-            sources.append(("from surrogate", route, self.surrogate))
+            sources.append(("from surrogate", same_branch(self.surrogate, self.route), self.surrogate))
         pgd = next(step.alone for step in ladder if step.attack == "pgd10") or 0.0
         for name, route, source in sources:
-            attack = attack_names.get("pgd50", threat=self.threat, seed=self.case.seed, route=route)
-            origin = "" if source is None else model_fingerprint(source)
-            job = Job(name=name, attack=attack, route=self.route, origin=origin)
+            statistics = unmoving(self.case.statistics) if source is None else "running"
+            settings = {"seed": self.case.seed, "route": route, "statistics": statistics}
+            attack = attack_names.get("pgd50", threat=self.threat, **settings)
+            job = Job(name=name, attack=attack, route=self.route, origin="" if source is None else self.origin)
             robust = self.runner.robust(job, self.right, source=source)
             worst = worst & robust
             ladder.append(Step(attack=name, text="PGD-50 transferred", alone=_share(robust), worst=_share(worst)))
@@ -519,43 +604,35 @@ class _Audit:
             self._expect(f"transfer {name}", text, 100 * (pgd - _share(robust)), ORDER_POINTS)
         return worst
 
-    def _look_at_outputs(self) -> None:
+    def _look_at_outputs(self, outputs: Outputs) -> None:
         """Logits and gradients of some of the right images."""
         case = self.case
         rows = self.right.nonzero()[:GRADIENT_IMAGES, 0]
         rows = rows if len(rows) else torch.arange(min(len(case.images), GRADIENT_IMAGES))
-        logits, norms = [], []
-        statistics = unmoving(case.statistics)
-        with attacked(case.model, route=self.route, statistics=statistics) as predict, float32_as("ieee", case.device):
-            for part in rows.split(min(case.batch_size, 64)):
-                x, y = case.images[part].to(case.device).requires_grad_(), case.labels[part].to(case.device)
-                z = predict(x)
-                logits.append(z.detach())
-                if self.probe.gradients:
-                    norms.append(input_gradient(cross_entropy(z, y), x).double().flatten(1).norm(dim=1))
-            x = case.images[rows[:8]].to(case.device)
-            with torch.no_grad():
-                together, again = predict(x), predict(x)
-                single = torch.cat([predict(image) for image in x.split(1)])
-        self._look_at_gradients(torch.cat(norms) if norms else torch.zeros(len(rows)))
-        size = together.abs().amax().clamp_min(1e-12)
-        differs, varies = ((other - together).abs().amax().div(size).item() for other in (single, again))
-        if varies > SAME:
-            differs = 0.0  # cannot be told apart from it
-            self.advice.append("the outputs are random: attack their expectation with AutoAttack(version='rand')")
-        if differs > SAME:
-            self.advice.append(
-                "an image's output depends on the others in its batch: evaluate with running statistics, "
-                "or the number holds only for this batch size and order"
-            )
-        self._expect("batch", "an image's logits alone and in a batch: relative difference", differs, SAME)
-        self._expect("random", "two forwards of the same images: relative difference", varies, SAME)
-        z = torch.cat(logits)
-        probabilities = bool((z >= 0).all() and (z.sum(1) - 1).abs().max() < 1e-3)
-        self._expect("probabilities", "outputs are probabilities, not logits (1: yes)", float(probabilities), 0)
-        if probabilities:
-            self.advice.append("return logits, not probabilities: a second softmax flattens the gradients")
-        top = z.topk(2, dim=1).values
+        with (
+            self.runner.seeded("gradients"),
+            attacked(case.model, route=self.route, statistics=unmoving(case.statistics)) as predict,
+            float32_as("ieee", case.device),
+        ):
+
+            def work(part: slice) -> tuple[Tensor, Tensor]:
+                x, y = (v[rows[part]].to(case.device) for v in (case.images, case.labels))
+                logits = predict(x.requires_grad_())
+                if not self.probe.gradients:
+                    return logits.detach(), torch.zeros(len(x))
+                gradient = input_gradient(cross_entropy(logits, y), x)
+                return logits.detach(), gradient.double().flatten(1).norm(dim=1).cpu()
+
+            seen = Halving(min(case.batch_size, 64)).over(len(rows), work)
+        logits, norms = (torch.cat(parts) for parts in zip(*seen))
+        self._look_at_gradients(norms)
+        text = "an image's logits alone and in a batch: relative difference"
+        self._expect("batch", text, outputs.by_batch, outputs.same)
+        self._expect("random", "two forwards of the same images: relative difference", outputs.varies, outputs.same)
+        text = "outputs are probabilities, not logits (1: yes)"
+        self._expect("probabilities", text, float(outputs.probabilities), 0)
+        self.advice += outputs.warnings()
+        top = logits.topk(2, dim=1).values
         gap = (top[:, 0] - top[:, 1]).median().item()
         self._expect("logit gap", "median difference of the two largest logits", gap, LOGIT_GAP, weight="note")
         if gap > LOGIT_GAP:
@@ -573,20 +650,37 @@ class _Audit:
             text = f"median norm of the loss gradient; 5 % are below {low:.2g}, 5 % above {high:.2g}"
             self._expect("gradient norm", text, middle, math.inf, weight="note")
         if zero > ZERO_SHARE:
+            without = "and attack the model without it: audit(..., surrogate=)"
             self.advice.append(
-                "find what stops the gradients (quantization, rounding, detach, huge logits) and attack the model "
-                "without it: audit(..., surrogate=)"
+                "find what stops the gradients (quantization, rounding, detach, huge logits) "
+                + (without if self.surrogate is None else "and take it out; the surrogate shows what is left then")
             )
 
-    def _look_at_choice(self) -> None:
-        mixtures = [name for name, module in routed_modules(self.case.model).items() if module.plan.mixture]
-        if mixtures:
-            text = "norms that weigh their statistics by the input; every attack went through this choice"
-            self._expect("choice", text, len(mixtures), math.inf, weight="note")
+    def _components(self) -> dict[str, dict[str, float]]:
+        """Of norms that weigh their statistics by the input: every Gaussian alone, so that nothing is chosen."""
+        mixing = mixing_norms(self.case.model)
+        if not mixing:
+            return {}
+        text = "norms that weigh their statistics by the input; every attack went through this choice"
+        self._expect("choice", text, len(mixing), math.inf, weight="note")
+        found = {}
+        for domain in next(iter(mixing.values())).plan.domains:
+            name = FIXED + domain
+            with component(self.case.model, domain):
+                clean = self.runner.clean(self.route)
+                gradients = self.probe.gradients
+                claimed = self._attack("pgd10", self.route, clean, origin=name) if gradients else clean
+                found[name] = self._in_short(self.route, clean, claimed, gradients=gradients, origin=name)
+        return found
+
+    def _failed(self) -> set[str]:
+        return {item.name for item in self.evidence if not item.ok}
 
     def _weigh_gap(self, claimed: float, worst: float) -> None:
         points, left = 100 * (claimed - worst), worst / claimed if claimed else 1.0
         false = left < FALSE_RATIO or (points > FALSE_POINTS and left < FALSE_POINTS_RATIO)
+        zero = max((item.value for item in self.evidence if item.name == "zero gradients"), default=0.0)
+        false |= zero >= BLIND_SHARE and points > BLIND_POINTS
         ok = points <= GAP_POINTS or not (false or left < DOUBT_RATIO)
         self.evidence.insert(
             0,
@@ -614,10 +708,16 @@ class _Audit:
         doubts = [item for item in rest if not item.ok and item.weight != "note"]
         signs = [f"{item.text}: {item.value:.3g}, expected {item.expected}" for item in doubts]
         numbers = f"PGD-10 leaves {claimed:.1%}, the worst case {worst:.1%} of {len(self.right)} images"
-        if claimed <= max(NONE_CLAIMED, self.chance) and worst <= max(NONE_LEFT, self.chance):
-            return "none", [numbers]
+        if worst <= max(NONE_LEFT, self.chance):
+            if claimed <= NONE_CLAIMED:
+                return "none", [numbers]
+            if claimed <= self.chance and gap.ok:
+                return "none", [numbers, f"one class for all images gets {self.chance:.1%}"]
         if len(self.right) < LEAST_IMAGES:
             return "inconclusive", [numbers, f"fewer than {LEAST_IMAGES} images decide nothing", *signs]
+        if any(item.name == "random" for item in doubts):
+            draws = "a worst case over attacks is one over draws too, so that random outputs always show a gap"
+            return "inconclusive", [numbers, *signs, draws]
         if not gap.ok and (gap.weight == "decides" or doubts):
             return "false", [f"{numbers}: no such gap on a soundly trained model", *signs]
         if not gap.ok:
@@ -626,9 +726,10 @@ class _Audit:
             return "inconclusive", [numbers, *signs]
         return "real", [numbers, "accuracy levels off with more steps and falls with eps, and the gradients are sound"]
 
-    def _what_to_try(self, word: Word) -> list[str]:
+    def _what_to_try(self, word: Word, claimed: float, others: Mapping[str, Mapping[str, float]]) -> list[str]:
         advice = list(self.advice)
-        if word == "false":
+        blind = bool(self._failed() & BLIND)
+        if word == "false" and not blind:
             advice.append(
                 "trained on clean and adversarial images with one norm? Add a KL term between the two outputs "
                 "(paper A, table 8: AutoAttack 0.5 % to 23.6 %), or give each an affine of its own ('dual_affine_bn')"
@@ -636,10 +737,12 @@ class _Audit:
             advice.append("train against more attack steps, with random starts, or at a smaller eps")
         if word == "inconclusive" and len(self.right) < LEAST_IMAGES:
             advice.append("give more images")
-        elif word == "inconclusive" and self.budget != "full":
+        elif word == "inconclusive" and self.budget != "full" and not blind:
             advice.append("run again with budget='full'")
         if word == "none":
-            advice.append("train adversarially, for example on PGD-10 images of this eps; or judge the 'adv' branch")
+            advice.append("train adversarially, for example on PGD-10 images of this eps")
+            better = [name for name, row in others.items() if row["PGD-10"] > max(claimed, NONE_CLAIMED)]
+            advice += [f"{name!r} withstands PGD-10 better: judge that" for name in better]
         return advice
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,23 @@ import torch
 from torch import Tensor, nn
 
 import advnorm.attacks as attack_names
-from advnorm._core.errors import AdvnormError, ConfigError, raise_all
-from advnorm._core.precision import float32_as
+from advnorm._core.errors import AdvnormError, ConfigError, did_you_mean, raise_all
 from advnorm._core.records import digest, write_json
-from advnorm.attacks import Attack, attacked
-from advnorm.attacks.autoattack import AutoAttack
+from advnorm.attacks import Attack, attacked, input_gradient
 from advnorm.attacks.base import check_images, parse_name
-from advnorm.attacks.search import Halving
-from advnorm.engine.partial import Partial, environment, finished, model_fingerprint, partial_path
+from advnorm.attacks.losses import cross_entropy
+from advnorm.engine.partial import (
+    Partial,
+    alone,
+    environment,
+    finished,
+    model_fingerprint,
+    partial_path,
+    unwritable,
+)
 from advnorm.engine.result import BenchmarkResult
-from advnorm.norms import Mode, domains, routed_modules
+from advnorm.engine.runner import Job, Runner, progress_bar, unmoving
+from advnorm.norms import MODES, Mode, Routed, domains, mixture_norms, routed_modules
 from advnorm.threat import ThreatModel
 
 #: Attacks by name, as instances, or instances under a name of the caller's.
@@ -51,12 +57,15 @@ def prepare(
     any_threat: bool = False,
     spread: bool = False,
     statistics: Mode = "running",
+    record: Path | str | None = None,
+    surrogate: nn.Module | None = None,
 ) -> Case:
     """Check everything with one small forward per route; all that is wrong in one error.
 
     ``any_threat``: attacks may have threat models of their own. ``spread``: take ``limit`` images evenly from all data.
+    ``surrogate``: another model that attacks will be computed on.
     """
-    problems: list[str] = []
+    problems: list[str] = [] if record is None else unwritable(record)
     if not isinstance(model, nn.Module):
         problems.append(f"the model must be an nn.Module, got {type(model).__name__}; wrap a function in a module")
     if not isinstance(threat, ThreatModel):
@@ -67,7 +76,9 @@ def prepare(
     routes = [route] if route is None or isinstance(route, str) else list(dict.fromkeys(route))
     if not routes:
         problems.append("no route given; name branches, or leave route out for a model without")
-    jobs, bad = _jobs(attacks, threat, routes, seed, any_threat)
+    if bad := statistics_problems(statistics):
+        problems, statistics = [*problems, *bad], "running"
+    jobs, bad = _jobs(attacks, threat, routes, seed, any_threat, statistics)
     problems += bad
     images = labels = index = None
     try:
@@ -84,9 +95,9 @@ def prepare(
         place, bad = _place(model, device)
         problems += bad
         if images is not None and labels is not None and not bad:
-            for name in routes:
-                problem = _probe(model, name, images[:PROBE].to(place), int(labels.max()), statistics)
-                problems += [problem] if problem else []
+            few, classes = images[:PROBE].to(place), int(labels.max()) + 1
+            problems += [text for name in routes if (text := _probe(model, name, few, classes, statistics))]
+            problems += _surrogate_problems(surrogate, routes, few, labels[:PROBE].to(place), classes)
     raise_all(list(dict.fromkeys(problems)), "bad evaluation")
     assert images is not None and labels is not None and index is not None
     return Case(
@@ -101,21 +112,8 @@ def prepare(
         batch_size=batch_size or BATCH_SIZES.get(place.type, 128),
         seed=seed,
         statistics=statistics,
+        record=record,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """One attack, judged through one branch."""
-
-    name: str
-    attack: Attack
-    route: str | None
-    origin: str = ""  # of the model that the attack is computed on, where it is another one
-
-    @property
-    def key(self) -> str:
-        return " | ".join([str(self.route), repr(self.attack), *([self.origin] if self.origin else [])])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -133,16 +131,30 @@ class Case:
     batch_size: int
     seed: int
     statistics: Mode
+    record: Path | str | None = None
 
-    def run(self, *, record: Path | str | None = None, progress: bool = False) -> BenchmarkResult:
-        """Work through the jobs; with ``record`` continue where an earlier run was killed."""
+    def run(self, *, progress: bool = False) -> BenchmarkResult:
+        """Work through the jobs; with a record continue where an earlier run was killed."""
         fingerprint = digest(self.fingerprint, self.threat, self.routes, [job.key for job in self.jobs])
-        if record is not None and Path(record).exists():
-            return finished(Path(record), fingerprint)
-        partial = Partial(None if record is None else partial_path(record), self.fingerprint)
+        done = finished(self.record, fingerprint)
+        if done is not None:
+            return BenchmarkResult.of_record(done)
+        with alone(self.record):
+            return self._work(fingerprint, progress)
+
+    def _work(self, fingerprint: str, progress: bool) -> BenchmarkResult:
+        partial = Partial(None if self.record is None else partial_path(self.record), self.fingerprint)
         with progress_bar(progress) as bar:
             runner = Runner(self, partial, bar)
             clean = {route: runner.clean(route) for route in self.routes}
+            for route in self.routes:
+                runner.look(route)
+            if mixing := {module.plan.name for module in mixing_norms(self.model).values()}:
+                partial.warn(
+                    "choice",
+                    f"input-dependent: {', '.join(sorted(mixing))} weighs its statistics by the input, and the attacks "
+                    "went through this choice; judge one Gaussian alone inside `with advnorm.component(model, 'adv'):`",
+                )
             robust: dict[str, dict[str, Tensor]] = {route or AS_CALLED: {} for route in self.routes}
             for job in self.jobs:
                 robust[job.route or AS_CALLED][job.name] = runner.robust(job, among=clean[job.route])
@@ -162,15 +174,28 @@ class Case:
             conditions={**self.conditions(), "fingerprint": fingerprint, "stages": stages},
             warnings=partial.warnings(),
         )
-        if record is not None:
-            write_json(record, result.record())
+        if self.record is not None:
+            write_json(self.record, result.record())
             partial.remove()
         return result
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        """What a partial result belongs to: the images, the labels, the model's parameters and statistics."""
-        return digest(self.images, self.labels, self.index, self.statistics, model_fingerprint(self.model))
+        """What a partial result belongs to: the images, the labels, the model's parameters, statistics and scopes."""
+        by_batch = self.batch_size if self.statistics != "running" else None
+        conditions = (self.statistics, by_batch, self.seed, self.scopes)
+        return digest(self.images, self.labels, self.index, *conditions, model_fingerprint(self.model))
+
+    @property
+    def scopes(self) -> dict[str, str]:
+        """What the caller's scopes say of a model that is judged as it is called."""
+        found: dict[str, str] = {}
+        for module in routed_modules(self.model).values():
+            state = module.state
+            route = ", ".join(domain if count is None else f"{domain}: {count}" for domain, count in state.route or ())
+            told = {"route": route, "pair": " with affine of ".join(state.pair or ()), "component": state.component}
+            found |= {name: text for name, text in told.items() if text}
+        return found
 
     def conditions(self) -> dict[str, Any]:
         """What the numbers hold under."""
@@ -182,6 +207,7 @@ class Case:
             "seed": self.seed,
             "batch_size": self.batch_size,
             "statistics": self.statistics,
+            "scopes": self.scopes,
             "model": {
                 "class": type(model).__name__,
                 "parameters": sum(p.numel() for p in model.parameters()),
@@ -195,15 +221,23 @@ class Case:
         }
 
 
+def statistics_problems(statistics: object) -> list[str]:
+    """What is wrong with the name of a statistics mode."""
+    known = statistics in MODES
+    return [] if known else [f"unknown statistics mode {statistics!r}{did_you_mean(statistics, MODES)}"]
+
+
 def _jobs(
-    attacks: Attacks, threat: ThreatModel, routes: Sequence[str | None], seed: int, any_threat: bool
+    attacks: Attacks, threat: ThreatModel, routes: Sequence[str | None], seed: int, any_threat: bool, statistics: Mode
 ) -> tuple[list[Job], list[str]]:
     named: dict[str, str | Attack] = {}
     if isinstance(attacks, Mapping):
         named = dict(attacks)
     else:
-        for attack in [attacks] if isinstance(attacks, str | Attack) else attacks:
-            named[attack if isinstance(attack, str) else _label(attack, named)] = attack
+        attacks = [attacks] if isinstance(attacks, str | Attack) else list(attacks)
+        spoken = {attack for attack in attacks if isinstance(attack, str)}
+        for attack in attacks:
+            named[attack if isinstance(attack, str) else _label(attack, spoken | set(named))] = attack
     jobs, problems = [], []
     if not named:
         problems.append("no attack given; name some, for example attacks=('pgd10', 'autoattack')")
@@ -215,7 +249,7 @@ def _jobs(
                 if not isinstance(threat, ThreatModel):
                     parse_name(attack)
                     continue
-                attack = attack_names.get(attack, threat=threat, seed=seed)
+                attack = attack_names.get(attack, threat=threat, seed=seed, statistics=unmoving(statistics))
             elif not isinstance(attack, Attack):
                 problems.append(f"an attack is a name or an Attack, got {attack!r}")
                 continue
@@ -224,13 +258,14 @@ def _jobs(
         except AdvnormError as error:
             problems.append(str(error))
             continue
+        attack = dataclasses.replace(attack, statistics=unmoving(attack.statistics))
         for route in routes:
             chosen = attack if attack.route is not None else dataclasses.replace(attack, route=route)
             jobs.append(Job(name=name, attack=chosen, route=route))
     return jobs, problems
 
 
-def _label(attack: Attack, taken: Mapping[str, Any]) -> str:
+def _label(attack: Attack, taken: Collection[str]) -> str:
     label = type(attack).__name__.lower() + str(getattr(attack, "steps", ""))
     return next(name for name in (label, *(f"{label} ({n})" for n in range(2, len(taken) + 3))) if name not in taken)
 
@@ -250,10 +285,15 @@ def _place(model: nn.Module, device: str | torch.device | None) -> tuple[torch.d
     return found, []
 
 
-def _probe(model: nn.Module, route: str | None, x: Tensor, largest_label: int, statistics: Mode) -> str | None:
-    """What is wrong with a model, by one forward of a few images."""
+def _probe(model: nn.Module, route: str | None, x: Tensor, classes: int, statistics: Mode) -> str | None:
+    """What is wrong with a model, by one forward of a few images; the labels need so many classes."""
     if route is not None and not routed_modules(model):
         return f"{type(model).__name__} has no routed norms, and so no route {route!r}; leave route out"
+    if route in domains(model) and mixture_norms(model) and not branches(model):
+        return (
+            "the norms weigh their statistics by the input, and a route changes nothing at test time; leave route out, "
+            f"or judge one Gaussian inside `with advnorm.component(model, {domains(model)[-1]!r}):`"
+        )
     through = f"through route {route!r} " if route else ""
     try:
         with attacked(model, route=route, statistics=unmoving(statistics)) as predict, torch.no_grad():
@@ -267,14 +307,39 @@ def _probe(model: nn.Module, route: str | None, x: Tensor, largest_label: int, s
         )
     if bool(logits.isnan().any()):
         return f"the model returns NaN logits {through}".rstrip() + "; check its weights and statistics"
-    if largest_label >= logits.shape[1]:
-        return f"labels go up to {largest_label} and the model has {logits.shape[1]} classes; labels count from 0"
+    if classes > logits.shape[1]:
+        return f"labels go up to {classes - 1} and the model has {logits.shape[1]} classes; labels count from 0"
     return None
 
 
-def unmoving(statistics: Mode) -> Mode:
-    """A verdict uses the batch's statistics where that is asked for, and never moves the running ones."""
-    return "batch_frozen" if statistics == "batch" else statistics
+def _surrogate_problems(
+    surrogate: nn.Module | None, routes: Sequence[str | None], x: Tensor, y: Tensor, classes: int
+) -> list[str]:
+    """What keeps attacks from being computed on a surrogate."""
+    if surrogate is None:
+        return []
+    _, problems = _place(surrogate, x.device)
+    known = branches(surrogate)
+    if known and not set(routes) <= set(known):
+        problems.append(
+            f"it has the branches {', '.join(known)}; give one of them: advnorm.strip(surrogate, route={known[-1]!r})"
+        )
+    for route in () if problems else dict.fromkeys(same_branch(surrogate, route) for route in routes):
+        problem = _probe(surrogate, route, x, classes, "running")
+        if problem is None:
+            with attacked(surrogate, route=route) as predict:
+                points = x.clone().requires_grad_()
+                try:
+                    input_gradient(cross_entropy(predict(points), y), points)
+                except ConfigError as error:
+                    problem = str(error)
+        problems += [problem] if problem else []
+    return [f"the surrogate: {problem}" for problem in problems]
+
+
+def same_branch(model: nn.Module, route: str | None) -> str | None:
+    """The branch of another model that goes by the same name; None where it has none."""
+    return route if route in branches(model) else None
 
 
 def gather(data: Any, limit: int | None = None) -> tuple[Tensor, Tensor]:
@@ -317,130 +382,12 @@ def _items(data: Any) -> Iterator[Any]:
     return iter(data)
 
 
-# -- verdicts ----------------------------------------------------------------------------------------------------------
-
-
-class Runner:
-    """Verdicts of a case, batch by batch; what is done is kept in ``partial``."""
-
-    def __init__(self, case: Case, partial: Partial, bar: Any) -> None:
-        self.case, self.partial = case, partial
-        self.bar: Any = bar  # of rich, or None
-
-    def clean(self, route: str | None) -> Tensor:
-        """Which images are classified right without an attack."""
-        case, memory = self.case, Halving(self.case.batch_size)
-
-        def work(part: slice) -> Tensor:
-            right, nan = self._right(case.images[part].to(case.device), case.labels[part].to(case.device), route)
-            if bool(nan.any()):
-                image = int(case.index[part][nan.cpu()][0])
-                raise ConfigError(f"the model returns NaN logits for image {image} of the data; check image and model")
-            return right.cpu()
-
-        right = torch.cat(memory.over(len(case.images), work))
-        self._warn_memory(f"{route} | clean", "clean", memory)
-        return right
-
-    def robust(self, job: Job, among: Tensor, *, source: nn.Module | None = None) -> Tensor:
-        """Which images of ``among`` withstand an attack; the others count as fooled and are not attacked.
-
-        ``source``: compute the attack on this model; the case's model judges.
-        """
-        case, memory = self.case, Halving(self.case.batch_size)
-        verdicts = self.partial.verdicts(job.key, len(case.images))
-        todo = (among & (verdicts < 0)).nonzero()[:, 0]
-        total = int(among.sum())
-        show = self._shown(job, total)
-        if isinstance(job.attack, AutoAttack):
-            # A cascade over all images at once, with a record of its own for the time in between.
-            memory.size = None
-
-        def work(part: slice) -> None:
-            rows, done, begun = todo[part], total - len(todo) + part.start, time.perf_counter()
-            x, y, index, attack = case.images[rows], case.labels[rows], case.index[rows], job.attack
-            if show is not None:
-                attack = dataclasses.replace(attack, progress=_within(show, done, len(rows)))
-            if isinstance(attack, AutoAttack):
-                x_adv = self._cascade(job, attack, x, y, index)
-            else:
-                x, y, index = (tensor.to(case.device) for tensor in (x, y, index))
-                with float32_as("ieee", case.device):
-                    x_adv = attack(source or case.model, x, y, index=index)
-            verdicts[rows] = self.right(x_adv, y, job.route).to(verdicts.dtype)
-            self.partial.save(job.key, verdicts, time.perf_counter() - begun)
-
-        memory.over(len(todo), work)
-        self._warn_memory(job.key, job.name, memory)
-        if show is not None:
-            show(total)
-        return among & (verdicts == 1)
-
-    def right(self, x: Tensor, y: Tensor, route: str | None) -> Tensor:
-        """Whether images are classified right, by the strict forward that decides; in batches, on the CPU."""
-        device = self.case.device
-
-        def work(part: slice) -> Tensor:
-            return self._right(x[part].to(device), y[part].to(device), route)[0].cpu()
-
-        return torch.cat(Halving(self.case.batch_size).over(len(x), work))
-
-    def _shown(self, job: Job, total: int) -> Callable[[float], None] | None:
-        """Shows how many images are done with, where there is a bar; it goes when all are."""
-        if self.bar is None:
-            return None
-        bar, task = self.bar, self.bar.add_task(f"{job.route or ''} {job.name}".strip(), total=total)
-        return lambda done: bar.update(task, completed=done, visible=done < total)
-
-    def _cascade(self, job: Job, attack: AutoAttack, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
-        found = attack.evaluate(self.case.model, x, y, index=index, record=self.partial.folder(job.key), bar=False)
-        for flag in found.warnings:
-            self.partial.warn(job.key, f"{job.name}: {flag.message}")
-        for size in found.halved:
-            self.partial.warn(job.key, f"{job.name}: memory did not suffice for {size} rows at a time")
-        counts = {name: round(value * len(x)) for name, value in found.accuracy.items()}
-        self.partial.detail(job.key, {name: count / len(self.case.images) for name, count in counts.items()})
-        return found.x_adv
-
-    def _right(self, x: Tensor, y: Tensor, route: str | None) -> tuple[Tensor, Tensor]:
-        statistics = unmoving(self.case.statistics)
-        with (
-            attacked(self.case.model, route=route, statistics=statistics) as predict,
-            float32_as("ieee", x.device),
-            torch.no_grad(),
-        ):
-            logits = predict(x)
-        nan = logits.isnan().any(1)
-        return (logits.argmax(1) == y) & ~nan, nan
-
-    def _warn_memory(self, key: str, name: str, memory: Halving) -> None:
-        for size in memory.halved:
-            self.partial.warn(
-                key, f"{name}: memory did not suffice for {size} images at a time, went on with {size // 2}"
-            )
-
-
-def _within(show: Callable[[float], None], done: int, images: int) -> Callable[[int, int], None]:
-    """Progress within a batch as progress over all images."""
-    return lambda n, of: show(done + images * n / of)
-
-
-@contextmanager
-def progress_bar(show: bool) -> Iterator[Any]:
-    """A bar per attack on a terminal's standard error, or None."""
-    if not show:
-        with nullcontext():
-            yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        yield bar
-
-
 def branches(model: nn.Module) -> tuple[str, ...]:
     """The domains that a model's norms treat differently at test time, so that a forward needs a route."""
     plans: Iterable[Any] = (module.plan for module in routed_modules(model).values())
     return tuple(dict.fromkeys(d for plan in plans if plan.routed and not plan.mixture for d in plan.domains))
+
+
+def mixing_norms(model: nn.Module) -> dict[str, Routed]:
+    """The norms that weigh their statistics by the input, unless an enclosing scope fixes a component."""
+    return {name: module for name, module in mixture_norms(model).items() if module.state.component is None}

@@ -14,6 +14,7 @@ import advnorm.attacks as attack_names
 from advnorm.attacks import PGD, Attack
 from advnorm.engine.case import Attacks, prepare
 from advnorm.engine.result import BenchmarkResult, Curve
+from advnorm.engine.runner import unmoving
 from advnorm.norms import Mode
 from advnorm.threat import ThreatModel
 
@@ -55,8 +56,9 @@ def benchmark(
         seed=seed,
         limit=limit,
         statistics=statistics,
+        record=record,
     )
-    return case.run(record=record, progress=progress)
+    return case.run(progress=progress)
 
 
 def accuracy_against_steps(
@@ -68,15 +70,18 @@ def accuracy_against_steps(
     *,
     step_size: float | str | None = None,
     seed: int = 0,
+    statistics: Mode = "running",
     **options: Any,
 ) -> Curve:
     """Robust accuracy under PGD of 10 to 2000 steps (paper E, fig. 2 and 3); it must level off.
 
     ``step_size``: by default 2.5·eps/steps; paper E keeps 1/255 for all. Other options as in :func:`benchmark`.
     """
-    built = {f"pgd{n}": PGD(threat=threat, steps=n, step_size=step_size, seed=seed) for n in steps}
-    result = benchmark(model, data, threat, built, route, seed=seed, **options)
-    return Curve(parameter="steps", values=tuple(steps), result=result)
+    steps = tuple(dict.fromkeys(steps))
+    settings = {"threat": threat, "step_size": step_size, "seed": seed, "statistics": unmoving(statistics)}
+    built = {f"pgd{n}": PGD(steps=n, **settings) for n in steps}
+    result = benchmark(model, data, threat, built, route, seed=seed, statistics=statistics, **options)
+    return Curve(parameter="steps", values=steps, labels=tuple(map(str, steps)), result=result)
 
 
 def accuracy_against_eps(
@@ -90,14 +95,19 @@ def accuracy_against_eps(
     record: Path | str | None = None,
     progress: bool = False,
     seed: int = 0,
+    statistics: Mode = "running",
     **options: Any,
 ) -> Curve:
     """Robust accuracy under one attack of growing eps, in the norm of ``threat``; it must fall to chance or below."""
-    threats = [ThreatModel(norm=threat.norm, eps=value) for value in eps]
+    threats = {str(value): ThreatModel(norm=threat.norm, eps=value) for value in eps}
     built = {}
-    for value in threats:
-        made = attack_names.get(attack, threat=value, seed=seed) if isinstance(attack, str) else attack
-        built[str(value)] = dataclasses.replace(made, threat=value)
-    case = prepare(model, data, threat, built, route, seed=seed, any_threat=True, **options)
-    result = case.run(record=record, progress=progress)
-    return Curve(parameter="eps", values=tuple(value.eps for value in threats), result=result)
+    for label, value in threats.items():
+        if isinstance(attack, str):
+            made = attack_names.get(attack, threat=value, seed=seed, statistics=unmoving(statistics))
+        else:
+            made = dataclasses.replace(attack, threat=value)
+        built[f"eps={label}"] = made
+    settings = {"seed": seed, "any_threat": True, "record": record, "statistics": statistics}
+    result = prepare(model, data, threat, built, route, **settings, **options).run(progress=progress)
+    values = tuple(value.eps for value in threats.values())
+    return Curve(parameter="eps", values=values, labels=tuple(threats), result=result)

@@ -7,7 +7,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,46 @@ from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError
 from advnorm._core.records import digest, read_json, write_json
-from advnorm.engine.result import BenchmarkResult
+from advnorm.engine.lock import locked
 
 
 def partial_path(record: Path | str) -> Path:
     """Where a run that is not finished keeps its verdicts."""
     return Path(record).with_name(Path(record).name + ".partial")
+
+
+def unwritable(path: Path | str) -> list[str]:
+    """What keeps a file from being written, to be told before the work that it is for."""
+    path = Path(path)
+    if path.is_dir():
+        return [f"{path} is a folder; name a file in it"]
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if not above.is_dir():
+        return [f"{path} cannot be written: {above} is no folder; choose another place"]
+    if not os.access(above, os.W_OK | os.X_OK):
+        return [f"{path} cannot be written: no permission for {above}; choose another place"]
+    return []
+
+
+@contextmanager
+def alone(record: Path | str | None) -> Iterator[None]:
+    """Scope: no other process writes this record; a lock dies with its process."""
+    if record is None:
+        yield
+        return
+    lock = Path(record).with_name(Path(record).name + ".lock")
+    with ExitStack() as stack:
+        try:
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(lock))
+        except OSError as error:
+            raise ConfigError(f"{record} cannot be written: {error.strerror}; choose another place") from error
+        except ConfigError:
+            raise ConfigError(
+                f"another process is writing this record, {record}; wait for it, or choose another record"
+            ) from None
+        stack.callback(lock.unlink, missing_ok=True)
+        yield
 
 
 class Partial:
@@ -99,15 +134,17 @@ class Partial:
             write_json(self.path, data)
 
 
-def finished(path: Path, fingerprint: str) -> BenchmarkResult:
-    """The result of an evaluation that is done already, read back."""
-    data = read_json(path)
+def finished(record: Path | str | None, fingerprint: str) -> dict[str, Any] | None:
+    """The record of an evaluation that is done already, read back; None where there is none yet."""
+    if record is None or not Path(record).exists():
+        return None
+    data = read_json(Path(record))
     if data.get("fingerprint") != fingerprint:
         raise ConfigError(
-            f"{path} holds the record of another evaluation (other data, model, threat, attacks or routes); "
+            f"{record} holds the record of another evaluation (other data, model, threat, attacks, routes or seed); "
             "delete it, or choose another record"
         )
-    return BenchmarkResult.of_record(data)
+    return data
 
 
 def model_fingerprint(model: nn.Module) -> str:

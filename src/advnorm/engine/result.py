@@ -18,6 +18,9 @@ from advnorm.threat import ThreatModel
 if TYPE_CHECKING:
     from rich.table import Table
 
+#: Columns of a table as text.
+RENDERED = 160
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BenchmarkResult:
@@ -81,25 +84,40 @@ class BenchmarkResult:
             raise ConfigError(f"say which route: {route!r} was not judged{did_you_mean(route, self.clean)}")
         return route
 
-    def table(self) -> Table:
-        """Accuracies for the terminal, a row per route."""
+    def table(self, width: int | None = None) -> Table:
+        """Accuracies for the terminal, a row per route; a row per attack where the names do not fit into ``width``."""
         from rich.table import Table
 
         title = f"accuracy, {self.images} images, {self.threat}"
-        table = Table("route", title=title, title_justify="left", min_width=len(title) + 2)
-        for column in ("clean", *self.attacks, "union"):
-            table.add_column(column, justify="right")
-        for route, row in self.accuracy.items():
-            table.add_row(route, *(f"{100 * value:.2f}" for value in row.values()))
+        columns = ("clean", *self.attacks, "union")
+        routes = max(map(len, ("route", *self.routes)))
+        wide = sum(max(len(name), 6) + 3 for name in columns) + routes + 4
+        cells = {route: [f"{100 * value:.2f}" for value in row.values()] for route, row in self.accuracy.items()}
+        least = max(len(title) + 2, 78 if self.warnings else 60)  # room for the lines below
+        table = Table(title=title, title_justify="left", min_width=least if width is None else min(least, width))
+        if width is None or wide <= width:
+            table.add_column("route")
+            for column in columns:
+                table.add_column(column, justify="right", no_wrap=True)
+            for route, row in cells.items():
+                table.add_row(route, *row)
+        else:
+            table.add_column("", no_wrap=True)
+            for route in cells:
+                table.add_column(route, justify="right")
+            for name, row in zip(columns, zip(*cells.values())):
+                table.add_row(name, *row)
         seconds = sum(sum(row.values()) for row in self.seconds.values())
         c = self.conditions
         caption = [f"{c['model']['class']}, seed {c['seed']}, {c['device']}, strict float32, {seconds:.1f} s"]
+        scopes = c.get("scopes")
+        caption += [f"as called inside: {', '.join(' '.join(item) for item in scopes.items())}"] if scopes else []
         table.caption = "\n".join([*caption, *(f"note: {warning}" for warning in self.warnings)])
         table.caption_justify = "left"
         return table
 
     def __str__(self) -> str:
-        return rendered(self.table())
+        return rendered(self.table(RENDERED))
 
     def record(self) -> dict[str, Any]:
         """All of it as plain data, for JSON; verdicts as strings of 0 and 1, an image each."""
@@ -151,6 +169,8 @@ class Curve:
 
     parameter: str
     values: tuple[float, ...]
+    #: The values as the caller wrote them, "2/255".
+    labels: tuple[str, ...]
     result: BenchmarkResult
 
     def accuracy(self, route: str | None = None) -> list[float]:
@@ -166,9 +186,9 @@ class Curve:
         for route in self.result.routes:
             table.add_column(route, justify="right")
         table.add_row("clean", *(f"{100 * self.result.clean_accuracy(route):.2f}" for route in self.result.routes))
-        for name, value in zip(self.result.attacks, self.values):
+        for name, label in zip(self.result.attacks, self.labels):
             cells = [f"{100 * self.result.robust_accuracy(name, route):.2f}" for route in self.result.routes]
-            table.add_row(f"{value:g}", *cells)
+            table.add_row(label, *cells)
         return table
 
     def __str__(self) -> str:
@@ -195,7 +215,7 @@ def _booleans(letters: str) -> Tensor:
 def rendered(table: Table) -> str:
     from rich.console import Console
 
-    console = Console(width=160, color_system=None, force_terminal=False)
+    console = Console(width=RENDERED, color_system=None, force_terminal=False)
     with console.capture() as capture:
         console.print(table)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())

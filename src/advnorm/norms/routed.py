@@ -128,7 +128,7 @@ class RoutedNorm(Routed):
                 "this norm keeps no running statistics (track_running_stats=False); use mode 'batch' or 'batch_frozen'"
             )
         runs = self.runs(x.shape[0], needs_route=plan.routed and not (plan.mixture and mode == "running"))
-        if not plan.mixture and self.state.delta is None:
+        if not self._mixes and self.state.delta is None:
             if mode == "running":
                 return per_part(x, runs, self._native_running)
             spans = _spans(runs)
@@ -138,9 +138,14 @@ class RoutedNorm(Routed):
                 return per_part(x, spans, self._native_batch if mode == "batch" else self._native_frozen)
         parts = x.split([run.rows for run in runs])
         moments = self._stored(runs) if mode == "running" else self._moments(parts, runs, mode)
-        if plan.mixture:
+        if self._mixes:
             return self._mixture(parts, runs, moments)
         return joined([self._given(part, run, moments) for part, run in zip(parts, runs)])
+
+    @property
+    def _mixes(self) -> bool:
+        """Whether all banks normalize at once, weighted by the input."""
+        return self.plan.mixture and self.state.component is None
 
     def _check_input(self, x: Tensor) -> None:
         allowed = (2, 3) if self.dim == 1 else (self.dim + 2,) if self.dim else ()
@@ -228,7 +233,7 @@ class RoutedNorm(Routed):
     # Given moments: groups, perturbed, crossed, synchronized and mixture statistics.
 
     def _stored(self, runs: Sequence[Run]) -> Moments:
-        banks = self.plan.statistics_banks if self.plan.mixture else {run.normalized_by for run in runs}
+        banks = self.plan.statistics_banks if self._mixes else {run.normalized_by for run in runs}
         stored = {bank: self.statistics_bank(bank)[:2] for bank in banks}
         return {
             bank: (functional.own_copy(mean)[None], functional.own_copy(var)[None])
@@ -277,7 +282,7 @@ class RoutedNorm(Routed):
     def _check_present(self, runs: Sequence[Run]) -> None:
         """Refuse batch statistics of a domain that the batch does not have."""
         plan = self.plan
-        needed = plan.statistics_banks if plan.mixture else tuple(dict.fromkeys(run.normalized_by for run in runs))
+        needed = plan.statistics_banks if self._mixes else tuple(dict.fromkeys(run.normalized_by for run in runs))
         present = {run.feeds for run in runs}
         if self.synchronized and self.state.route is not None:  # a domain's samples may all be on other ranks
             present |= {plan.feeds[plan.domains.index(domain)] for domain, _ in self.state.route}

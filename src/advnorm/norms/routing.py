@@ -44,6 +44,7 @@ class State(NamedTuple):
 
     route: tuple[tuple[str, int | None], ...] | None = None  # domains and counts in order; None is the whole batch
     pair: tuple[str, str] | None = None  # the domain whose statistics bank, the domain whose affine bank
+    component: str | None = None  # the domain whose Gaussian alone normalizes in a mixture norm
     mode: Mode | None = None
     groups: int = 1
     delta: Mapping[str, tuple[Tensor, Tensor]] | None = None  # by statistics bank: of the mean, of the std
@@ -95,7 +96,7 @@ class Routed(nn.Module):
                 "this forward runs in another thread than the one that opened the scope, which would share its route; "
                 "give each thread its own copy of the model (copy.deepcopy), or one process per device (torchrun)"
             )
-        key = (state.route, state.pair, state.groups, batch, needs_route)
+        key = (state.route, state.pair, state.component, state.groups, batch, needs_route)
         if self._last[0] != key:
             self._last = (key, cut(self.plan, state, batch, needs_route))
         return self._last[1]
@@ -109,6 +110,9 @@ def cut(plan: Plan, state: State, batch: int, needs_route: bool) -> tuple[Run, .
         statistics, affine = (plan.domains.index(domain) for domain in state.pair)
         bank = plan.feeds[statistics] if plan.feeds else ""
         return (Run(bank, bank, plan.affine[affine], 0, batch),)
+    if plan.mixture and state.component is not None:
+        index = plan.domains.index(state.component)
+        return (Run(plan.normalized_by[index], plan.feeds[index], plan.affine[index], 0, batch),)
     route = state.route
     if route is None:
         if needs_route:
@@ -312,10 +316,34 @@ def pair(model: nn.Module, *, statistics: str, affine: str) -> Scope:
     With statistics mode ``running`` the bank that ``statistics`` feeds normalizes; with ``batch`` the batch's own
     moments normalize and feed that bank.
     """
-    mixtures = [name or "the norm" for name, module in routed_modules(model).items() if module.plan.mixture]
+    mixtures = [name or "the norm" for name in mixture_norms(model)]
     if mixtures:
-        raise ConfigError(f"mixture norms use all statistics banks at once and cannot be paired: {', '.join(mixtures)}")
+        raise ConfigError(
+            f"mixture norms use all statistics banks at once and cannot be paired: {', '.join(mixtures)}; "
+            "fix one of their Gaussians with advnorm.component(model, domain)"
+        )
     return Scope(model, {"pair": (statistics, affine)}, wanted=[statistics, affine])
+
+
+def component(model: nn.Module, domain: str) -> Scope:
+    """Scope: mixture norms normalize the whole batch by the Gaussian of one domain, whatever the input looks like.
+
+    ``w ⊙ (x - μ_d) / σ_d + b``: paper C, eq. 10, with the posterior of ``domain`` 1 everywhere. With statistics mode
+    ``running`` the stored moments of its bank normalize; with ``batch`` the batch's own do and feed it. A route goes on
+    to hold for other routed modules, such as heads.
+    """
+    scope = Scope(model, {"component": domain}, wanted=[domain])
+    if not mixture_norms(model):
+        raise ConfigError(
+            "the model has no mixture norm, such as 'gmm_bn', to fix a component of; "
+            f"choose a branch with advnorm.route(model, {domain!r})"
+        )
+    return scope
+
+
+def mixture_norms(model: nn.Module) -> dict[str, Routed]:
+    """The norms of a model that weigh their statistics by the input, by name."""
+    return {name: module for name, module in routed_modules(model).items() if module.plan.mixture}
 
 
 def statistics(
@@ -376,7 +404,7 @@ class likelihood:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        if not any(module.plan.mixture for module in routed_modules(model).values()):
+        if not mixture_norms(model):
             raise ConfigError("the model has no mixture norm to take a likelihood from; use norm='gmm_bn'")
         self._terms: list[Tensor] = []
         self._scope = Scope(model, {"collected": self._terms})

@@ -1,0 +1,288 @@
+"""Verdicts on images, batch by batch: attacks, the strict forward that decides, and what a killed run has done."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from advnorm._core.errors import ConfigError
+from advnorm._core.precision import float32_as
+from advnorm._core.records import digest
+from advnorm.attacks import Attack, attacked
+from advnorm.attacks.autoattack import AutoAttack, AutoAttackResult
+from advnorm.attacks.base import Predict
+from advnorm.attacks.search import Halving, Search
+from advnorm.engine.partial import Partial
+from advnorm.norms import Mode
+
+if TYPE_CHECKING:
+    from advnorm.engine.case import Case
+
+#: Images by which it is seen whether outputs are random, depend on the batch, or are probabilities.
+LOOKED_AT = 16
+#: Relative difference of logits that is beyond the rounding of float32.
+SAME = 1e-3
+#: Verdicts are saved about so often; a slow attack gets smaller batches for that, but not below so many images.
+UNIT_SECONDS, UNIT_IMAGES = 60.0, 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One attack, judged through one branch."""
+
+    name: str
+    attack: Attack
+    route: str | None
+    origin: str = ""  # of the model that the attack is computed on, where it is another one
+
+    @property
+    def key(self) -> str:
+        return " | ".join([str(self.route), repr(self.attack), *([self.origin] if self.origin else [])])
+
+
+def unmoving(statistics: Mode) -> Mode:
+    """A verdict uses the batch's statistics where that is asked for, and never moves the running ones."""
+    return "batch_frozen" if statistics == "batch" else statistics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """What a few forwards show of a model's outputs."""
+
+    #: Largest relative difference of logits between two forwards of the same images.
+    varies: float
+    #: ... between an image alone and the same one in a batch; 0 where the outputs are random.
+    by_batch: float
+    probabilities: bool
+    #: Difference that the model's precision explains.
+    same: float
+
+    @property
+    def random(self) -> bool:
+        return self.varies > self.same
+
+    @property
+    def steady(self) -> bool:
+        """Whether an image's output depends on the image alone."""
+        return max(self.varies, self.by_batch) <= self.same
+
+    def warnings(self) -> list[str]:
+        """Reasons to doubt what an attack says of this model."""
+        found = {
+            "the outputs are random: every verdict is one draw, a union of attacks is one of draws too, and the stages "
+            "of a cascade are draws of their own; attack the expectation: 'autoattack-rand', 'apgd-ce-samples20'": (
+                self.random
+            ),
+            "batch-dependent: an image's output depends on the others of its batch, so the numbers hold for this batch "
+            "size and order alone; evaluate with running statistics": self.by_batch > self.same,
+            "the outputs are probabilities, whose gradients vanish; return the logits, without softmax": (
+                self.probabilities
+            ),
+        }
+        return [text for text, said in found.items() if said]
+
+
+#: What AutoAttack flags by itself and :class:`Outputs` says for all attacks at once.
+_SAID = ("randomized", "batch-dependent", "probabilities")
+
+
+class Runner:
+    """Verdicts of a case, batch by batch; what is done is kept in ``partial``.
+
+    A randomized model draws numbers that follow from the case's seed, the attack and the batch, and others to be
+    attacked than to be judged.
+    """
+
+    def __init__(self, case: Case, partial: Partial, bar: Any) -> None:
+        self.case, self.partial = case, partial
+        self.bar: Any = bar  # of rich, or None
+        self._steady = True
+        self._classes = 2
+        self._pace = math.inf  # seconds that an image's forward takes
+
+    def clean(self, route: str | None) -> Tensor:
+        """Which images are classified right without an attack."""
+        case, memory = self.case, Halving(self.case.batch_size)
+
+        def work(part: slice) -> Tensor:
+            x, y = case.images[part].to(case.device), case.labels[part].to(case.device)
+            begun = time.perf_counter()
+            right, nan = (v.cpu() for v in self._right(x, y, route, "clean", part.start))
+            self._pace = min(self._pace, (time.perf_counter() - begun) / len(x))
+            if bool(nan.any()):
+                image = int(case.index[part][nan][0])
+                raise ConfigError(f"the model returns NaN logits for image {image} of the data; check image and model")
+            return right
+
+        right = torch.cat(memory.over(len(case.images), work))
+        self._warn_memory(f"{route} | clean", "clean", memory)
+        return right
+
+    def look(self, route: str | None) -> Outputs:
+        """Whether outputs are random, depend on the batch or are probabilities: told once for all attacks."""
+        case = self.case
+        x, memory = case.images[:LOOKED_AT].to(case.device), Halving(case.batch_size)
+        with self._judging(route, "look") as predict:
+
+            def forward() -> Tensor:
+                return torch.cat(memory.over(len(x), lambda part: predict(x[part])))
+
+            together, again = forward(), forward()
+            single = torch.cat([predict(image) for image in x.split(1)]) if memory.size != 1 else together
+        size = together.abs().amax().clamp_min(1e-12)
+        varies, by_batch = ((other - together).abs().amax().div(size).item() for other in (again, single))
+        dtype = next((p.dtype for p in case.model.parameters() if p.is_floating_point()), torch.float32)
+        same = max(SAME, 4 * torch.finfo(dtype).eps)
+        found = Outputs(
+            varies=varies,
+            by_batch=0.0 if varies > same else by_batch,  # cannot be told apart from it
+            probabilities=bool((together >= 0).all() and (together.sum(1) - 1).abs().max() < 1e-3),
+            same=same,
+        )
+        self._steady &= found.steady
+        for text in found.warnings():
+            self.partial.warn("outputs", text)
+        return found
+
+    def robust(self, job: Job, among: Tensor, *, source: nn.Module | None = None) -> Tensor:
+        """Which images of ``among`` withstand an attack; the others count as fooled and are not attacked.
+
+        ``source``: compute the attack on this model; the case's model judges.
+        """
+        case, memory = self.case, Halving(self._unit(job.attack))
+        verdicts = self.partial.verdicts(job.key, len(case.images))
+        todo = (among & (verdicts < 0)).nonzero()[:, 0]
+        total = int(among.sum())
+        show = self._shown(job, total)
+
+        def work(part: slice) -> None:
+            rows, done, begun = todo[part], total - len(todo) + part.start, time.perf_counter()
+            x, y, index, attack = case.images[rows], case.labels[rows], case.index[rows], job.attack
+            if show is not None:
+                attack = dataclasses.replace(attack, progress=_within(show, done, len(rows)))
+            if isinstance(attack, AutoAttack):
+                x_adv = self._cascade(job, attack, x, y, index)
+            else:
+                x, y, index = (tensor.to(case.device) for tensor in (x, y, index))
+                with float32_as("ieee", case.device), self.seeded(job.key, "attack", int(rows[0])):
+                    x_adv = attack(source or case.model, x, y, index=index)
+            verdicts[rows] = self._judge(job, x_adv, y, rows).to(verdicts.dtype)
+            self.partial.save(job.key, verdicts, time.perf_counter() - begun)
+
+        memory.over(len(todo), work)
+        self._warn_memory(job.key, job.name, memory)
+        if show is not None:
+            show(total)
+        return among & (verdicts == 1)
+
+    def _unit(self, attack: Attack) -> int | None:
+        """Images that are attacked and saved at once: a batch, or about a minute's work if that is less.
+
+        None: all of them; a cascade keeps a record of its own. Where the others of its batch matter to an image, or
+        chance does, only whole batches give the same result every time.
+        """
+        if isinstance(attack, AutoAttack):
+            return None
+        if isinstance(attack, Search):
+            forwards = attack.forwards(self._classes)
+        else:
+            forwards = getattr(attack, "steps", 1) * getattr(attack, "restarts", 1)
+        size = self.case.batch_size
+        seconds = 3 * forwards * (self._pace if math.isfinite(self._pace) else 0.0)  # with the backward
+        while self._steady and size >= 2 * UNIT_IMAGES and size * seconds > UNIT_SECONDS:
+            size //= 2
+        return size
+
+    def _judge(self, job: Job, x: Tensor, y: Tensor, rows: Tensor) -> Tensor:
+        """Whether adversarial images are classified right, by the strict forward that decides; on the CPU."""
+        device = self.case.device
+
+        def work(part: slice) -> Tensor:
+            x_part, y_part = x[part].to(device), y[part].to(device)
+            return self._right(x_part, y_part, job.route, f"{job.key} | judge", int(rows[part.start]))[0].cpu()
+
+        return torch.cat(Halving(self.case.batch_size).over(len(x), work))
+
+    def _shown(self, job: Job, total: int) -> Callable[[float], None] | None:
+        """Shows how many images are done with, where there is a bar; it goes when all are."""
+        if self.bar is None:
+            return None
+        bar, task = self.bar, self.bar.add_task(f"{job.route or ''} {job.name}".strip(), total=total)
+        return lambda done: bar.update(task, completed=done, visible=done < total)
+
+    def _cascade(self, job: Job, attack: AutoAttack, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
+        found = attack.evaluate(self.case.model, x, y, index=index, record=self.partial.folder(job.key), bar=False)
+        for flag in found.warnings:
+            if flag.name not in _SAID:
+                self.partial.warn(job.key, f"{job.name}: {flag.message}")
+        self._warn_memory(job.key, job.name, found, "rows")
+        counts = {name: round(value * len(x)) for name, value in found.accuracy.items()}
+        self.partial.detail(job.key, {name: count / len(self.case.images) for name, count in counts.items()})
+        return found.x_adv
+
+    def _right(self, x: Tensor, y: Tensor, route: str | None, *tags: Any) -> tuple[Tensor, Tensor]:
+        with self._judging(route, *tags) as predict:
+            logits = predict(x)
+        self._classes = logits.shape[1]
+        nan = logits.isnan().any(1)
+        return (logits.argmax(1) == y) & ~nan, nan
+
+    @contextmanager
+    def _judging(self, route: str | None, *tags: Any) -> Iterator[Predict]:
+        """Scope: the strict forward that decides."""
+        statistics, device = unmoving(self.case.statistics), self.case.device
+        with (
+            self.seeded(route, *tags),
+            attacked(self.case.model, route=route, statistics=statistics) as predict,
+            float32_as("ieee", device),
+            torch.no_grad(),
+        ):
+            yield predict
+
+    @contextmanager
+    def seeded(self, *tags: Any) -> Iterator[None]:
+        """Scope: what a randomized model draws follows from the seed and the tags; the caller's generators rest."""
+        device, seed = self.case.device, int(digest(self.case.seed, *tags)[:15], 16)
+        here = torch.cuda.current_device() if device.index is None and device.type == "cuda" else device.index
+        cuda = [here] if device.type == "cuda" else []
+        with torch.random.fork_rng(cuda):
+            torch.default_generator.manual_seed(seed)
+            for number in cuda:
+                torch.cuda.default_generators[number].manual_seed(seed)
+            yield
+
+    def _warn_memory(self, key: str, name: str, memory: Halving | AutoAttackResult, unit: str = "images") -> None:
+        if memory.halved:
+            sizes = ", ".join(map(str, memory.halved))
+            self.partial.warn(
+                key,
+                f"{name}: memory did not suffice for {sizes} {unit} at a time, went on with {memory.halved[-1] // 2}",
+            )
+
+
+def _within(show: Callable[[float], None], done: int, images: int) -> Callable[[int, int], None]:
+    """Progress within a batch as progress over all images."""
+    return lambda n, of: show(done + images * n / of)
+
+
+@contextmanager
+def progress_bar(show: bool) -> Iterator[Any]:
+    """A bar per attack on a terminal's standard error, or None."""
+    if not show:
+        with nullcontext():
+            yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        yield bar
