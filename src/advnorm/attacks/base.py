@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from advnorm._core.errors import ConfigError, did_you_mean, raise_all
@@ -29,6 +28,7 @@ from advnorm._core.registry import Registry
 from advnorm._core.seeding import ImageNoise
 from advnorm.norms import MODES, Mode, Routed, routed_modules
 from advnorm.norms import route as route_scope
+from advnorm.norms.feeding import Flags, stop_feeding
 from advnorm.norms.routing import Scope
 from advnorm.threat import Norm, ThreatModel
 
@@ -63,12 +63,14 @@ def attacked(model: nn.Module, *, route: str | None = None, statistics: Mode = "
         stack.enter_context(torch.enable_grad())
         frozen = {module for module in model.modules() if model.training and not module.training}
         stack.enter_context(evaluating(model))
-        flags = _Flags()
+        flags = Flags()
         stack.callback(flags.restore)
         if statistics != "running":
             for module in model.modules():
                 if isinstance(module, _NormBase) and module not in frozen:
-                    _use_batch_statistics(flags, module, feed=statistics == "batch")
+                    flags.set(module, "training", True)
+                    if statistics != "batch":
+                        stop_feeding(flags, module)
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.is_leaf:
                 flags.set(parameter, "requires_grad", False)
@@ -81,32 +83,6 @@ def attacked(model: nn.Module, *, route: str | None = None, statistics: Mode = "
             if route is not None:
                 stack.enter_context(route_scope(model, route))
         yield _predictor(model)
-
-
-class _Flags:
-    """Attributes set for a while. Nothing is copied, so that a graph that is alive keeps its tensors."""
-
-    def __init__(self) -> None:
-        self._saved: list[tuple[Any, str, Any]] = []
-
-    def set(self, owner: Any, name: str, value: Any) -> None:
-        self._saved.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, value)
-
-    def restore(self) -> None:
-        while self._saved:
-            owner, name, value = self._saved.pop()
-            setattr(owner, name, value)
-
-
-def _use_batch_statistics(flags: _Flags, norm: _NormBase, *, feed: bool) -> None:
-    flags.set(norm, "training", True)
-    if feed or not norm.track_running_stats:
-        return
-    if isinstance(norm, _InstanceNorm):  # feeds its buffers whenever it has them
-        for name in ("running_mean", "running_var"):
-            flags.set(norm, name, None)
-    flags.set(norm, "track_running_stats", False)
 
 
 def _cuda_devices(model: nn.Module) -> list[int]:
