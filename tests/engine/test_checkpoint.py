@@ -99,7 +99,8 @@ def test_only_the_files_that_a_pointer_needs_stay(tmp_path):
 
 def test_what_a_killed_save_left_half_written_goes_with_the_next(tmp_path):
     checkpoint.save(tmp_path, "last", TENSORS, {"step": 1})
-    for name in (".last-00000002-0123abcd.safetensors.part", ".last.json.x8s7", "last-00000002-0123abcd.safetensors"):
+    file = "last-00000002-0123abcd.safetensors"
+    for name in (f".{file}.77.part", ".last.json.77.part", file):
         (tmp_path / name).write_bytes(b"half")
     path = checkpoint.save(tmp_path, "last", TENSORS, {"step": 3})
     assert files(tmp_path) == sorted(["last.json", path.name])

@@ -27,7 +27,9 @@ def did_you_mean(name: object, allowed: Iterable[str]) -> str:
     allowed = list(allowed)
     folded = {option.lower(): option for option in allowed}
     close = difflib.get_close_matches(str(name).lower(), folded, n=1, cutoff=0.6)
-    return f", did you mean {folded[close[0]]!r}?" if close else f"; allowed: {', '.join(map(repr, allowed)) or 'nothing'}"
+    if close:
+        return f", did you mean {folded[close[0]]!r}?"
+    return f"; allowed: {', '.join(map(repr, allowed)) or 'nothing'}"
 
 
 def raise_all(problems: Sequence[str], heading: str, kind: type[AdvnormError] = ConfigError) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +14,33 @@ from torch import Tensor
 from advnorm._core.errors import ConfigError
 
 
-def write_json(path: Path | str, data: Any) -> None:
-    """Write ``data`` as JSON; a crash or a full disk leaves the old file, if any, untouched."""
+def write_whole(path: Path | str, data: bytes) -> None:
+    """Write a file that is there whole or not at all, also after a loss of power; the old one, if any, stays till then.
+
+    What a killed process leaves is ``.NAME.PID.part``.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with part.open("wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(name, 0o666 & ~_umask())  # as a plain open() would; mkstemp's are for the owner alone
-        os.replace(name, path)
+        os.replace(part, path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
         raise
+    folder = os.open(path.parent, os.O_RDONLY)  # a new name in a folder survives a loss of power only when it is synced
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def write_json(path: Path | str, data: Any) -> None:
+    """Write ``data`` as JSON; a crash or a full disk leaves the old file, if any, untouched."""
+    write_whole(path, (json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
 
 
 def read_json(path: Path) -> dict[str, Any]:

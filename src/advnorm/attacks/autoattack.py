@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,12 +19,12 @@ from typing import Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError, did_you_mean
 from advnorm._core.precision import float32_as
-from advnorm._core.records import digest, write_json
+from advnorm._core.records import digest, write_json, write_whole
 from advnorm._core.seeding import ImageNoise
 from advnorm.attacks.apgd import APGD
 from advnorm.attacks.base import Attack, Option, Predict, attacked, check_images, checked, register
@@ -653,11 +652,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str
     """A safetensors file with facts and hashes in its header, whole or not at all."""
     tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     header = {"facts": json.dumps(facts), "digests": json.dumps({name: digest(v) for name, v in tensors.items()})}
-    part = path.with_suffix(".part")
-    save_file(tensors, part, metadata=header)
-    with part.open("rb") as file:
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    write_whole(path, save(tensors, metadata=header))
 
 
 def _read_tensors(path: Path, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -22,13 +21,14 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from advnorm._core.errors import AdvnormError, ConfigError, did_you_mean, raise_all
-from advnorm._core.records import read_json, write_json
+from advnorm._core.records import read_json, write_json, write_whole
 from advnorm._core.wrappers import unwrapped
 
 FORMAT = "advnorm.checkpoint/1"
 
 _NAME = re.compile(r"[A-Za-z0-9_]+")
 _FILE = re.compile(r"[A-Za-z0-9_]+-\d{8,}-[0-9a-f]{8}\.safetensors")
+_PART = re.compile(r"\.(.+)\.\d+\.part")  # what write_whole leaves when it is killed
 
 
 class CheckpointError(AdvnormError, OSError):
@@ -55,7 +55,7 @@ def save(folder: Path | str, name: str, tensors: Mapping[str, Tensor], meta: Map
     hashed = _hash(data)
     path = folder / f"{name}-{step:08d}-{hashed[:8]}.safetensors"
     try:
-        _write(path, data)
+        write_whole(path, data)
         _point(folder, name, {"format": FORMAT, "file": path.name, "blake2b": hashed, "meta": dict(meta)})
     except OSError as error:
         _sweep(folder)
@@ -111,7 +111,6 @@ def _pointer(folder: Path, name: str) -> Path:
 
 def _point(folder: Path, name: str, record: Mapping[str, Any]) -> None:
     write_json(_pointer(folder, name), record)
-    _sync_folder(folder)
 
 
 def _record(folder: Path, name: str) -> dict[str, Any]:
@@ -144,9 +143,9 @@ def _sweep(folder: Path) -> None:
     with suppress(ConfigError, OSError):  # a damaged pointer: no telling what it needs, so everything stays
         needed = {path.stem: file for path in folder.glob("*.json") if (file := _points_to(path))}
         for path in folder.iterdir():
-            half = path.name.endswith(".part") and _FILE.fullmatch(path.name[1:-5])
-            half = half or any(path.name.startswith(f".{name}.json.") for name in needed)
-            if half or (_FILE.fullmatch(path.name) and path.name not in needed.values()):
+            half = _PART.fullmatch(path.name)
+            written = half and (_FILE.fullmatch(half[1]) or half[1].removesuffix(".json") in needed)
+            if written or (_FILE.fullmatch(path.name) and path.name not in needed.values()):
                 path.unlink()
 
 
@@ -255,7 +254,7 @@ def save_weights(path: Path | str, model: nn.Module, meta: Mapping[str, Any]) ->
     path = _weights_path(path)
     raise_all(_not_json(meta), "bad weights file")
     try:
-        _write(path, _packed(unwrapped(model).state_dict(), meta))
+        write_whole(path, _packed(unwrapped(model).state_dict(), meta))
     except OSError as error:
         raise CheckpointError(
             f"cannot write {path}: {error.strerror or error}; free some space or choose another folder"
@@ -345,28 +344,3 @@ def _not_json(meta: Mapping[str, Any]) -> list[str]:
 
 def _hash(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-def _write(path: Path, data: bytes) -> None:
-    """A file that is there whole or not at all, also after a loss of power."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    try:
-        with part.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """A new name in a folder survives a loss of power only then."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
