@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 import torch.distributed as dist
@@ -54,10 +55,12 @@ def all_gather_rows(value: Tensor, group: ProcessGroup | None = None) -> Tensor:
 
 @torch.no_grad()
 def mean_over_ranks(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -> list[Tensor]:
-    """The mean of each tensor over the ranks, from one collective for all of one type."""
+    """The mean of each tensor over the ranks, from one collective."""
     if world_size(group) == 1 or not tensors:
         return list(tensors)
-    flat = torch.cat([tensor.reshape(-1).to(tensors[0].dtype) for tensor in tensors])
+    widest = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    flat = torch.cat([tensor.reshape(-1).to(widest) for tensor in tensors])
     dist.all_reduce(flat, group=group)
     flat /= world_size(group)
-    return [part.view_as(tensor) for part, tensor in zip(flat.split([t.numel() for t in tensors]), tensors)]
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view_as(tensor).to(tensor.dtype) for part, tensor in zip(parts, tensors)]

@@ -480,7 +480,8 @@ def build_objective(config: Config, model: nn.Module) -> Objective:
     """The objective of a configuration on a model."""
     kind = OBJECTIVES.get(config.objective.name)
     attack = config.build_attack() if kind.needs_attack else None
-    objective = kind(model, attack, label_smoothing=config.label_smoothing, **config.objective.options)
+    objective: Objective = kind(model, attack, label_smoothing=config.label_smoothing, **config.objective.options)
+    objective.seed = config.seed
     if config.regularizer is not None:
         objective = REGULARIZERS.get(config.regularizer.name)(objective, **config.regularizer.options)
     if config.second_pass is not None:

@@ -46,7 +46,7 @@ def without_feeding(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(flags.restore)
         for module in model.modules():
-            if isinstance(module, Routed) and module.training and module.state.mode is None:
+            if isinstance(module, Routed) and (module.state.mode or ("batch" if module.training else None)) == "batch":
                 stack.enter_context(Scope(module, {"mode": "batch_frozen"}))
             elif isinstance(module, _NormBase) and module.training:
                 stop_feeding(flags, module)

@@ -87,6 +87,8 @@ class Objective(nn.Module):
         self.statistics: TrainingStatistics = statistics
         #: Images to logits; an engine may put a compiled function of the model in its place.
         self.through: Callable[[Tensor], Any] = self._through_model
+        #: Of what the objective draws besides its attack: the images of a second pass, the noise of LIGS.
+        self.seed = 0
         self._drawn = 0
 
     @classmethod
@@ -191,17 +193,18 @@ class Objective(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits in float32 at least: losses in half precision lose what they are about."""
-        logits = logits_of(self.through(x.to(self._dtype)), len(x))
+        logits = logits_of(self.through(x.to(self.dtype)), len(x))
         return logits if logits.dtype == torch.float64 else logits.float()
 
     @property
-    def _dtype(self) -> torch.dtype:
+    def dtype(self) -> torch.dtype:
+        """The precision of the model's parameters, which images are brought into."""
         return next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
 
     def passed(self, images: Mapping[str, Tensor], layout: Layout = "concatenated") -> dict[str, Tensor]:
         """Logits of each domain's images in training, in one forward or in one after the other."""
         images = {domain: x for domain, x in images.items() if len(x)}
-        with self._training_statistics():
+        with self.training_statistics():
             if layout == "sequential" or len(images) == 1:
                 logits = {}
                 for domain, x in images.items():
@@ -217,7 +220,8 @@ class Objective(nn.Module):
         return route(self.model, where) if routed_modules(self.model) else nullcontext()  # pyright: ignore[reportArgumentType, reportReturnType]
 
     @contextmanager
-    def _training_statistics(self) -> Iterator[None]:
+    def training_statistics(self) -> Iterator[None]:
+        """Scope: what the training pass normalizes with."""
         if self.statistics == "batch":
             yield
             return

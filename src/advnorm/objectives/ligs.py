@@ -72,7 +72,7 @@ class Ligs(Wrapper):
 
     def measured(self, images: Images) -> Step:
         step = super().measured(images)
-        similarity = self.similarity(images.x, images.y, ImageNoise(0, images.index).fold("ligs"))
+        similarity = self.similarity(images.x, images.y, ImageNoise(self.bare.seed, images.index).fold("ligs"))
         loss = step.loss + self.weight * (1 - similarity)
         return step._replace(loss=loss, terms={**step.terms, "ligs": similarity.detach()})
 
@@ -83,17 +83,20 @@ class Ligs(Wrapper):
         stored = any(needs_both(module.plan) for module in routed_modules(model).values())
 
         def predict(images: Tensor) -> Tensor:
-            logits = logits_of(model(images), len(images))
+            logits = logits_of(model(images.to(self.bare.dtype)), len(images))
             return logits if logits.dtype == torch.float64 else logits.float()
 
         def gradient(images: Tensor) -> Tensor:
             images = images.detach().requires_grad_()
             loss = F.cross_entropy(predict(images), y, reduction="sum")
-            return torch.autograd.grad(loss, images, create_graph=True)[0].flatten(1)
+            rows = torch.autograd.grad(loss, images, create_graph=True)[0].flatten(1)
+            # The direction alone counts, and confident networks have gradients below what a cosine takes for zero.
+            return rows / rows.detach().abs().amax(1, keepdim=True).clamp_min(torch.finfo(rows.dtype).tiny)
 
         with (
             torch.enable_grad(),
             without_feeding(model),
+            self.bare.training_statistics(),
             route(model, branch) if branch else nullcontext(),
             statistics(model, mode="running") if stored else nullcontext(),
         ):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn.modules.batchnorm import _NormBase
 
 from advnorm._core.distributed import mean_over_ranks
 from advnorm._core.errors import ConfigError, did_you_mean, raise_all
@@ -72,7 +73,7 @@ class SecondPass(Wrapper):
 
         with nullcontext() if delta is None else statistics(self.model, perturbation=delta):
             first = self.measured(images)
-        found = _gradients(first.loss, [*parameters, *(delta.tensors if delta else ())])
+            found = _gradients(first.loss, [*parameters, *(delta.tensors if delta else ())])
         own, of_statistics = found[: len(parameters)], found[len(parameters) :]
         worst = None
         if delta is not None:
@@ -100,7 +101,7 @@ class SecondPass(Wrapper):
         count = self.rows(len(images.x))
         if count == len(images.x) and self.groups == 1:
             return images
-        order = ImageNoise(0, images.index).fold("second pass").bits(()).argsort(stable=True)
+        order = ImageNoise(self.bare.seed, images.index).fold("second pass").bits(()).argsort(stable=True)
         return images.take(order[:count])
 
     @contextmanager
@@ -135,6 +136,11 @@ class Apart(SecondPass):
         own = {"radius": radius, "samples": samples, "groups": groups}
         check_second_pass(type(self), **own, **unknown)
         super().__init__(objective)
+        if any(isinstance(module, _NormBase) for module in self.model.modules()):
+            raise ConfigError(
+                "Apart perturbs the statistics of routed norms, and the model has built-in batch norms; convert it "
+                "first: advnorm.convert_norm(model, 'bn')"
+            )
         zero_perturbation(self.model, requires_grad=False)  # says what is missing
         self.radius, self.samples, self.groups = radius, samples, groups
 
@@ -142,8 +148,10 @@ class Apart(SecondPass):
     def setting_problems(cls, *, radius: Any = 0.1, samples: Any = 1.0, groups: Any = 1, **_: Any) -> list[str]:
         problems = weight_problem("radius", radius)
         whole = isinstance(samples, int) and not isinstance(samples, bool)
-        if not (whole and samples >= 1) and not (isinstance(samples, float) and 0 < samples <= 1):
-            problems.append(f"samples is a number of images from 1 on, or a share in (0, 1], got {samples!r}")
+        if not (whole and samples >= 2) and not (isinstance(samples, float) and 0 < samples <= 1):
+            problems.append(
+                f"samples is a number of images from 2 on, or a share in (0, 1], 1.0 for all; got {samples!r}"
+            )
         if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
             problems.append(f"groups must be an integer of at least 1, got {groups!r}")
         elif whole and samples % groups:
@@ -266,10 +274,10 @@ def _gradients(loss: Tensor, tensors: Sequence[Tensor]) -> list[Tensor | None]:
 
 
 def _mixed(first: Tensor | None, second: Tensor | None, share: float) -> Tensor | None:
-    if first is None and second is None:
-        return None
-    parts = [(1 - share, first), (share, second)]
-    return sum(weight * part for weight, part in parts if part is not None and weight)  # pyright: ignore
+    if first is None or second is None:  # a parameter that one of the passes does not use, or none
+        found, weight = (second, share) if first is None else (first, 1 - share)
+        return None if found is None else weight * found
+    return second if share == 1 else (1 - share) * first + share * second
 
 
 class _WithGradients(Function):

@@ -1,0 +1,93 @@
+"""Principal components against scikit-learn, up to the sign of each."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.decomposition import PCA
+
+import advnorm
+from advnorm.analysis.base import ANALYSES
+from advnorm.analysis.projection import principal_components, projection
+
+
+def same_up_to_sign(found, expected, tolerance):
+    for mine, theirs in zip(found.T, expected.T):
+        size = np.abs(theirs).max()
+        assert min(np.abs(mine - theirs).max(), np.abs(mine + theirs).max()) <= tolerance * size
+
+
+@settings(deadline=None, max_examples=25, derandomize=True)
+@given(rows=st.integers(5, 30), columns=st.integers(3, 60), offset=st.sampled_from([0, 100]), seed=st.integers(0, 99))
+def test_components_from_inner_products_are_those_of_scikit_learn(rows, columns, offset, seed):
+    rng = np.random.default_rng(seed)
+    data = rng.normal(size=(rows, columns)) * 2.0 ** -np.arange(columns) + offset  # well separated variances
+    scores, shares = principal_components(torch.tensor(data @ data.T))
+    pca = PCA(2, svd_solver="full").fit(data)
+    same_up_to_sign(scores.numpy(), pca.transform(data), 1e-5)
+    np.testing.assert_allclose(shares, pca.explained_variance_ratio_, atol=1e-7)
+    assert (scores.gather(0, scores.abs().argmax(0, keepdim=True)) > 0).all()
+
+
+@pytest.mark.parametrize("norm", ["bn", "dual_bn", "none"])
+def test_a_network_s_layers_are_projected_as_by_scikit_learn(digits, untouched, norm):
+    model = digits.networks[norm]
+    route = "adv" if norm == "dual_bn" else None
+    inputs = {"clean": digits.x, "adv": (digits.x + 0.3).clamp(0, 1), "autoattack": digits.x.flip(3)}
+    with untouched(model):
+        found = projection(model, inputs, samples=90, route=route, batch_size=40)
+    assert list(found.points) == ["bn1", "bn2", "bn3"]
+    kept = {}
+    hooks = [
+        model.get_submodule(layer).register_forward_pre_hook(
+            lambda _, args, layer=layer: kept.__setitem__(layer, args[0].double().flatten(1).numpy())
+        )
+        for layer in found.points
+    ]
+    with advnorm.route(model, "adv"), torch.no_grad():
+        model(torch.cat([images[:90] for images in inputs.values()]))
+    for hook in hooks:
+        hook.remove()
+    for layer, points in found.points.items():
+        assert {name: tuple(rows.shape) for name, rows in points.items()} == dict.fromkeys(inputs, (90, 2))
+        pca = PCA(2, svd_solver="full").fit(kept[layer])
+        same_up_to_sign(torch.cat(list(points.values())).numpy(), pca.transform(kept[layer]), 1e-4)
+        assert found.explained[layer] == pytest.approx(tuple(pca.explained_variance_ratio_), rel=1e-4)
+
+
+def test_no_more_than_two_batches_are_held_and_the_cut_does_not_matter(digits):
+    model = digits.networks["bn"]
+    rows = []
+    handle = model.bn2.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
+    small = projection(model, {"clean": digits.x}, layers="bn2", samples=100, batch_size=30)
+    handle.remove()
+    assert max(rows) == 30 and len(rows) == 10  # a forward for each pair of the 4 batches
+    large = projection(model, {"clean": digits.x}, layers="bn2", samples=100, batch_size=100)
+    torch.testing.assert_close(small.points["bn2"]["clean"], large.points["bn2"]["clean"], rtol=1e-4, atol=1e-4)
+
+
+def test_a_projection_of_a_run_is_drawn_and_saved(digits, untouched, tmp_path):
+    subject = digits.subject("dual_bn")
+    with untouched(subject.model):
+        found = ANALYSES.get("projection").run(
+            subject, inputs=["clean", "adv", "autoattack-steps2-queries3"], samples=50
+        )
+    figure = found.figure()
+    assert [axes.get_title(loc="left") for axes in figure.axes] == [f"Input of bn{n}" for n in (1, 2, 3)]
+    assert all(len(axes.collections) == 3 for axes in figure.axes)
+    assert all(len(points.get_offsets()) == 50 for axes in figure.axes for points in axes.collections)
+    assert figure.axes[0].get_xlabel() == f"component 1 ({found.explained['bn1'][0]:.0%})"
+    assert len(figure.legends[0].get_texts()) == 3
+    paths = found.save(tmp_path / "projection")
+    assert [path.suffix for path in paths] == [".json", ".svg", ".png"]
+    assert json.loads(paths[0].read_text()) == found.record()
+
+
+def test_a_wrong_layer_or_number_of_samples_is_refused(digits):
+    with pytest.raises(advnorm.ConfigError, match="did you mean 'bn3'"):
+        projection(digits.networks["bn"], {"clean": digits.x}, layers=["bn33"])
+    with pytest.raises(advnorm.ConfigError, match="at least 2"):
+        projection(digits.networks["bn"], {"clean": digits.x}, samples=1)
