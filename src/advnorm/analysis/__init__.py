@@ -10,6 +10,7 @@ from advnorm.analysis.channels import (
     statistics_shift,
     stored_channels,
 )
+from advnorm.analysis.corruption import CorruptionAccuracy, CorruptionScore, corruption_accuracy
 from advnorm.analysis.domain_gap import (
     BranchGap,
     DomainGap,
@@ -19,6 +20,15 @@ from advnorm.analysis.domain_gap import (
     domain_gap,
     swap_table,
     wasserstein,
+)
+from advnorm.analysis.features import (
+    RECIPES,
+    FeaturePictures,
+    Recipe,
+    extract_features,
+    match_features,
+    penultimate,
+    towards_class,
 )
 from advnorm.analysis.landscape import LandscapePoint, LandscapeRecorder, LandscapeTrend, landscape
 from advnorm.analysis.ligs import LigsTrend, Similarities, ligs, ligs_along
@@ -33,14 +43,20 @@ from advnorm.analysis.moments import (
 )
 from advnorm.analysis.perturbed import Curves, perturbed_accuracy
 from advnorm.analysis.projection import Projection, principal_components, projection
+from advnorm.analysis.transfer import Alignment, Transfer, alignment, transfer
 
 __all__ = [
     "ANALYSES",
+    "RECIPES",
+    "Alignment",
     "BranchGap",
     "ChannelStatistics",
+    "CorruptionAccuracy",
+    "CorruptionScore",
     "Curves",
     "DomainGap",
     "DomainGapTable",
+    "FeaturePictures",
     "Finding",
     "Gaussian",
     "LandscapePoint",
@@ -50,22 +66,29 @@ __all__ = [
     "LigsTrend",
     "NormStatistics",
     "Projection",
+    "Recipe",
     "ShiftAlongTraining",
     "Similarities",
     "StatisticsShift",
     "Subject",
     "SwapTable",
+    "Transfer",
     "affine_parameters",
+    "alignment",
     "batch_channels",
     "branch_gap",
     "channel_statistics",
     "collect_moments",
+    "corruption_accuracy",
     "domain_gap",
+    "extract_features",
     "landscape",
     "ligs",
     "ligs_along",
     "list_analyses",
+    "match_features",
     "norm_statistics",
+    "penultimate",
     "perturbed_accuracy",
     "principal_components",
     "projection",
@@ -73,5 +96,7 @@ __all__ = [
     "stored_channels",
     "stored_statistics",
     "swap_table",
+    "towards_class",
+    "transfer",
     "wasserstein",
 ]

@@ -17,6 +17,7 @@ from advnorm.data.cifar import ADDRESS10, ADDRESS100, cifar10, cifar100
 from advnorm.data.corruptions import ADDRESS as CIFAR10C_ADDRESS
 from advnorm.data.corruptions import cifar10c
 from advnorm.data.digits import digits
+from advnorm.data.features import features
 from advnorm.data.files import MissingFiles, Remote, download_all
 from advnorm.data.folders import TINY_ADDRESS, imagefolder, tiny_imagenet
 from advnorm.data.sets import FolderData, ImageData
@@ -142,6 +143,9 @@ for _name, _source in {
         read=_whole("cifar10c", cifar10c, 10),
         summary="the test images of CIFAR-10 under 19 corruptions, 5 severities",
         splits=("test",),
+    ),
+    "features": DataSource(
+        read=features, summary="features extracted from a model: D_R, D_NR, D_rand, D_det, D_conflict (paper D)"
     ),
 }.items():
     DATASETS.add(_name, _source)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -161,16 +163,17 @@ class WorkerLoader(Loader):
     """Batches of images on disk, decoded by worker processes while the device computes.
 
     ``crop_flip`` cuts out 8 to 100 % of the area in a ratio from 3:4 to 4:3, resizes it and mirrors half of the images
-    (Szegedy et al. 2015); otherwise the resized centre of an image is taken.
+    (Szegedy et al. 2015); otherwise the resized centre of an image is taken. A file that cannot be decoded is refused
+    by name when its batch comes.
     """
 
     data: FolderData
 
-    def __init__(self, data: FolderData, *, workers: int = 4, **settings: Any) -> None:
+    def __init__(self, data: FolderData, *, workers: int | None = None, **settings: Any) -> None:
         super().__init__(data, **settings)
-        if workers < 0:
+        if workers is not None and workers < 0:
             raise ConfigError(f"workers is the number of processes, 0 for none, got {workers}")
-        self.workers = workers
+        self.workers = default_workers() if workers is None else workers
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         offset = epoch * len(self.data)
@@ -181,19 +184,41 @@ class WorkerLoader(Loader):
             num_workers=self.workers,
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator(),  # else it draws a seed from torch's global generator
+            worker_init_fn=_outlive_sigterm,
         )
-        for images, labels, index in loader:
-            images, labels, index = (value.to(self.device, non_blocking=True) for value in (images, labels, index))
+        for batch in loader:
+            if isinstance(batch, ConfigError):
+                raise batch
+            images, labels, index = (value.to(self.device, non_blocking=True) for value in batch)
             yield Batch(self._finished(images), labels, index)
 
 
+def default_workers() -> int:
+    """Processes that decode files: a process more than there are cores only waits."""
+    return min(4, os.cpu_count() or 1)
+
+
+def _outlive_sigterm(_worker: int) -> None:
+    """A scheduler signals the whole process group; a worker ends when the process that it works for does."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 class _Decoder(Dataset):
-    """Decoded and augmented images, by the positions of a batch."""
+    """Decoded and augmented images, by the positions of a batch.
+
+    A damaged file is returned as its error: what a worker process raises arrives with the worker's traceback in it.
+    """
 
     def __init__(self, data: FolderData, seed: int, augment: str, offset: int) -> None:
         self.data, self.seed, self.augment, self.offset = data, seed, augment, offset
 
-    def __getitem__(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def __getitem__(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor] | ConfigError:
+        try:
+            return self._batch(positions)
+        except ConfigError as error:
+            return error
+
+    def _batch(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         data, index = self.data, positions + self.offset
         noise = ImageNoise(self.seed, index).fold("augment")
         flips = noise.integers(2, draw="flip").tolist()
@@ -230,8 +255,8 @@ def random_box(width: int, height: int, draws: list[list[float]]) -> tuple[int, 
     return left, top, left + box_width, top + box_height
 
 
-def make_loader(data: ImageData | FolderData, *, workers: int = 4, **settings: Any) -> Loader:
-    """The loader for this kind of data; ``workers`` serve images on disk only."""
+def make_loader(data: ImageData | FolderData, *, workers: int | None = None, **settings: Any) -> Loader:
+    """The loader for this kind of data; ``workers`` serve images on disk only, by default one per core, 4 at most."""
     if isinstance(data, FolderData):
         return WorkerLoader(data, workers=workers, **settings)
     return ResidentLoader(data, **settings)

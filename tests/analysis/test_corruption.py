@@ -1,0 +1,167 @@
+"""Accuracy under corruptions against a loop by hand, and statistics adapted by hand (paper D, fig. 1, table 7)."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import advnorm
+from advnorm._core.errors import ConfigError
+from advnorm._core.records import read_json
+from advnorm.analysis import ANALYSES
+from advnorm.analysis.corruption import CorruptionAccuracy, CorruptionScore, corruption_accuracy
+from advnorm.data import corrupt, list_corruptions
+
+FEW = ("contrast", "gaussian_noise")
+
+
+def accuracy(model, x, y):
+    with torch.no_grad():
+        return float((model(x).argmax(1) == y).double().mean())
+
+
+def plain_network(digits):
+    """The same network with built-in norms."""
+    plain = advnorm.strip(digits.networks["bn"])
+    assert any(isinstance(module, nn.BatchNorm2d) for module in plain.modules())
+    return plain
+
+
+def adapted_by_hand(plain, x):
+    """Statistics of the whole set in one batch: momentum None makes the running ones the mean over batches."""
+    twin = copy.deepcopy(plain)
+    for module in twin.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.reset_running_stats()
+            module.momentum = None
+            module.train()
+    with torch.no_grad():
+        twin(x)
+    return twin.eval()
+
+
+@pytest.mark.parametrize("built_in", [True, False])
+def test_accuracy_is_that_of_a_loop_by_hand(built_in, digits, untouched):
+    plain = plain_network(digits)
+    model = plain if built_in else digits.networks["bn"]
+    with untouched(model):
+        found = corruption_accuracy(
+            model, digits.x, digits.y, corruptions=FEW, severities=(1, 5), adapt=True, batch_size=300, seed=3
+        )
+    assert found.clean == accuracy(plain, digits.x, digits.y)
+    for name in FEW:
+        for place, severity in enumerate((1, 5)):
+            images = corrupt(digits.x, name, severity, seed=3)
+            assert found.accuracy[name][place] == pytest.approx(accuracy(plain, images, digits.y), abs=1e-9)
+            by_hand = accuracy(adapted_by_hand(plain, images), images, digits.y)
+            assert found.adapted[name][place] == pytest.approx(by_hand, abs=1 / 300 + 1e-9)
+    assert found.mean == pytest.approx(np.mean([found.accuracy[name] for name in FEW]))
+    assert found.adapted_mean == pytest.approx(np.mean([found.adapted[name] for name in FEW]))
+
+
+def test_adapting_heals_a_change_that_statistics_see(digits):
+    """Contrast scales every input: the statistics of the corrupted images undo it."""
+    found = corruption_accuracy(digits.networks["bn"], digits.x, digits.y, corruptions="contrast", adapt=True)
+    assert found.adapted["contrast"][4] > found.accuracy["contrast"][4] + 0.05
+    assert found.adapted["contrast"][4] > found.clean - 0.1
+
+
+def test_corrupted_images_do_not_depend_on_the_batch_size(digits):
+    settings = {"corruptions": ["impulse_noise", "fog"], "severities": (4,)}
+    model, x, y = digits.networks["bn"], digits.x, digits.y
+    first, second = (corruption_accuracy(model, x, y, batch_size=size, **settings) for size in (300, 64))
+    assert first == second
+
+
+def test_a_branch_is_judged_and_adapted_by_its_own_bank(digits, untouched):
+    model, images = digits.networks["dual_bn"], corrupt(digits.x, "contrast", 5)
+    with untouched(model):
+        found = corruption_accuracy(
+            model, digits.x, digits.y, corruptions=["contrast"], severities=[5], adapt=True, route="adv"
+        )
+    branch = advnorm.strip(model, "adv")
+    assert found.accuracy["contrast"] == (pytest.approx(accuracy(branch, images, digits.y)),)
+    by_hand = accuracy(adapted_by_hand(branch, images), images, digits.y)
+    assert found.adapted["contrast"] == (pytest.approx(by_hand, abs=0.02),)
+
+
+def test_what_is_wrong_is_told_at_once(digits):
+    with pytest.raises(ConfigError) as error:
+        corruption_accuracy(
+            digits.networks["none"], digits.x, digits.y, corruptions=["fgo"], severities=[6], adapt=True, batch_size=0
+        )
+    for part in ("did you mean 'fog'", "severity is 1, 2, 3, 4 or 5", "no batch statistics to adapt", "batch_size"):
+        assert part in str(error.value)
+
+
+# -- arrays ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def arrays(tmp_path, monkeypatch):
+    """CIFAR-10-C in miniature: twenty images for each level instead of ten thousand."""
+    from advnorm.analysis import corruption as analysis
+    from advnorm.data import corruptions as reader
+
+    for module in (analysis, reader):
+        monkeypatch.setattr(module, "PER_LEVEL", 20)
+    folder = tmp_path / "CIFAR-10-C"
+    folder.mkdir()
+    generator = np.random.default_rng(0)
+    labels = np.tile(np.arange(20) % 10, 5).astype(np.uint8)
+    for name in (*list_corruptions(), "frost", "saturate"):
+        np.save(folder / f"{name}.npy", generator.integers(0, 256, (100, 32, 32, 3), dtype=np.uint8))
+    np.save(folder / "labels.npy", labels)
+    return folder
+
+
+def test_the_published_arrays_are_read_where_they_are_given(arrays):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10))
+    x, y = torch.rand(12, 3, 32, 32), torch.arange(12) % 10
+    found = corruption_accuracy(model, x, y, severities=(2,), arrays=arrays)
+    assert len(found.accuracy) == 15 and "frost" in found.accuracy
+    level = torch.from_numpy(np.load(arrays / "frost.npy")[20:32]).permute(0, 3, 1, 2).float() / 255
+    assert found.accuracy["frost"] == (pytest.approx(accuracy(model, level, y)),)
+    assert corruption_accuracy(model, x, y, corruptions=["saturate"], arrays=arrays).accuracy["saturate"]
+    with pytest.raises(ConfigError, match="not those of CIFAR-10-C"):
+        corruption_accuracy(model, x, 9 - y, arrays=arrays)
+
+
+# -- the finding -------------------------------------------------------------------------------------------------------
+
+
+def test_runs_are_compared_and_drawn(digits, tmp_path):
+    few = {"images": digits.x[:100], "labels": digits.y[:100]}
+    subjects = [digits.subject(norm, **few) for norm in ("bn", "dual_bn", "none")]
+    seen = []
+    found = ANALYSES.get("corruptions").run(
+        subjects, corruptions=FEW, severities=(1, 3, 5), progress=lambda *done: seen.append(done)
+    )
+    assert list(found.scores) == ["bn", "dual_bn (clean)", "dual_bn (adv)", "none"]
+    assert found.scores["none"].adapted is None and found.scores["bn"].adapted is not None
+    assert seen[-1] == (3, 4)
+    left, right = found.figure().axes
+    assert [text.get_text() for text in left.get_yticklabels()] == ["contrast", "gaussian noise"]
+    assert (left.get_title("left"), right.get_title("left")) == ("By corruption", "By severity")
+    assert len(left.lines) == len(right.lines) == 7, "four networks, three of them adapted as well"
+    legend = [text.get_text() for text in left.figure.legends[0].get_texts()]
+    assert legend == [*found.scores, "statistics adapted (hollow)"]
+    paths = found.save(tmp_path / "corruptions")
+    assert [path.suffix for path in paths] == [".json", ".svg", ".png"] and all(path.stat().st_size for path in paths)
+    assert read_json(paths[0]) == json.loads(json.dumps(found.record()))
+
+
+def test_lines_are_means_over_corruptions_and_dots_means_over_severities():
+    score = CorruptionScore(
+        clean=1.0, severities=(1, 2), accuracy={"fog": (0.8, 0.4), "snow": (0.6, 0.2)}, adapted=None
+    )
+    found = CorruptionAccuracy(scores={"net": score}, images=10, seed=0, arrays=False, conditions={})
+    left, right = found.figure().axes
+    np.testing.assert_allclose(left.lines[0].get_xdata(), [60, 40])
+    np.testing.assert_allclose(right.lines[0].get_ydata(), [100, 70, 30])
+    assert score.mean == pytest.approx(0.5) and score.adapted_mean is None

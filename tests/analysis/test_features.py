@@ -1,0 +1,379 @@
+"""Feature data sets: eq. 2 and 3 of paper D on linear models whose optimum is known, and files that survive a kill."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import advnorm
+from advnorm import data as data_sets
+from advnorm._core.errors import ConfigError
+from advnorm._core.records import read_json
+from advnorm._core.seeding import ImageNoise
+from advnorm.analysis import ANALYSES
+from advnorm.analysis.features import (
+    RECIPES,
+    Recipe,
+    extract_features,
+    features,
+    make_features,
+    match_features,
+    penultimate,
+    start_rows,
+    towards_class,
+)
+from advnorm.data import FeatureFolder, ImageData, add_split, load
+
+
+def linear_net(weights: torch.Tensor, classes: int = 3) -> nn.Sequential:
+    """g(x) = weights · x, then a classifier."""
+    first = nn.Linear(weights.shape[1], weights.shape[0], bias=False)
+    first.weight.data = weights.clone()
+    return nn.Sequential(nn.Flatten(), first, nn.Linear(weights.shape[0], classes))
+
+
+def images(count: int, side: int = 4, classes: int = 3, seed: int = 0, low: float = 0.3) -> ImageData:
+    pixels = low + (1 - 2 * low) * torch.rand(count, 1, side, side, generator=torch.Generator().manual_seed(seed))
+    return ImageData(
+        name="mine", split="train", images=pixels, labels=torch.arange(count) % classes, num_classes=classes
+    )
+
+
+# -- eq. 3 -------------------------------------------------------------------------------------------------------------
+
+
+def test_one_feature_is_matched_at_the_foot_of_the_perpendicular():
+    """The nearest image with ``w · x' = w · x``; n steps of an n-th of the distance arrive there."""
+    w = torch.randn(1, 16)
+    data = images(2)
+    x, start = data.images[:1], data.images[1:]
+    gap = (w @ (x - start).flatten()) / w.norm() ** 2
+    expected = start + (gap * w).view_as(start)
+    assert expected.min() > 0 and expected.max() < 1, "the box plays no part"
+    length = float((expected - start).norm())
+    found = match_features(linear_net(w), x, start, steps=4, step_size=length / 4)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+@settings(deadline=None, max_examples=8, derandomize=True)
+@given(seed=st.integers(0, 1000), count=st.integers(1, 6))
+def test_features_of_a_linear_model_are_matched_as_well_as_the_step_allows(seed, count):
+    """The minimum is 0, at x itself, and the problem is convex: what is left is less than one step."""
+    generator = torch.Generator().manual_seed(seed)
+    w = torch.randn(count, 16, generator=generator)
+    model = linear_net(w)
+    x, start = torch.rand(2, 3, 1, 4, 4, generator=generator)
+    found = match_features(model, x, start, steps=600, step_size=0.02)
+    before, after = ((penultimate(model, z) - penultimate(model, x)).norm(dim=1) for z in (start, found))
+    assert (after <= 0.02 * torch.linalg.matrix_norm(w, 2) + 1e-4).all()
+    assert (after <= before).all()
+    assert found.min() >= 0 and found.max() <= 1
+
+
+def test_what_the_model_sees_keeps_its_correlation_with_the_label_and_the_rest_loses_it():
+    """Eq. 2: E[y · f] is that of the data for the model's features and 0 for others, if starts are drawn from all."""
+    side, count = 4, 400
+    labels = torch.arange(count) % 2
+    signs = 2.0 * labels - 1
+    pixels = 0.5 + 0.1 * torch.randn(count, 1, side, side)
+    pixels[:, 0, 0, 0] += 0.15 * signs  # what the model uses
+    pixels[:, 0, 3, 3] += 0.15 * signs  # as useful, and not used
+    data = ImageData(name="two", split="train", images=pixels.clamp(0, 1), labels=labels, num_classes=2)
+    w = torch.zeros(1, side * side)
+    w[0, 0] = 1
+    recipe = Recipe(towards="features", steps=60, step_size=0.02, start="any")
+    made = make_features(linear_net(w, 2), data, torch.arange(count), recipe)
+
+    def correlation(x, row, column):
+        return float((signs * (x[:, 0, row, column] - x[:, 0, row, column].mean())).mean())
+
+    assert correlation(made.images, 0, 0) == pytest.approx(correlation(data.images, 0, 0), abs=0.01)
+    assert correlation(data.images, 3, 3) > 0.1
+    assert abs(correlation(made.images, 3, 3)) < 0.02
+    other = make_features(linear_net(w, 2), data, torch.arange(count), dataclasses.replace(recipe, start="other_class"))
+    assert correlation(other.images, 3, 3) < -0.1, "with starts of the other class it turns round"
+
+
+def test_the_nearest_iterate_is_kept():
+    w = torch.randn(1, 16)
+    data = images(2)
+    model = linear_net(w)
+    rough = [match_features(model, data.images[:1], data.images[1:], steps=n, step_size=0.5) for n in range(1, 8)]
+    wanted = penultimate(model, data.images[:1])
+    distances = [float((penultimate(model, found) - wanted).norm()) for found in rough]
+    assert distances == sorted(distances, reverse=True)
+
+
+def test_a_start_that_matches_already_stays():
+    x = torch.rand(2, 1, 4, 4)
+    assert torch.equal(match_features(linear_net(torch.randn(2, 16)), x, x, steps=3), x)
+
+
+@settings(deadline=None, max_examples=25, derandomize=True)
+@given(seed=st.integers(0, 10_000), classes=st.integers(2, 5), count=st.integers(5, 40))
+def test_starts_have_another_class_and_depend_on_the_row_alone(seed, classes, count):
+    labels = torch.randint(classes, (count,), generator=torch.Generator().manual_seed(seed))
+    labels[0], labels[1] = 0, 1
+    rows = torch.arange(count)
+    chosen = start_rows(labels, rows, ImageNoise(seed, rows), "other_class")
+    assert (labels[chosen] != labels).all()
+    few = torch.tensor([count - 1, 2])
+    assert torch.equal(start_rows(labels, few, ImageNoise(seed, few), "other_class"), chosen[few])
+
+
+def test_starts_are_drawn_evenly_from_all_images_of_other_classes():
+    labels = torch.tensor([0, 1, 2, 1, 0, 2])
+    rows = torch.zeros(6000, dtype=torch.int64)
+    noise = ImageNoise(0, torch.arange(6000))
+    counts = torch.bincount(start_rows(labels, rows, noise, "other_class"), minlength=6)
+    assert counts[[0, 4]].tolist() == [0, 0]
+    assert counts[[1, 2, 3, 5]].min() > 1300
+
+
+# -- classes -----------------------------------------------------------------------------------------------------------
+
+
+def test_on_a_linear_model_the_target_is_reached_along_the_difference_of_the_weights():
+    """Two classes: the loss falls fastest along ``w_t - w_y``, everywhere the same; the optimum is eps along it."""
+    head = nn.Linear(16, 2)
+    model = nn.Sequential(nn.Flatten(), head)
+    x = torch.full((2, 1, 4, 4), 0.5)
+    y = torch.tensor([0, 1])
+    found = towards_class(model, x, y, 1 - y, eps=0.5, steps=10, step_size=0.1)
+    direction = (head.weight[1] - head.weight[0]).detach()
+    direction = direction / direction.norm()
+    expected = x + 0.5 * torch.stack([direction, -direction]).view_as(x)
+    assert expected.min() > 0 and expected.max() < 1
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["D_rand", "D_det"])
+def test_targets_are_random_or_the_next_class_and_the_images_stay_near(name, digits):
+    model = digits.networks["bn"]
+    data = ImageData(name="digits", split="test", images=digits.x, labels=digits.y, num_classes=10)
+    rows = torch.arange(200)
+    made = make_features(model, data, rows, dataclasses.replace(RECIPES[name], steps=5))
+    assert torch.equal(made.starts, digits.y[:200])
+    if name == "D_det":
+        assert torch.equal(made.labels, (digits.y[:200] + 1) % 10)
+    else:
+        assert 5 <= int((made.labels == digits.y[:200]).sum()) <= 40, "any class, the image's own too"
+        assert len(made.labels.unique()) == 10
+    assert ((made.images - digits.x[:200]).flatten(1).norm(dim=1) <= 0.5).all()
+    with torch.no_grad():
+        before, after = (
+            torch.nn.functional.cross_entropy(model(z), made.labels) for z in (digits.x[:200], made.images)
+        )
+    assert after < before - 1
+
+
+# -- the contract ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("norm", "route"), [("bn", None), ("dual_bn", "adv"), ("none", None)])
+def test_the_model_is_as_before(norm, route, digits, untouched):
+    model = digits.networks[norm]
+    model.train()
+    with untouched(model):
+        match_features(model, digits.x[:4], digits.x[4:8], steps=2, route=route)
+        towards_class(model, digits.x[:4], digits.y[:4], digits.y[4:8], steps=2, route=route)
+        with pytest.raises(ConfigError, match="no module 'fd'"):
+            penultimate(model, digits.x[:4], layer="fd", route=route)
+    model.eval()
+
+
+def test_the_penultimate_activations_are_what_enters_the_classifier(digits):
+    model = digits.networks["bn"]
+    head = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
+    with torch.no_grad():
+        torch.testing.assert_close(head(penultimate(model, digits.x[:5])), model(digits.x[:5]))
+
+
+def test_a_layer_can_be_named_and_one_must_be_where_nothing_is_linear():
+    conv = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    x = torch.rand(2, 1, 4, 4)
+    with pytest.raises(ConfigError, match="no linear layer"):
+        penultimate(conv, x)
+    assert torch.equal(penultimate(conv, x, layer="1"), conv[0](x).flatten(1))
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(4)
+    return linear_net(torch.randn(3, 16)).eval()
+
+
+def extracted(net, root, data=None, **options):
+    return extract_features(net, data or images(23), "D_R", root, steps=4, shard_size=5, **options)
+
+
+def test_a_set_is_written_with_its_recipe_and_loaded_like_any_other(net, tmp_path):
+    folder = extracted(net, tmp_path)
+    loaded = load("features", "train", tmp_path)
+    data = images(23)
+    assert (loaded.name, loaded.split, len(loaded), loaded.num_classes) == ("D_R", "train", 23, 3)
+    assert torch.equal(loaded.labels, data.labels)
+    starts = load("features", "train", tmp_path, labels="start").labels
+    assert (starts != data.labels).all()
+    recipe = folder.recipe
+    assert recipe["recipe"] == dataclasses.asdict(dataclasses.replace(RECIPES["D_R"], steps=4))
+    assert recipe["source"]["fingerprint"] == data.fingerprint
+    assert recipe["made_with"]["torch"] == torch.__version__
+    by_hand = make_features(net, data, torch.arange(5, 10), dataclasses.replace(RECIPES["D_R"], steps=4))
+    assert torch.equal(loaded.images[5:10], by_hand.images)
+    loader = data_sets.make_loader(loaded, batch_size=8, seed=0, device="cpu")
+    assert next(iter(loader.epoch(0))).x.shape == (8, 1, 4, 4)
+
+
+def test_killed_and_continued_gives_the_same_bits(net, tmp_path, monkeypatch):
+    whole = extracted(net, tmp_path / "whole").data()
+    replace, written = os.replace, []
+
+    def dies_at_the_third(source, target):
+        if str(target).endswith(".safetensors"):
+            written.append(target)
+            if len(written) == 3:
+                raise KeyboardInterrupt
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", dies_at_the_third)
+        with pytest.raises(KeyboardInterrupt):
+            extracted(net, tmp_path / "killed")
+    folder = FeatureFolder(tmp_path / "killed" / "train")
+    assert folder.missing() == [2, 3, 4]
+    assert not list(folder.path.glob(".*.part")), "nothing half written is left"
+    with pytest.raises(ConfigError, match=r"not finished: of 5 shards these are missing: 2, 3, 4; the same"):
+        folder.data()
+    kept = os.stat(folder.path / "00000.safetensors").st_mtime_ns
+    seen = []
+    extracted(net, tmp_path / "killed", progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (5, 5)
+    assert os.stat(folder.path / "00000.safetensors").st_mtime_ns == kept
+    assert torch.equal(folder.data().images, whole.images)
+
+
+def test_parts_made_apart_are_the_whole(net, tmp_path):
+    whole = extracted(net, tmp_path / "whole").data()
+    for number in (2, 0, 1):
+        extracted(net, tmp_path / "parts", part=(number, 3))
+    assert torch.equal(FeatureFolder(tmp_path / "parts" / "train").data().images, whole.images)
+
+
+def test_noise_depends_on_the_seed(net, tmp_path):
+    first, second = (extracted(net, tmp_path / str(seed), seed=seed).data() for seed in (0, 1))
+    assert not torch.equal(first.images, second.images)
+
+
+def test_another_set_in_the_folder_is_refused_and_told_apart(net, tmp_path):
+    extracted(net, tmp_path)
+    with pytest.raises(ConfigError, match=r"differs in seed \(0, now 1\)"):
+        extracted(net, tmp_path, seed=1)
+    with pytest.raises(ConfigError, match="differs in source"):
+        extracted(net, tmp_path, images(23, seed=1))
+    net[2].weight.data += 1
+    with pytest.raises(ConfigError, match="differs in model"):
+        extracted(net, tmp_path)
+
+
+def test_damaged_and_foreign_files_are_refused_by_name(net, tmp_path):
+    folder = extracted(net, tmp_path)
+    shard = folder.path / "00001.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-200] ^= 1
+    shard.write_bytes(bytes(content))
+    with pytest.raises(ConfigError, match="00001.safetensors: its content does not match"):
+        folder.data()
+    shutil.copy(folder.path / "00004.safetensors", shard)  # three images in the place of five
+    with pytest.raises(ConfigError, match="does not match"):
+        folder.data()
+    shard.write_bytes(b"no tensors")
+    with pytest.raises(ConfigError, match="cannot read .*00001"):
+        folder.data()
+    with pytest.raises(ConfigError, match=r"no feature data set at .*test .no recipe.json"):
+        load("features", "test", tmp_path)
+
+
+def test_real_test_images_can_lie_beside_and_a_run_trains_on_features(digits, tmp_path):
+    few = load("digits", "train").take(slice(0, 120))
+    extract_features(digits.networks["dual_bn"], few, "D_R", tmp_path / "D_R", route="adv", steps=2)
+    test = load("digits", "test").take(slice(0, 50))
+    add_split(tmp_path / "D_R", test)
+    add_split(tmp_path / "D_R", test)  # twice changes nothing
+    loaded = load("features", "test", tmp_path / "D_R")
+    assert torch.equal(loaded.images, test.images) and loaded.name == "digits"
+    config = advnorm.Config(data="features", objective="standard", epochs=1, batch_size=32)
+    run = advnorm.train(config, out=tmp_path / "runs", data_dir=tmp_path / "D_R")
+    assert run.finished
+
+
+def test_conflict_starts_from_robust_features_and_nothing_else(net, tmp_path):
+    extracted(net, tmp_path / "D_R")
+    robust = load("features", "train", tmp_path / "D_R")
+    with pytest.raises(ConfigError, match="D_conflict starts from the images of D_R, got mine"):
+        extract_features(net, images(23), "D_conflict", tmp_path / "no")
+    extract_features(net, robust, "D_conflict", tmp_path / "D_conflict", steps=3)
+    conflict = load("features", "train", tmp_path / "D_conflict")
+    assert torch.equal(conflict.labels, (robust.labels + 1) % 3)
+    assert torch.equal(load("features", "train", tmp_path / "D_conflict", labels="start").labels, robust.labels)
+    assert ((conflict.images - robust.images).flatten(1).norm(dim=1) <= 0.5).all()
+
+
+def test_everything_wrong_is_told_at_once(net, tmp_path):
+    with pytest.raises(ConfigError, match="did you mean 'D_rand'"):
+        extract_features(net, images(6), "D_rnd", tmp_path)
+    with pytest.raises(ConfigError, match="unknown setting 'step'.*did you mean 'steps'"):
+        extract_features(net, images(6), "D_R", tmp_path, step=3)
+    with pytest.raises(ConfigError) as error:
+        extract_features(net, images(6).take([0, 3]), "D_R", tmp_path, shard_size=0, part=(3, 3))
+    for part in ("one class", "shard_size", "part is (i, n)"):
+        assert part in str(error.value)
+    with pytest.raises(ConfigError) as error:
+        Recipe(towards="next", steps=0, step_size=-1)
+    for part in ("steps", "step_size", "needs eps"):
+        assert part in str(error.value)
+    assert not list(tmp_path.iterdir()), "nothing was written"
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+
+def test_pictures_show_what_was_made_and_say_how_well(digits, tmp_path):
+    subject = digits.subject("dual_bn")
+    with pytest.raises(ConfigError, match="branches clean, adv; say through which"):
+        features(subject)
+    found = ANALYSES.get("features").run(subject, recipe="D_R", steps=15, route="adv", examples=6)
+    assert found.distance_after < 0.5 * found.distance_before
+    figure = found.figure()
+    assert len(figure.axes) == 18
+    labels = [axes.get_ylabel() for axes in figure.axes if axes.get_ylabel()]
+    assert labels == ["features of", "start", "made (D_R)"]
+    assert figure.axes[12].get_xlabel() == f"label {digits.y[0]}"
+    paths = found.save(tmp_path / "features")
+    assert [path.suffix for path in paths] == [".json", ".svg", ".png"] and all(path.stat().st_size for path in paths)
+    assert read_json(paths[0]) == json.loads(json.dumps(found.record()))
+    assert len(features(digits.subject("bn"), recipe="D_det", steps=2, examples=4).figure().axes) == 8
+
+
+def test_the_files_of_a_run_are_made_from_its_training_images(digits, tmp_path):
+    config = advnorm.Config(objective="standard", epochs=1, batch_size=256, model={"name": "small_cnn"})
+    run = advnorm.train(config, out=tmp_path / "runs")
+    subject = digits.subject("bn", model=run.model("last"), folder=run.folder)
+    out = tmp_path / "D_det"
+    found = features(subject, recipe="D_det", steps=1, out=str(out), examples=4)
+    made, train = load("features", "train", out), load("digits", "train")
+    assert torch.equal(made.labels, (train.labels + 1) % 10)
+    assert found.record()["folder"] == str(out)
+    with pytest.raises(ConfigError, match="known of a run only"):
+        features(digits.subject("bn"), recipe="D_det", out=str(out))

@@ -1,0 +1,159 @@
+"""Transfer between models that agree and disagree by construction (paper D, table 3 and fig. 7)."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from advnorm._core.errors import ConfigError
+from advnorm._core.records import read_json
+from advnorm.analysis import ANALYSES
+from advnorm.analysis.transfer import (
+    Alignment,
+    Transfer,
+    alignment,
+    alignment_of_runs,
+    predicted,
+    transfer,
+    transfer_between,
+)
+
+
+class Reader(nn.Module):
+    """Says the class that a pixel shows: ``pixel / 4`` for four classes, shifted by ``offset``."""
+
+    def __init__(self, pixel: int, offset: int = 0) -> None:
+        super().__init__()
+        self.pixel, self.offset = pixel, offset
+
+    def forward(self, x):
+        shown = (x.flatten(1)[:, self.pixel] * 4).round().long()
+        return nn.functional.one_hot((shown + self.offset) % 4, 4).float() + 0 * x.flatten(1).sum(1, keepdim=True)
+
+
+def showing(first, second):
+    """Images whose pixels 0 and 1 show classes."""
+    x = torch.full((len(first), 1, 8, 8), 0.5)
+    x[:, 0, 0, 0], x[:, 0, 0, 1] = torch.as_tensor(first) / 4, torch.as_tensor(second) / 4
+    return x
+
+
+def test_the_matrix_is_one_where_models_agree_and_zero_where_they_do_not():
+    y = torch.arange(40) % 4
+    other = (y + 1) % 4
+    models = {"first": Reader(0), "same": Reader(0), "second": Reader(1), "shifted": Reader(0, 1)}
+    sets = {
+        "first": (showing(y, other), y),
+        "both": (showing(y, y), y),
+        "second": (showing(other, y), y),
+        "half": (showing(torch.where(torch.arange(40) < 20, y, other), other), y),
+    }
+    found = transfer(models, sets, batch_size=7)
+    assert found.accuracy == ((1, 1, 0, 0), (1, 1, 1, 0), (0, 0, 1, 0), (0.5, 0.5, 0, 0))
+    assert found.sources == ("first", "both", "second", "half") and found.targets == tuple(models)
+    assert found.images == (40,) * 4
+    assert found.record()["accuracy"]["second"] == {"first": 0, "same": 0, "second": 1, "shifted": 0}
+
+
+def test_what_is_wrong_is_told_at_once():
+    with pytest.raises(ConfigError, match="no models given; no sets of images given; routes name no model 'a'"):
+        transfer({}, {}, routes={"a": "adv"})
+
+
+def test_classes_do_not_depend_on_the_batch_size_and_the_model_is_as_before(digits, untouched):
+    model = digits.networks["dual_bn"].train()
+    with untouched(model):
+        found = [predicted(model, digits.x, route="adv", batch_size=size) for size in (300, 64)]
+    model.eval()
+    assert torch.equal(*found)
+    with torch.no_grad():
+        import advnorm
+
+        with advnorm.route(model, "adv"):
+            assert torch.equal(found[0], model(digits.x).argmax(1))
+
+
+def test_adversarial_examples_fool_their_own_model_most(digits):
+    subjects = [digits.subject("bn"), digits.subject("dual_bn")]
+    seen = []
+    found = transfer_between(subjects, source="adversarial", progress=lambda *done: seen.append(done))
+    assert found.targets == found.sources == ("bn", "dual_bn (clean)", "dual_bn (adv)")
+    x_adv = subjects[0].attack(digits.networks["bn"], digits.x, digits.y)
+    with torch.no_grad():
+        expected = (digits.networks["bn"](x_adv).argmax(1) == digits.y).double().mean()
+    assert found.accuracy[0][0] == pytest.approx(float(expected), abs=0.01)
+    assert found.accuracy[0][0] < min(found.accuracy[1][0], found.accuracy[2][0])
+    assert seen[-1] == (900, 900)
+    assert found.conditions["runs"]["dual_bn (adv)"]["route"] == "adv"
+
+
+def test_features_serve_the_model_they_come_from_best(digits):
+    subjects = [
+        digits.subject("bn", images=digits.x[:60], labels=digits.y[:60]),
+        digits.subject("none", images=digits.x[:60], labels=digits.y[:60]),
+    ]
+    found = transfer_between(subjects, steps=25)
+    assert found.what == "features" and found.conditions["steps"] == 25
+    assert found.accuracy[0][0] > 0.7
+    assert found.accuracy[0][0] >= found.accuracy[1][0]
+    with pytest.raises(ConfigError, match="did you mean 'features'"):
+        transfer_between(subjects, source="feature")
+
+
+def test_the_heat_map_has_a_number_in_every_cell(tmp_path):
+    found = Transfer(
+        sources=("a", "b"),
+        targets=("a", "b", "a network of a very long name"),
+        accuracy=((0.9, 0.1, 0.333), (0.2, 0.8, 1.0)),
+        images=(10, 10),
+        what="features",
+    )
+    axes = found.figure().axes[0]
+    assert [text.get_text() for text in axes.texts] == ["90.0", "10.0", "33.3", "20.0", "80.0", "100.0"]
+    assert axes.get_title("left") == "How features transfer: accuracy (%)"
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["a", "b", "a network of a very\nlong name"]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("judged by", "features from")
+    paths = found.save(tmp_path / "transfer")
+    assert [path.suffix for path in paths] == [".json", ".svg", ".png"] and all(path.stat().st_size for path in paths)
+    assert read_json(paths[0]) == json.loads(json.dumps(found.record()))
+
+
+# -- conflicting features ----------------------------------------------------------------------------------------------
+
+
+def test_a_network_is_aligned_with_the_features_it_learned():
+    """Trained on robust features of t and non-robust ones of t + 1, labelled t + 1; ordinary images show y in both."""
+    y = torch.arange(20) % 4
+    x = showing(y, y)
+    by_robust, by_non_robust, neither = Reader(0, offset=1), Reader(1), Reader(0, offset=2)
+    found = alignment({"robust": by_robust, "non-robust": by_non_robust, "neither": neither}, x, y)
+    assert found.robust == (1, 0, 0) and found.non_robust == (0, 1, 0)
+    assert alignment({"": neither}, x, y, offset=2).robust == (1,)
+    with pytest.raises(ConfigError, match="multiple of the 4 classes"):
+        alignment({"": neither}, x, y, offset=4)
+
+
+def test_along_training_networks_come_one_by_one_and_the_figure_is_a_line(tmp_path):
+    y = torch.arange(20) % 4
+    epochs = ((epoch, Reader(0, offset=1) if epoch < 2 else Reader(0)) for epoch in range(4))
+    found = alignment(epochs, showing(y, y), y)
+    assert found.names == (0, 1, 2, 3) and found.robust == (1, 1, 0, 0)
+    axes = found.figure().axes[0]
+    assert axes.get_xlabel() == "epoch" and len(axes.lines) == 2
+    assert sorted(text.get_text() for text in axes.texts) == ["non-robust features", "robust features"]
+    assert list(axes.lines[1].get_ydata()) == [0, 0, 100, 100]
+    paths = found.save(tmp_path / "alignment")
+    assert len(paths) == 3 and read_json(paths[0]) == json.loads(json.dumps(found.record()))
+
+
+def test_runs_are_compared_by_bars(digits):
+    found = alignment_of_runs([digits.subject("bn"), digits.subject("dual_bn")])
+    assert isinstance(found, Alignment) and found.names == ("bn", "dual_bn (clean)", "dual_bn (adv)")
+    assert found.non_robust[0] == pytest.approx(
+        float((predicted(digits.networks["bn"], digits.x) == digits.y).double().mean())
+    )
+    assert sum(len(bars) for bars in found.figure().axes[0].containers) == 6
+    assert {"transfer", "alignment", "features"} <= set(ANALYSES)
