@@ -1,6 +1,6 @@
 """Adversarial training in which normalization is the subject."""
 
-from advnorm import analysis, attacks, data, objectives
+from advnorm import analysis, attacks, data, objectives, studies
 from advnorm._core.errors import AdvnormError, ConfigError, RouteError, SurgeryError
 from advnorm.engine import (
     Config,
@@ -66,6 +66,7 @@ __all__ = [
     "route",
     "statistics",
     "strip",
+    "studies",
     "train",
     "zero_perturbation",
 ]

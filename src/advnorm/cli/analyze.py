@@ -7,16 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from rich.console import Console
 
-import advnorm.attacks as attack_names
-import advnorm.data as data_sets
 from advnorm._core.errors import ConfigError, did_you_mean, raise_all
-from advnorm.analysis import ANALYSES, Subject
+from advnorm.analysis import ANALYSES
+from advnorm.analysis.subject import subject_of
 from advnorm.engine.run import Run, Which
-from advnorm.threat import ThreatModel
 
 
 def analyze(
@@ -46,7 +43,7 @@ def analyze(
         problems.append(f"{name} takes one run, got {len(runs)}")
     raise_all(problems, "bad analysis")
     subjects = [
-        subject(
+        subject_of(
             Run.open(run),
             checkpoint=checkpoint,
             data_dir=data_dir,
@@ -66,38 +63,6 @@ def analyze(
     for path in finding.save(out / "-".join([name, *(s.name for s in subjects[:1])])):
         console.print(str(path), highlight=False, soft_wrap=True)
     return 0
-
-
-def subject(
-    run: Run,
-    *,
-    checkpoint: Which | None,
-    data_dir: Path | None,
-    attack: str | None,
-    eps: str | None,
-    limit: int | None,
-    batch_size: int,
-    device: str | None,
-    seed: int,
-) -> Subject:
-    """A run's model with its test images and, unless another is named, its training's attack."""
-    config = run.config
-    data = data_sets.load(config.data.name, "test", data_dir, **config.data.options)
-    if isinstance(data, data_sets.FolderData):
-        data = data.in_memory()
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    threat = ThreatModel(norm=config.threat, eps=eps or config.eps)
-    chosen = attack_names.get(attack, threat=threat, seed=seed) if attack else config.attack.build(threat, seed=seed)
-    return Subject(
-        name=run.folder.name,
-        model=run.model(checkpoint, where),
-        images=data.pixels(slice(0, limit)),
-        labels=data.labels[:limit],
-        attack=chosen,
-        batch_size=batch_size,
-        conditions={"config": config.to_dict(), "attack": repr(chosen), "images": min(len(data), limit or len(data))},
-        folder=run.folder,
-    )
 
 
 def parsed(options: Sequence[str]) -> dict[str, Any]:

@@ -37,6 +37,7 @@ class Kind(StrEnum):
     objectives = "objectives"
     datasets = "datasets"
     analyses = "analyses"
+    studies = "studies"
 
 
 @app.callback(invoke_without_command=True)
@@ -53,7 +54,7 @@ def list_things(
     kind: Annotated[Kind, typer.Argument(help="What to list.")],
     pattern: Annotated[str, typer.Argument(help="Shell pattern, for example 'dual_*'.")] = "*",
 ) -> None:
-    """List norms, models, attacks, objectives, data sets or analyses by name.
+    """List norms, models, attacks, objectives, data sets, analyses or studies by name.
 
     Examples: `advnorm ls norms`, `advnorm ls models 'resnet*'`, `advnorm ls attacks`
     """
@@ -64,7 +65,7 @@ def list_things(
 
 Source = Annotated[
     str | None,
-    typer.Argument(help="A .yaml, .json or .py file with a configuration; default: a quick one on digits."),
+    typer.Argument(help="A .yaml, .json or .py file, or a study's cell; default: a quick one on digits."),
 ]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="key=value, one or several; parts by a dot: attack.steps=20.")
@@ -73,14 +74,49 @@ Overrides = Annotated[
 
 @app.command()
 def show(source: Source = None, overrides: Overrides = None) -> None:
-    """Print the full configuration that a file and overrides give, without running it.
+    """Print the full configuration that a file or a study's cell and overrides give, or a study with its numbers.
 
     Example: `advnorm show recipes/cifar10_eps16.yaml --set norm=dual_bn epochs=30`
     """
     from advnorm.cli import listing
+    from advnorm.cli.study import whole
     from advnorm.cli.train import configured
 
-    console.print(listing.configuration(configured(source, overrides or ())))
+    study = whole(source)
+    if study is not None:
+        console.print(listing.study(study))
+    else:
+        console.print(listing.configuration(configured(source, overrides or ())))
+
+
+@app.command()
+def study(
+    name: Annotated[str, typer.Argument(help="A table or figure; see `advnorm ls studies`.")],
+    seeds: Annotated[list[int] | None, typer.Option(help="One or several.")] = None,
+    protocol: Annotated[str, typer.Option(help="paper: as printed; fast: 30 epochs, batch 512, one cycle.")] = "paper",
+    smoke: Annotated[bool, typer.Option(help="Two steps on synthetic images: does every part work?")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Only show the cells and what is done.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for runs and records; a killed study goes on.")] = Path("results"),
+    data_dir: Annotated[Path | None, typer.Option(help="Folder that holds the data set.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
+) -> None:
+    """Run every cell of a table and print it, the paper's numbers beside ours. Exit status 1 where a cell failed.
+
+    Examples: `advnorm study A/table3 --protocol fast --seeds 0 1 2 --data-dir data`, `advnorm study A/table3 --smoke`
+    """
+    from advnorm.cli.study import run
+
+    code = run(
+        console,
+        name,
+        seeds=seeds or [0],
+        protocol="smoke" if smoke else protocol,  # pyright: ignore[reportArgumentType]  # checked there
+        dry_run=dry_run,
+        out=out,
+        data_dir=data_dir,
+        device=device,
+    )
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -382,7 +418,7 @@ def _write(path: Path | None, record: dict[str, object]) -> None:
 
 
 #: Options that take several values: `--attacks pgd10 autoattack` as well as `--attacks pgd10 --attacks autoattack`.
-SEVERAL = ("--attacks", "--route", "--precision", "--set")
+SEVERAL = ("--attacks", "--route", "--precision", "--set", "--seeds")
 
 
 def spelled_out(arguments: Sequence[str]) -> list[str]:

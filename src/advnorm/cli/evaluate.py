@@ -70,7 +70,10 @@ def evaluate(
     )
     known = branches(case.model)
     if known and not route:
-        raise ConfigError(f"the model has several branches; say which to judge: --route {' '.join(known)}")
+        if not Path(target).is_dir():
+            raise ConfigError(f"the model has several branches; say which to judge: --route {' '.join(known)}")
+        route = known
+        console.print(f"branches: {', '.join(known)}; --route chooses", highlight=False)
     result = benchmark(
         case.model,
         case.data,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from rich.table import Table
 
@@ -15,6 +17,9 @@ from advnorm.engine.config import Config, explain
 from advnorm.models import create_model, list_models
 from advnorm.norms import NORMS
 from advnorm.objectives import OBJECTIVES, Objective
+from advnorm.studies import STUDIES, Study
+from advnorm.studies.base import Values
+from advnorm.studies.run import Task
 
 
 def norms(pattern: str) -> Table:
@@ -59,7 +64,7 @@ def objectives(pattern: str) -> Table:
         kind = OBJECTIVES.get(name)
         options = (f"{option}={p.default}" for option, p in kind.options().items() if option not in common)
         table.add_row(name, kind.summary, "\n".join(options), kind.paper)
-    table.caption = f"all take {', '.join(common)}"
+    table.caption = f"{' and '.join(common)} are settings of their own in a configuration"
     table.caption_justify = "left"
     return table
 
@@ -79,6 +84,45 @@ def analyses(pattern: str) -> Table:
     for name in _matching(ANALYSES.names(pattern), pattern, "analysis"):
         analysis = ANALYSES.get(name)
         table.add_row(name, analysis.summary, "several" if analysis.several else "one", analysis.paper)
+    return table
+
+
+def studies(pattern: str) -> Table:
+    """Every study with its cells and the claim it checks."""
+    table = Table("study", "cells", "claim", title="studies", title_justify="left")
+    for name in _matching(STUDIES.names(pattern), pattern, "study"):
+        found = STUDIES.get(name)
+        table.add_row(name, str(len(list(found.cells()))), found.printed["claim"])
+    return table
+
+
+def tasks(todo: Sequence[Task]) -> Table:
+    """The cells of a study, and how far each is."""
+    table = Table("cell", "seed", "protocol", "state", title=todo[0].study if todo else "", title_justify="left")
+    for task in todo:
+        table.add_row(task.cell, str(task.seed), task.protocol, task.state)
+    return table
+
+
+def study(found: Study, values: Values | None = None, protocol: str = "") -> Table:
+    """The printed table, with what was measured beside it: mean and spread over seeds."""
+    columns = found.printed.get("columns", [])
+    table = Table("", *columns, title=f"{found.name} {protocol}".rstrip(), title_justify="left")
+    rows: dict[str, dict[str, str]] = {}
+    for number in found.numbers():
+        cell = "–" if number.printed is None else f"{number.printed:g}"
+        ours = (values or {}).get((number.cell, number.value))
+        if ours:
+            spread = f" ± {max(ours) - min(ours):.1f} (n={len(ours)})" if len(ours) > 1 else ""
+            cell += f" | {sum(ours) / len(ours):.1f}{spread}"
+        elif values is not None:
+            cell += " | not run"
+        rows.setdefault(number.row, {})[number.column] = cell
+    for row, cells in rows.items():
+        table.add_row(row, *(cells.get(column, "") for column in columns))
+    claim = f"claim: {found.printed['claim']}"
+    table.caption = claim if values is None else f"paper | ours. {claim} {found.answer(values).capitalize()}."
+    table.caption_justify = "left"
     return table
 
 

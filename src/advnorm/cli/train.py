@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from advnorm.engine import PREEMPTED, Config, Run, load_config
+from advnorm._core.errors import ConfigError
+from advnorm.data import MissingFiles
+from advnorm.engine import PREEMPTED, Config, load_config
 from advnorm.engine import train as train_by
+from advnorm.studies import STUDIES, get
 
 #: Exit status of a command that was ended by Ctrl-C: 128 and the number of SIGINT.
 INTERRUPTED = 130
 
 
 def configured(source: str | None, overrides: Sequence[str]) -> Config:
-    """The configuration in a file, or the default one, with overrides."""
+    """The configuration in a file, of a study's cell such as ``A/table3/dual_bn/eps16``, or the default one."""
+    if source is not None and not Path(source).exists() and "/".join(source.split("/")[:2]) in STUDIES:
+        return get(source).with_overrides(overrides)
+    if source is not None and Path(source, "config.yaml").is_file():
+        raise ConfigError(f"{source} is a folder; its configuration is {Path(source, 'config.yaml')}")
     return Config().with_overrides(overrides) if source is None else load_config(source, overrides)
 
 
-def run(console: Console, config: Config, **settings: Any) -> int:
+def run(console: Console, config: Config, *, data_dir: Path | None = None, **settings: Any) -> int:
     """Train, say what came out and how to judge it; the exit status."""
     try:
-        result = train_by(config, progress=console.is_terminal, **settings)
+        result = train_by(config, data_dir=data_dir, progress=True, **settings)
+    except MissingFiles as error:
+        raise ConfigError(str(error).replace("load(..., download=True)", "--download")) from error
     except KeyboardInterrupt:
         console.print("interrupted; the same command goes on from the last checkpoint", highlight=False)
         return INTERRUPTED
@@ -39,12 +50,6 @@ def run(console: Console, config: Config, **settings: Any) -> int:
             accuracy = ", ".join(f"{key} {value:.1%}" for key, value in row["held_out"].items() if key != "score")
             console.print(f"{name}: epoch {row['epoch']}, held-out {accuracy}", highlight=False)
     console.print(f"run: {result.folder}", highlight=False, soft_wrap=True)
-    console.print(f"judge it: advnorm evaluate {result.folder}{_routes(result)}", highlight=False, soft_wrap=True)
+    words = ["advnorm", "evaluate", str(result.folder), *(["--data-dir", str(data_dir)] if data_dir else [])]
+    console.print(f"judge it: {shlex.join(words)}", highlight=False, soft_wrap=True)
     return 0
-
-
-def _routes(result: Run) -> str:
-    from advnorm.engine.case import branches
-
-    names = branches(result.model())
-    return f" --route {' '.join(names)}" if names else ""

@@ -1,0 +1,45 @@
+"""A training run as the subject of an analysis: its model, its test images, and an attack on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+import advnorm.attacks as attack_names
+import advnorm.data as data_sets
+from advnorm.analysis.base import Subject
+from advnorm.engine.run import Run, Which
+from advnorm.threat import ThreatModel
+
+
+def subject_of(
+    run: Run,
+    *,
+    checkpoint: Which | None = None,
+    data_dir: Path | None = None,
+    attack: str | None = None,
+    eps: float | str | None = None,
+    limit: int | None = None,
+    batch_size: int = 256,
+    device: str | torch.device | None = None,
+    seed: int = 0,
+) -> Subject:
+    """A run's model with its test images and, unless another is named, its training's attack."""
+    config = run.config
+    data = data_sets.load(config.data.name, "test", data_dir, **config.data.options)
+    if isinstance(data, data_sets.FolderData):
+        data = data.in_memory()
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    threat = ThreatModel(norm=config.threat, eps=eps or config.eps)
+    chosen = attack_names.get(attack, threat=threat, seed=seed) if attack else config.attack.build(threat, seed=seed)
+    return Subject(
+        name=run.folder.name,
+        model=run.model(checkpoint, where),
+        images=data.pixels(slice(0, limit)),
+        labels=data.labels[:limit],
+        attack=chosen,
+        batch_size=batch_size,
+        conditions={"config": config.to_dict(), "attack": repr(chosen), "images": min(len(data), limit or len(data))},
+        folder=run.folder,
+    )

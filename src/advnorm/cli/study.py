@@ -1,0 +1,58 @@
+"""The verb ``study``: every cell of a table, and the paper's numbers beside ours."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from advnorm._core.errors import ConfigError, did_you_mean
+from advnorm.cli import listing
+from advnorm.studies import STUDIES, Study
+from advnorm.studies.base import Protocol
+from advnorm.studies.run import Outcome, collected, run_all, tasks
+
+
+def whole(source: str | None) -> Study | None:
+    """The study that a name means as a whole, where it does."""
+    return STUDIES.get(source) if source is not None and source in STUDIES else None
+
+
+def run(
+    console: Console,
+    name: str,
+    *,
+    seeds: Sequence[int],
+    protocol: Protocol,
+    dry_run: bool,
+    out: Path,
+    data_dir: Path | None,
+    device: str | None,
+) -> int:
+    """Work through the cells and print the table; the exit status is 1 where one failed."""
+    study = STUDIES.get(name)
+    if protocol not in ("paper", "fast", "smoke"):
+        raise ConfigError(f"unknown protocol {protocol!r}{did_you_mean(protocol, ('paper', 'fast'))}")
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) if protocol == "smoke" else out
+        todo = tasks(study, seeds=seeds, protocol=protocol, out=out, data_dir=data_dir, device=device)
+        console.print(listing.tasks(todo))
+        if dry_run:
+            return 0
+        failed: list[Outcome] = []
+
+        def told(outcome: Outcome) -> None:
+            mark = "[red]failed[/]" if outcome.error else "[green]done[/]"
+            console.print(f"{mark} {outcome.task.cell} seed {outcome.task.seed}", highlight=False)
+            if outcome.error:
+                failed.append(outcome)
+                console.print(outcome.error, highlight=False, markup=False)
+
+        run_all(todo, on_outcome=told)
+        values, problems = collected(study, seeds=seeds, protocol=protocol, out=out)
+    for problem in problems:
+        console.print(problem, highlight=False, markup=False)
+    console.print(listing.study(study, values, protocol))
+    return 1 if failed else 0

@@ -1,0 +1,17 @@
+"""Every table and figure of the papers by name: configurations, what is measured, and the printed numbers."""
+
+from advnorm.studies import paper_a
+from advnorm.studies.base import STUDIES, Cell, Measure, Number, Study, find, get, list_studies, printed
+
+__all__ = [
+    "STUDIES",
+    "Cell",
+    "Measure",
+    "Number",
+    "Study",
+    "find",
+    "get",
+    "list_studies",
+    "paper_a",
+    "printed",
+]

@@ -1,0 +1,166 @@
+"""What a study is: trainings that differ in one visible line, what is measured on them, and the printed numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any, Literal
+
+from advnorm._core.errors import ConfigError, did_you_mean
+from advnorm._core.records import digest
+from advnorm._core.registry import Registry
+from advnorm.engine.config import Config
+
+#: As printed, by a shortened schedule, or two steps on synthetic images.
+Protocol = Literal["paper", "fast", "smoke"]
+#: Numbers that were measured, by cell and by name, each a list over seeds.
+Values = Mapping[tuple[str, str], Sequence[float]]
+Answer = Literal["confirmed", "not confirmed", "not run"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """Numbers to take of a trained network: ``benchmark``, an analysis by name, or ``metrics`` along its training.
+
+    ``benchmark`` takes ``attacks`` (name in the table: attack), ``route`` (a list of branches) and ``limit``; its
+    numbers are ``branch/clean`` and ``branch/attack`` in percent, the branch ``shared`` where there is one way only.
+    The numbers of an analysis are those of its record, by their path. ``metrics`` gives ``epoch/name``.
+    """
+
+    name: str = "benchmark"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """Tells apart what would be measured differently."""
+        return f"{self.name}-{digest(json.dumps(self.options, sort_keys=True))[:8]}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One training and what is measured on it.
+
+    ``after`` names a cell of the same study that must be done before: its weights are where this one starts from, or,
+    with ``features`` (a recipe such as ``"D_R"``), its network makes the data that this one learns.
+    """
+
+    name: str
+    config: Config
+    measures: tuple[Measure, ...]
+    after: str | None = None
+    features: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Number:
+    """A place in the printed table: whose value stands there, and what the paper prints."""
+
+    row: str
+    column: str
+    cell: str
+    value: str
+    printed: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """A table or figure of a paper: its cells, the places of its numbers, and the claim with its check."""
+
+    name: str
+    cells: Callable[[], Iterable[Cell]]
+    place: Callable[[Mapping[str, Any], str], tuple[str, str] | None]
+    check: Callable[[Values], bool | None]
+
+    @property
+    def printed(self) -> Mapping[str, Any]:
+        """The paper's entry: caption, claim, rows and columns."""
+        return printed(self.name)
+
+    def numbers(self) -> Iterator[Number]:
+        """Every place of the printed table that a cell fills, in the printed order."""
+        entry = self.printed
+        for row in entry.get("rows", ()):
+            for column, value in zip(entry["columns"], row["values"]):
+                placed = self.place(row["label"], column)
+                if placed is not None:
+                    label = ", ".join(str(part) for part in row["label"].values())
+                    yield Number(row=label, column=column, cell=placed[0], value=placed[1], printed=value)
+
+    def cell(self, name: str) -> Cell:
+        """The cell called ``name``, or an error that suggests the nearest."""
+        cells = {cell.name: cell for cell in self.cells()}
+        if name not in cells:
+            raise ConfigError(f"{self.name} has no cell {name!r}{did_you_mean(name, cells)}")
+        return cells[name]
+
+    def answer(self, values: Values) -> Answer:
+        """Whether what was measured bears the claim out; cells that are missing leave it open."""
+        try:
+            held = self.check(values)
+        except (KeyError, IndexError):
+            return "not run"
+        return "not run" if held is None else "confirmed" if held else "not confirmed"
+
+
+STUDIES: Registry[Study] = Registry("study")
+
+
+def study(
+    name: str,
+    *,
+    place: Callable[[Mapping[str, Any], str], tuple[str, str] | None],
+    check: Callable[[Values], bool | None],
+) -> Callable[[Callable[[], Iterable[Cell]]], Callable[[], Iterable[Cell]]]:
+    """Register the function that makes a study's cells."""
+
+    def add(cells: Callable[[], Iterable[Cell]]) -> Callable[[], Iterable[Cell]]:
+        STUDIES.add(name, Study(name=name, cells=cells, place=place, check=check))
+        return cells
+
+    return add
+
+
+def list_studies(pattern: str = "*") -> list[str]:
+    """Names of the studies that match a shell pattern, such as ``"A/*"``."""
+    return STUDIES.names(pattern)
+
+
+def find(name: str) -> tuple[Study, Cell | None]:
+    """A study, or a study and one of its cells: ``A/table3`` or ``A/table3/dual_bn/eps16``."""
+    parts = str(name).split("/", 2)
+    study = STUDIES.get("/".join(parts[:2]))
+    return study, study.cell(parts[2]) if len(parts) == 3 else None
+
+
+def get(name: str) -> Config:
+    """The configuration of a cell: ``get("A/table3/dual_bn/eps16")``, for :func:`advnorm.train`."""
+    study, cell = find(name)
+    if cell is None:
+        raise ConfigError(f"{name} has several cells; name one: {', '.join(cell.name for cell in study.cells())}")
+    return cell.config
+
+
+@lru_cache
+def _papers() -> dict[str, Any]:
+    entries: dict[str, Any] = {}
+    for path in sorted(files("advnorm.studies").joinpath("printed").iterdir(), key=lambda path: path.name):
+        if path.name.endswith(".json"):
+            entries |= json.loads(path.read_text(encoding="utf-8"))
+    return entries
+
+
+def printed(name: str) -> Mapping[str, Any]:
+    """What a paper prints in a table or says of a figure."""
+    entries = _papers()
+    if name not in entries:
+        raise ConfigError(f"no paper has {name!r}{did_you_mean(name, entries)}")
+    return entries[name]
+
+
+def mean(values: Values, cell: str, value: str) -> float:
+    """The mean of a number over seeds; KeyError where it was not measured."""
+    found = values[cell, value]
+    return sum(found) / len(found)

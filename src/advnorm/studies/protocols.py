@@ -1,0 +1,71 @@
+"""How a study is run: as the paper prints it, by a shortened schedule, or as a check that everything works."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from advnorm.engine.config import Named
+from advnorm.studies.base import Cell, Measure, Protocol
+
+#: Of the shortened schedule.
+FAST_EPOCHS, FAST_BATCH, FAST_LR = 30, 512, 0.2
+
+
+def under(protocol: Protocol, cell: Cell) -> Cell:
+    """A cell as a protocol runs it."""
+    if protocol == "paper":
+        return cell
+    return fast(cell) if protocol == "fast" else smoke(cell)
+
+
+def fast(cell: Cell) -> Cell:
+    """One cycle of 30 epochs at batch 512: a recipe of its own, not the paper's. It is named wherever it appears."""
+    config = cell.config
+    return replace(
+        cell,
+        config=replace(
+            config,
+            epochs=FAST_EPOCHS,
+            batch_size=max(FAST_BATCH, config.batch_size),
+            lr=FAST_LR,
+            schedule="one_cycle",
+            milestones=(),
+            warmup_epochs=0.0,
+            nesterov=config.optimizer == "sgd",
+            running_epochs=min(config.running_epochs, FAST_EPOCHS // 10),
+            validate_every=5 if config.validate_every else 0,
+        ),
+    )
+
+
+def smoke(cell: Cell) -> Cell:
+    """Two steps of a narrow network on synthetic images, attacks of two steps: does every part work together?"""
+    config = cell.config
+    small = {"width": 0.125} if not config.model.name.startswith("small") else {}
+    smaller = replace(
+        config,
+        model=Named(config.model.name, **{**config.model.options, **small}),
+        data=Named("synthetic", size=24, image_size=32),
+        augment="none",
+        held_out=0,
+        validate_every=0,
+        epochs=1,
+        batch_size=8,
+        schedule="constant",
+        milestones=(),
+        warmup_epochs=0.0,
+        eps_warmup_epochs=0,
+        steps_warmup_epochs=0,
+        running_epochs=0,
+        budget=1,
+        attack=replace(config.attack, steps=2, restarts=1),
+    )
+    return replace(cell, config=smaller, measures=tuple(_smaller(measure) for measure in cell.measures))
+
+
+def _smaller(measure: Measure) -> Measure:
+    options = dict(measure.options)
+    if measure.name == "benchmark":
+        options["limit"] = 4
+        options["attacks"] = dict.fromkeys(options["attacks"], "pgd2")
+    return replace(measure, options=options)

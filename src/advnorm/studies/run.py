@@ -1,0 +1,244 @@
+"""Running a study: a record per cell and seed; what is done is skipped, what was killed goes on.
+
+A training that several studies share is done once: runs are kept by their configuration, measurements beside them.
+"""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+import advnorm.attacks as attack_names
+from advnorm._core.errors import AdvnormError, ConfigError
+from advnorm._core.records import read_json, write_json
+from advnorm.analysis import ANALYSES, extract_features
+from advnorm.analysis.subject import subject_of
+from advnorm.data import FolderData, add_split, load
+from advnorm.engine.config import Named
+from advnorm.engine.evaluate import benchmark
+from advnorm.engine.partial import environment
+from advnorm.engine.run import Run
+from advnorm.engine.train import train
+from advnorm.studies.base import Cell, Measure, Protocol, Study, Values, find
+from advnorm.studies.protocols import under
+
+FORMAT = "advnorm.cell/1"
+State = Literal["done", "started", "to do"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A cell of a study with a seed: all that another process or machine must know."""
+
+    study: str
+    cell: str
+    seed: int
+    protocol: Protocol
+    out: str
+    data_dir: str | None = None
+    device: str | None = None
+
+    @property
+    def record(self) -> Path:
+        """Where its numbers go."""
+        return Path(self.out) / "records" / self.study / self.cell / f"{self.protocol}-seed{self.seed}.json"
+
+    def found(self) -> Cell:
+        _, cell = find(f"{self.study}/{self.cell}")
+        assert cell is not None
+        return under(self.protocol, cell)
+
+    @property
+    def run(self) -> Run:
+        """The training it rests on, which other tasks may share."""
+        return Run(Path(self.out) / "runs" / f"{self.found().config.run_name}-seed{self.seed}")
+
+    @property
+    def state(self) -> State:
+        return "done" if self.record.exists() else "started" if self.run.folder.exists() else "to do"
+
+
+def tasks(
+    study: Study,
+    *,
+    seeds: Iterable[int] = (0,),
+    protocol: Protocol = "paper",
+    out: Path | str = "results",
+    data_dir: Path | str | None = None,
+    device: str | None = None,
+) -> list[Task]:
+    """The tasks of a study, in an order in which each comes after those it starts from."""
+    return [
+        Task(
+            study=study.name,
+            cell=cell.name,
+            seed=seed,
+            protocol=protocol,
+            out=str(out),
+            data_dir=None if data_dir is None else str(data_dir),
+            device=device,
+        )
+        for seed in seeds
+        for cell in study.cells()
+    ]
+
+
+def work(task: Task) -> dict[str, Any]:
+    """Train and measure a cell, or go on with it; writes its record and returns it."""
+    if task.record.exists():
+        return read_json(task.record)
+    cell = task.found()
+    config, data_dir = cell.config, task.data_dir
+    if cell.after is not None:
+        before = replace(task, cell=cell.after).run
+        if not before.finished:
+            raise ConfigError(f"{cell.name} starts from {cell.after}, which is not finished")
+        if cell.features is None:
+            config = replace(config, weights=str(before.folder))
+        else:
+            folder = Path(task.out) / "features" / f"{before.folder.name}-{cell.features}"
+            make_features_of(before, cell.features, folder, task)
+            config, data_dir = replace(config, data=Named("features")), str(folder)
+    run = train(config, seed=task.seed, out=Path(task.out) / "runs", data_dir=data_dir, device=task.device)
+    if not run.finished:
+        raise AdvnormError(f"{cell.name} was stopped before its end; the same command goes on")
+    values: dict[str, float] = {}
+    for measure in cell.measures:
+        values |= measured(run, measure, task)
+    record = {
+        "format": FORMAT,
+        **asdict(task),
+        "data_dir": None,
+        "out": None,
+        "values": values,
+        "measures": [asdict(measure) for measure in cell.measures],
+        "run": {key: value for key, value in run.record.items() if key != "format"},
+        **environment(torch.device(task.device or ("cuda" if torch.cuda.is_available() else "cpu"))),
+    }
+    write_json(task.record, record)
+    return record
+
+
+def make_features_of(run: Run, recipe: str, folder: Path, task: Task) -> None:
+    """A data set of the features that a run's network sees (paper D, eq. 2, 3), with the original test images."""
+    config = run.config
+    data = [load(config.data.name, split, task.data_dir, **config.data.options) for split in ("train", "test")]
+    train_data, test_data = (part.in_memory() if isinstance(part, FolderData) else part for part in data)
+    device = torch.device(task.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    extract_features(run.model("last", device), train_data, recipe, folder, seed=task.seed)
+    if not (folder / "test").exists():
+        add_split(folder, test_data)
+
+
+def measured(run: Run, measure: Measure, task: Task) -> dict[str, float]:
+    """The numbers of a measurement by name, accuracies in percent; kept beside the run and not taken twice."""
+    path = run.folder / "measures" / f"{measure.key}.json"
+    options = dict(measure.options)
+    if measure.name == "metrics":
+        return {f"{row['epoch']}/{name}": value for row in run.metrics() for name, value in _numbers(row)}
+    if measure.name == "benchmark":
+        limit = options.get("limit")
+        subject = subject_of(run, checkpoint="last", data_dir=_path(task.data_dir), limit=limit, device=task.device)
+        threat = subject.attack.threat
+        on_cuda = next(subject.model.parameters()).is_cuda
+        attacks = {}
+        for name, spec in options["attacks"].items():
+            precision = {"precision": "bf16"} if on_cuda and spec == "autoattack" else {}
+            attacks[name] = attack_names.get(spec, threat=threat, seed=task.seed, **precision)
+        routes = options.get("route") or None
+        result = benchmark(
+            subject.model, (subject.images, subject.labels), threat, attacks, routes, seed=task.seed, record=path
+        )
+        return {
+            f"{'shared' if routes is None else branch}/{name}": 100 * value
+            for branch, accuracy in result.accuracy.items()
+            for name, value in accuracy.items()
+            if name != "union"
+        }
+    if not path.exists():
+        subject = subject_of(
+            run, checkpoint="last", data_dir=_path(task.data_dir), limit=options.pop("limit", 1000), device=task.device
+        )
+        analysis = ANALYSES.get(measure.name)
+        finding = analysis.run([subject] if analysis.several else subject, **options)
+        finding.save(path.with_suffix(""))
+    return dict(_numbers(read_json(path)))
+
+
+def _path(folder: str | None) -> Path | None:
+    return None if folder is None else Path(folder)
+
+
+def _numbers(data: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Every number in plain data, by its path."""
+    if isinstance(data, Mapping):
+        for key, value in data.items():
+            yield from _numbers(value, f"{prefix}/{key}" if prefix else str(key))
+    elif isinstance(data, list):
+        for position, value in enumerate(data):
+            yield from _numbers(value, f"{prefix}/{position}")
+    elif isinstance(data, int | float) and not isinstance(data, bool) and math.isfinite(data):
+        yield prefix, float(data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a task."""
+
+    task: Task
+    error: str | None = None
+
+
+def run_all(
+    todo: Sequence[Task], *, retries: int = 1, on_outcome: Callable[[Outcome], None] | None = None
+) -> list[Outcome]:
+    """Work through tasks in this process; one that fails is tried again and then told, and the others go on."""
+    outcomes = []
+    for task in todo:
+        outcome = attempt(task, retries)
+        outcomes.append(outcome)
+        if on_outcome is not None:
+            on_outcome(outcome)
+    return outcomes
+
+
+def attempt(task: Task, retries: int) -> Outcome:
+    """Work on a task, again where it fails by other than a wrong configuration."""
+    for turn in range(retries + 1):
+        try:
+            work(task)
+            return Outcome(task=task)
+        except ConfigError as error:
+            return Outcome(task=task, error=str(error))
+        except Exception as error:
+            if turn == retries:
+                return Outcome(task=task, error=f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+    raise AssertionError("a turn returns")
+
+
+def collected(
+    study: Study, *, seeds: Iterable[int] | None = None, protocol: Protocol, out: Path | str
+) -> tuple[Values, list[str]]:
+    """The measured values of a study over seeds, and what is wrong with records that cannot be read."""
+    values: dict[tuple[str, str], list[float]] = {}
+    problems = []
+    for cell in study.cells():
+        folder = Path(out) / "records" / study.name / cell.name
+        for path in sorted(folder.glob(f"{protocol}-seed*.json")):
+            try:
+                record = read_json(path)
+                if record.get("format") != FORMAT:
+                    raise ConfigError(f"{path} is no record of a cell")
+                if seeds is not None and record["seed"] not in seeds:
+                    continue
+                for name, value in record["values"].items():
+                    values.setdefault((cell.name, name), []).append(float(value))
+            except (AdvnormError, KeyError, TypeError, ValueError, AttributeError) as error:
+                problems.append(f"{path} is skipped: {error}")
+    return values, problems
