@@ -27,6 +27,7 @@ from advnorm.engine.run import Run
 from advnorm.engine.train import train
 from advnorm.studies.base import Cell, Measure, Protocol, Study, Values, find
 from advnorm.studies.protocols import under
+from advnorm.threat import ThreatModel
 
 FORMAT = "advnorm.cell/1"
 State = Literal["done", "started", "to do"]
@@ -141,11 +142,12 @@ def measured(run: Run, measure: Measure, task: Task) -> dict[str, float]:
     path = run.folder / "measures" / f"{measure.key}.json"
     options = dict(measure.options)
     if measure.name == "metrics":
-        return {f"{row['epoch']}/{name}": value for row in run.metrics() for name, value in _numbers(row)}
+        rows = run.metrics()
+        return {f"{row['epoch']}/{name}": measure.scale * value for row in rows for name, value in _numbers(row)}
     if measure.name == "benchmark":
         limit = options.get("limit")
         subject = subject_of(run, checkpoint="last", data_dir=_path(task.data_dir), limit=limit, device=task.device)
-        threat = subject.attack.threat
+        threat = ThreatModel(norm=options.get("threat", run.config.threat), eps=options.get("eps", run.config.eps))
         on_cuda = next(subject.model.parameters()).is_cuda
         attacks = {}
         for name, spec in options["attacks"].items():
@@ -163,12 +165,17 @@ def measured(run: Run, measure: Measure, task: Task) -> dict[str, float]:
         }
     if not path.exists():
         subject = subject_of(
-            run, checkpoint="last", data_dir=_path(task.data_dir), limit=options.pop("limit", 1000), device=task.device
+            run,
+            checkpoint="last",
+            data_dir=_path(task.data_dir),
+            limit=options.pop("limit", 1000),
+            eps=options.pop("eps", None),
+            device=task.device,
         )
         analysis = ANALYSES.get(measure.name)
         finding = analysis.run([subject] if analysis.several else subject, **options)
         finding.save(path.with_suffix(""))
-    return dict(_numbers(read_json(path)))
+    return {name: measure.scale * value for name, value in _numbers(read_json(path))}
 
 
 def _path(folder: str | None) -> Path | None:

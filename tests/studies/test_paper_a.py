@@ -1,0 +1,223 @@
+"""The studies of paper A: every number has its place, every cell can be run, and the checks say what the paper says."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from advnorm.analysis import ANALYSES
+from advnorm.attacks import get as get_attack
+from advnorm.engine.ranks import TrainingError
+from advnorm.studies import STUDIES, list_studies, paper_a, printed
+from advnorm.studies.base import Measure
+from advnorm.studies.protocols import under
+from advnorm.studies.run import Task, measured, work
+from advnorm.threat import ThreatModel
+
+NAMES = list_studies("A/*")
+TABLES = [name for name in NAMES if "rows" in printed(name)]
+
+
+def values_of(name):
+    """The printed numbers of a table as if they had been measured, by one seed."""
+    return {(n.cell, n.value): [n.printed] for n in STUDIES.get(name).numbers() if n.printed is not None}
+
+
+# -- the registry ------------------------------------------------------------------------------------------------------
+
+
+def test_every_table_and_every_measured_figure_is_a_study():
+    measured_figures = [f"A/fig{number}" for number in (2, 4, 5, 6, 7)]  # 1 and 3 are drawings
+    assert sorted(NAMES) == sorted([*(f"A/table{number}" for number in range(1, 9)), *measured_figures])
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_printed_number_has_a_cell_and_a_place_of_its_own(name):
+    study = STUDIES.get(name)
+    numbers = list(study.numbers())
+    entry = printed(name)
+    assert len(numbers) == len(entry["rows"]) * len(entry["columns"])
+    for number in numbers:
+        assert study.cell(number.cell)
+    same = {(number.cell, number.value) for number in numbers}
+    assert len(same) == len(numbers) - (name == "A/table6")  # where both rows have the accuracy without perturbation
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("protocol", ["paper", "fast", "smoke"])
+def test_cells_have_names_of_their_own_and_are_valid_under_every_protocol(name, protocol):
+    cells = [under(protocol, cell) for cell in STUDIES.get(name).cells()]  # a wrong configuration cannot be made
+    assert len({cell.name for cell in cells}) == len(cells)
+    for cell in cells:
+        assert cell.measures
+        for measure in cell.measures:
+            assert measure.name in ("benchmark", "metrics") or measure.name in ANALYSES
+            attacks = measure.options.get("attacks", {})
+            for attack in attacks.values() if isinstance(attacks, dict) else attacks:
+                assert get_attack(attack, threat=ThreatModel(eps=cell.config.eps))
+
+
+def test_cells_of_the_same_name_are_the_same_training_in_all_studies():
+    trainings = {}
+    for name in NAMES:
+        for cell in STUDIES.get(name).cells():
+            trainings.setdefault(cell.name, set()).add(cell.config.digest)
+    assert all(len(digests) == 1 for digests in trainings.values())
+    assert len({digest for digests in trainings.values() for digest in digests}) == len(trainings)
+
+
+def test_pgd10_takes_steps_of_2_255_in_training_and_everywhere_at_test_time():
+    for eps in paper_a.BOTH:
+        threat = ThreatModel(eps=eps)
+        wanted = paper_a.hybrid(eps).attack.build(threat)
+        assert get_attack(paper_a.ATTACKS["pgd10"], threat=threat) == wanted
+        assert paper_a.along_training(eps).build_validation_attack() == wanted
+
+
+# -- the claims --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_printed_numbers_confirm_the_printed_claim(name):
+    values = values_of(name)
+    if name == "A/table7":  # the check needs nothing of what this table lost
+        assert ("dual_bn/eps16", "adv/clean") not in values
+    assert STUDIES.get(name).answer(values) == "confirmed"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_study_without_numbers_is_not_run(name):
+    assert STUDIES.get(name).answer({}) == "not run"
+
+
+@pytest.mark.parametrize(
+    ("name", "cell", "value", "other"),
+    [
+        ("A/table1", "dual_bn/eps8", "clean/autoattack", 20.0),
+        ("A/table2", "cross_bn/eps16", "adv/autoattack", 10.0),
+        ("A/table2", "single/eps16", "shared/autoattack", 22.0),
+        ("A/table3", "setup1/eps16", "adv/autoattack", 10.0),
+        ("A/table3", "setup2/eps16", "adv/autoattack", 23.0),
+        ("A/table3", "single/eps8", "shared/autoattack", 45.0),
+        ("A/table4", "dual_affine_gn/eps16", "adv/autoattack", 12.0),
+        ("A/table5", "dual_bn/eps8", "rows/4/autoattack", 9.0),
+        ("A/table5", "dual_bn/eps16", "rows/5/pgd10-step2", 30.0),
+        ("A/table6", "standard/eps16", "shared/noise", 50.0),
+        ("A/table6", "standard/eps8", "shared/pgd10", 50.0),
+        ("A/table7", "dual_linear/eps16", "adv/autoattack", 1.0),
+        ("A/table8", "single_kl/eps16", "shared/autoattack", 1.0),
+    ],
+)
+def test_a_number_that_contradicts_the_claim_is_not_confirmed(name, cell, value, other):
+    values = values_of(name)
+    assert (cell, value) in values
+    assert STUDIES.get(name).answer({**values, (cell, value): [other]}) == "not confirmed"
+
+
+# The figures print no numbers: each check gets made-up ones that hold the claim, and a change that breaks it. Two seeds
+# of opposite sign, so that a mean over seeds before the distance would show.
+
+DUAL, STANDARD = "dual_bn/eps16", "standard/eps16"
+CHANNELS = {
+    (DUAL, f"{series}/{channel}"): values
+    for channel in range(3)
+    for series, values in {
+        "statistics/NS^adv_clean/mean": [0.0, 0.0],
+        "statistics/NS^adv_adv/mean": [0.1, -0.1],
+        "statistics/NS^clean_clean/mean": [2.0, -2.0],
+        "statistics/NS^clean_adv/mean": [2.1, -2.1],
+        "affine/AP_clean/weight": [1.0, 1.0],
+        "affine/AP_adv/weight": [1.2, 0.8],
+    }.items()
+}
+LAYERS = {
+    (DUAL, f"relative_layers/{kind}/{layer}/total"): values
+    for layer in ("bn1", "layer1.0.bn2")
+    for kind, values in {"AP": [0.5, 0.7], "NS under adv": [0.01, 0.02]}.items()
+}
+CURVES = {
+    (f"{name}/eps16", f"{epoch}/held_out/pgd10-step2"): [value]
+    for name, values in {"classical": (0.15, 0.30), "cross_at": (0.05, 0.32)}.items()
+    for epoch, value in zip((9, 10), values)
+}
+GAPS = {(STANDARD, "sums/clean-adv"): [3.0], (STANDARD, "sums/clean-noise"): [2.0]}
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "change"),
+    [
+        ("A/fig2", CURVES, {("cross_at/eps16", "10/held_out/pgd10-step2"): [0.2]}),
+        ("A/fig4", CHANNELS, {(DUAL, "statistics/NS^adv_adv/mean/1"): [4.0, -4.0]}),
+        ("A/fig5", CHANNELS, {(DUAL, f"affine/AP_adv/weight/{channel}"): [1.01, 0.99] for channel in range(3)}),
+        ("A/fig6", LAYERS, {(DUAL, "relative_layers/NS under adv/bn1/total"): [0.9, 0.9]}),
+        ("A/fig7", GAPS, {(STANDARD, "sums/clean-noise"): [1.0]}),
+    ],
+)
+def test_a_figure_is_confirmed_by_numbers_that_hold_its_claim_and_by_no_others(name, values, change):
+    study = STUDIES.get(name)
+    assert study.answer(values) == "confirmed"
+    assert change.keys() <= values.keys()
+    assert study.answer({**values, **change}) == "not confirmed"
+
+
+# -- really run --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("paper_a"))
+
+
+def smoke(study, cell, out):
+    return Task(study=study, cell=cell, seed=0, protocol="smoke", out=out)
+
+
+@pytest.mark.parametrize(
+    ("name", "cell"),
+    [("A/table6", "standard/eps16"), ("A/fig4", "dual_bn/eps16"), ("A/fig6", "dual_bn/eps16")],
+)
+def test_a_cell_measures_what_its_table_and_its_check_ask_for(name, cell, out):
+    study = STUDIES.get(name)
+    values = {(cell, value): [found] for value, found in work(smoke(name, cell, out))["values"].items()}
+    for number in study.numbers():
+        if number.cell == cell:
+            assert 0 <= values[number.cell, number.value][0] <= 100
+    if name != "A/table6":  # it has two cells
+        assert study.answer(values) in ("confirmed", "not confirmed")
+
+
+def all_cells():
+    """Every cell of every study; Cross-Hybrid-AT cannot be trained yet on a network this deep."""
+    # Both domains are normalized by each other's moments of the same forward, so that the ratio of their variances is
+    # about squared at every norm: 1.1 after the first layer of a ResNet-18 is 1e10 after the last.
+    diverges = pytest.mark.xfail(raises=TrainingError, reason="the ratio of variances is squared at every norm")
+    for name in NAMES:
+        for cell in STUDIES.get(name).cells():
+            yield pytest.param(name, cell.name, marks=[diverges] if cell.name.startswith("cross_bn") else [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "cell"), list(all_cells()))
+def test_every_cell_runs(name, cell, out):
+    assert work(smoke(name, cell, out))["values"]
+
+
+def test_the_rows_of_table_5_are_those_of_the_swap_table(out):
+    task = smoke("A/table5", "dual_bn/eps16", out)
+    run = task.run
+    if not run.finished:
+        work(replace(task, study="A/fig4"))
+    quick = Measure(name="swap_table", options={"attacks": ["pgd2-step2"], "limit": 4})
+    values = measured(run, quick, task)
+    rows = json.loads((run.folder / "measures" / f"{quick.key}.json").read_text())["rows"]
+    study = STUDIES.get("A/table5")
+    for row in printed("A/table5")["rows"]:
+        _, path = study.place(row["label"], "16/255 pgd10")
+        position = int(path.split("/")[1])
+        found = rows[position]
+        assert path == f"rows/{position}/pgd10-step2"
+        assert f"rows/{position}/pgd2-step2" in values
+        assert f"NS_{found['NS']['of']}^{found['NS']['under']}" == row["label"]["ns"]
+        assert f"AP_{found['AP']}" == row["label"]["ap"]
+        setups = {"default": "Default", "swapped": "Swap", "re-calibrated": "Re-calibration"}
+        assert setups[found["setup"]] == row["label"]["setup"]
