@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Any, Literal
 
@@ -25,8 +25,8 @@ Answer = Literal["confirmed", "not confirmed", "not run"]
 class Measure:
     """Numbers to take of a trained network: ``benchmark``, an analysis by name, or ``metrics`` along its training.
 
-    ``benchmark`` takes ``attacks`` (name in the table: attack), ``route`` (a list of branches), ``limit``, and ``threat``
-    and ``eps`` where they differ from training's. Its numbers are ``branch/clean`` and ``branch/attack`` in percent,
+    ``benchmark`` takes ``attacks`` (name in the table: attack), ``route`` (a list of branches), ``limit``, and
+    ``threat`` and ``eps`` where they differ from training's. Its numbers are ``branch/clean`` and ``branch/attack`` in percent,
     the branch ``shared`` where there is one way only. The numbers of an analysis are those of its record, by their
     path; ``eps`` and ``limit`` among its options are those of the attack and the images. ``metrics`` gives
     ``epoch/name``.
@@ -85,16 +85,23 @@ class Study:
     def numbers(self) -> Iterator[Number]:
         """Every place of the printed table that a cell fills, in the printed order."""
         entry = self.printed
+        above: dict[str, float | None] = {}  # what rows of differences, "+3.0", count from
         for row in entry.get("rows", ()):
+            relative = row["label"].get("relative") is True
+            label = ", ".join(key if part is True else str(part) for key, part in row["label"].items())
             for column, value in zip(entry["columns"], row["values"]):
+                if not relative:
+                    above[column] = value
+                elif value is not None:
+                    base = above.get(column)
+                    value = None if base is None else round(base + value, 6)
                 placed = self.place(row["label"], column)
                 if placed is not None:
-                    label = ", ".join(str(part) for part in row["label"].values())
                     yield Number(row=label, column=column, cell=placed[0], value=placed[1], printed=value)
 
     def cell(self, name: str) -> Cell:
         """The cell called ``name``, or an error that suggests the nearest."""
-        cells = {cell.name: cell for cell in self.cells()}
+        cells = _cells(self)
         if name not in cells:
             raise ConfigError(f"{self.name} has no cell {name!r}{did_you_mean(name, cells)}")
         return cells[name]
@@ -106,6 +113,12 @@ class Study:
         except (KeyError, IndexError):
             return "not run"
         return "not run" if held is None else "confirmed" if held else "not confirmed"
+
+
+@cache
+def _cells(study: Study) -> dict[str, Cell]:
+    """Its cells by name, made once: configurations are checked when they are made."""
+    return {cell.name: cell for cell in study.cells()}
 
 
 STUDIES: Registry[Study] = Registry("study")

@@ -25,14 +25,14 @@ def fast(cell: Cell) -> Cell:
         cell,
         config=replace(
             config,
-            epochs=FAST_EPOCHS,
+            epochs=min(FAST_EPOCHS, config.epochs),
             batch_size=max(FAST_BATCH, config.batch_size),
             lr=FAST_LR,
             schedule="one_cycle",
             milestones=(),
             warmup_epochs=0.0,
             nesterov=config.optimizer == "sgd",
-            running_epochs=min(config.running_epochs, FAST_EPOCHS // 10),
+            running_epochs=min(config.running_epochs, min(FAST_EPOCHS, config.epochs) // 10),
             validate_every=5 if config.validate_every else 0,
         ),
     )
@@ -42,9 +42,10 @@ def smoke(cell: Cell) -> Cell:
     """Two steps of a narrow network on synthetic images, attacks of two steps: does every part work together?"""
     config = cell.config
     small = {"width": 0.125} if not config.model.name.startswith("small") else {}
+    name = "imagenet_resnet18" if config.model.name.startswith("imagenet_resnet") else config.model.name
     smaller = replace(
         config,
-        model=Named(config.model.name, **{**config.model.options, **small}),
+        model=Named(name, **{**config.model.options, **small}),
         data=Named("synthetic", size=24, image_size=32),
         augment="none",
         held_out=0,

@@ -20,7 +20,7 @@ from advnorm._core.records import read_json, write_json
 from advnorm.analysis import ANALYSES, extract_features
 from advnorm.analysis.subject import subject_of
 from advnorm.data import FolderData, add_split, load
-from advnorm.engine.config import Named
+from advnorm.engine.config import Config, Named
 from advnorm.engine.evaluate import benchmark
 from advnorm.engine.partial import environment
 from advnorm.engine.run import Run
@@ -55,10 +55,21 @@ class Task:
         assert cell is not None
         return under(self.protocol, cell)
 
+    def configured(self) -> tuple[Config, str | None]:
+        """What is trained, and where its data are: with the weights or the features of the cell that comes before."""
+        cell = self.found()
+        if cell.after is None:
+            return cell.config, self.data_dir
+        before = replace(self, cell=cell.after).run
+        if cell.features is None:
+            return replace(cell.config, weights=str(before.folder)), self.data_dir
+        folder = Path(self.out) / "features" / f"{before.folder.name}-{cell.features}"
+        return replace(cell.config, data=Named("features")), str(folder)
+
     @property
     def run(self) -> Run:
         """The training it rests on, which other tasks may share."""
-        return Run(Path(self.out) / "runs" / f"{self.found().config.run_name}-seed{self.seed}")
+        return Run(Path(self.out) / "runs" / f"{self.configured()[0].run_name}-seed{self.seed}")
 
     @property
     def state(self) -> State:
@@ -95,17 +106,13 @@ def work(task: Task) -> dict[str, Any]:
     if task.record.exists():
         return read_json(task.record)
     cell = task.found()
-    config, data_dir = cell.config, task.data_dir
+    config, data_dir = task.configured()
     if cell.after is not None:
         before = replace(task, cell=cell.after).run
         if not before.finished:
             raise ConfigError(f"{cell.name} starts from {cell.after}, which is not finished")
-        if cell.features is None:
-            config = replace(config, weights=str(before.folder))
-        else:
-            folder = Path(task.out) / "features" / f"{before.folder.name}-{cell.features}"
-            make_features_of(before, cell.features, folder, task)
-            config, data_dir = replace(config, data=Named("features")), str(folder)
+        if cell.features is not None and data_dir is not None:
+            make_features_of(before, cell.features, Path(data_dir), task)
     run = train(config, seed=task.seed, out=Path(task.out) / "runs", data_dir=data_dir, device=task.device)
     if not run.finished:
         raise AdvnormError(f"{cell.name} was stopped before its end; the same command goes on")

@@ -1,0 +1,467 @@
+"""E: Intriguing Properties of Adversarial Training.
+
+A cell is named by its strategy, the steps of its training attack and what is not the paper's default:
+``mbn_hybrid/pgd5/running``. Figure 4 is a drawing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from advnorm.engine.config import AttackConfig, Config, Named
+from advnorm.studies.base import Cell, Measure, Values, mean, study
+
+STEPS = (5, 10, 20, 30)
+#: Of the training attack, in 255ths, where it is not 1 (footnote 6).
+STEP_SIZES = {5: 4, 10: 2}
+SHARES = (0.2, 0.4, 0.6, 0.8)
+DEPTHS = (152, 200, 338, 518, 638)
+BATCHES = (512, 1024, 2048, 4096, 8192)
+#: Attacks of evaluation, by their steps (table 7, fig. 2 and 3).
+CURVE = (10, 20, 100, 500, 2000)
+#: "res_3" is the stage conv3_x of He et al.; the paper does not say which of its blocks and norms.
+RES3 = "layer2.1.bn2"
+#: Stands in a configuration for the run of the cell before.
+BEFORE = "the run of the cell before"
+
+
+# -- trainings ---------------------------------------------------------------------------------------------------------
+
+
+def adversarial(steps: int = 30) -> Config:
+    """100% adv + 0% clean (sec. 3): targeted PGD-30, 110 epochs, decays at 35, 70 and 95.
+
+    What the paper leaves open is that of the pipeline it names, facebookresearch/ImageNet-Adversarial-Training: a rate
+    of 0.1 per 256 images after a warm-up of 5 epochs, Nesterov, decay of the weights only, label smoothing, and batch
+    statistics over the 32 images of each of 128 GPUs, so not synchronized. Its jitter of colours is left out.
+    """
+    return Config(
+        model=Named("imagenet_resnet152"),
+        norm="bn",
+        data=Named("imagefolder", image_size=224),
+        augment="crop_flip",
+        held_out=0,
+        validate_every=0,
+        objective=Named("classical"),
+        eps="16/255",
+        attack=AttackConfig(steps=steps, step_size=f"{STEP_SIZES.get(steps, 1)}/255", start=0.2, target="random"),
+        epochs=110,
+        batch_size=4096,
+        lr=1.6,
+        momentum=0.9,
+        nesterov=True,
+        weight_decay=1e-4,
+        norm_weight_decay=False,
+        label_smoothing=0.1,
+        schedule="step",
+        milestones=(35.0, 70.0, 95.0),
+        warmup_epochs=5.0,
+    )
+
+
+def hybrid(steps: int = 30, share: float = 1.0) -> Config:
+    """100% adv + a share of clean images (eq. 1); a batch counts the adversarial ones."""
+    return replace(adversarial(steps), objective=Named("hybrid", clean_weight=0.5, clean_share=share))
+
+
+def alp(steps: int = 30) -> Config:
+    """100% adv + 100% clean, ALP; its weight is not printed, here it is that of Kannan et al. 2018."""
+    return replace(adversarial(steps), objective=Named("alp", clean_weight=0.5, pairing_weight=0.5))
+
+
+def clean() -> Config:
+    """0% adv + 100% clean."""
+    return replace(adversarial(), objective=Named("standard"))
+
+
+def mbn(config: Config) -> Config:
+    """Mixture BN: a set for clean, a set for adversarial images (sec. 4.2)."""
+    return replace(config, norm="dual_bn")
+
+
+def running(config: Config) -> Config:
+    """Running statistics in the last 10 epochs (sec. 4.3), a star in the tables."""
+    return replace(config, running_epochs=10)
+
+
+def batch(config: Config, size: int) -> Config:
+    return replace(config, batch_size=size, lr=0.1 * size / 256)
+
+
+def depth(config: Config, layers: int) -> Config:
+    return replace(config, model=Named(f"imagenet_resnet{layers}"))
+
+
+def from_anywhere(config: Config) -> Config:
+    """Training attacks that always start anywhere in the cube (appendix A)."""
+    return replace(config, attack=replace(config.attack, start="uniform"))
+
+
+def norms_tuned(objective: str) -> Config:
+    """The norms alone, from another training's weights (sec. 4.4): "a few epochs" are 5 here, at a rate of 0.01."""
+    return replace(
+        adversarial(),
+        objective=Named(objective),
+        weights=BEFORE,
+        train_only="norms",
+        epochs=5,
+        lr=0.01,
+        schedule="constant",
+        milestones=(),
+        warmup_epochs=0.0,
+    )
+
+
+# -- cells -------------------------------------------------------------------------------------------------------------
+
+
+def name_of(config: Config) -> str:
+    """``adv/pgd30/running/batch512``: the strategy, the steps of the attack, and what differs from the default."""
+    strategy = {"standard": "clean", "classical": "adv"}.get(config.objective.name, config.objective.name)
+    share = config.objective.options.get("clean_share", 1)
+    parts = [
+        {"dual_bn": "mbn_", "gn": "gn_"}.get(config.norm, "") + strategy + (f"{share:.0%}"[:-1] if share < 1 else "")
+    ]
+    parts += [f"pgd{config.attack.steps}"] if strategy != "clean" else []
+    parts += ["running"] if config.running_epochs else []
+    parts += ["uniform"] if config.attack.start == "uniform" else []
+    parts += [f"batch{config.batch_size}"] if config.batch_size != 4096 else []
+    network = config.model.name.removeprefix("imagenet_")
+    return "/".join(parts + ([network] if network != "resnet152" else []))
+
+
+def judged(*steps: int, route: str | None = None) -> tuple[Measure, ...]:
+    """Clean accuracy, and under targeted PGD of so many steps of 1/255 from anywhere in the cube (sec. 3).
+
+    A measurement for each, so that studies share them. (The named pipeline takes 1.6/255 for PGD-10, the text 1/255.)
+    """
+    return tuple(
+        Measure(options={"attacks": {f"pgd{n}": f"pgd{n}-step1-targeted"}, "route": [route] if route else []})
+        for n in steps
+    )
+
+
+def cell(config: Config, *steps: int) -> Cell:
+    """A training judged by PGD of so many steps, with Mixture BN through MBN_adv; PGD-2000 unless told."""
+    route = "adv" if config.norm == "dual_bn" else None
+    return Cell(name=name_of(config), config=config, measures=judged(*(steps or (2000,)), route=route))
+
+
+def cell_clean(layers: int = 152) -> Cell:
+    """A training on clean images, judged by them; PGD-10 comes along, for a benchmark needs an attack."""
+    return cell(depth(clean(), layers), 10)
+
+
+# -- places of the printed numbers -------------------------------------------------------------------------------------
+
+
+def _config(label: Mapping[str, Any]) -> Config:
+    """The training that a row's label names."""
+    strategy, norm, steps = label["strategy"], label.get("norm", ""), label.get("pgd_n", 30)
+    share = int(re.findall(r"(\d+)% clean", strategy)[0])
+    if strategy.startswith("0% adv"):
+        return clean()
+    if "ALP" in strategy:
+        config = alp(steps)
+    elif norm.startswith("MBN"):
+        config = hybrid(steps)  # table 5 prints 0% clean, a misprint
+    else:
+        config = hybrid(steps, share / 100) if share else adversarial(steps)
+    if norm:
+        config = replace(config, norm="gn") if norm == "GN" else mbn(config)
+    if label.get("running_statistics"):
+        config = running(config)
+    size = label.get("batch_size", 4096)
+    config = batch(config, 8192 if size == 8196 else size)  # table 7 prints 8196, table 6 and the text 8192
+    return depth(config, int(label.get("network", "ResNet-152").removeprefix("ResNet-")))
+
+
+def _place(label: Mapping[str, Any], column: str) -> tuple[str, str]:
+    """A row is a training, a column what is measured: ``pgd2000`` of MBN_adv is ``adv/pgd2000``."""
+    branch = {"MBN_clean": "clean", "MBN_adv": "adv", "MBN": "adv"}.get(label.get("norm", ""), "shared")
+    return name_of(_config(label)), f"{branch}/{column}"
+
+
+def _in_text(_label: Mapping[str, Any], _column: str) -> None:
+    """A figure prints no table; table 7 has the values of figures 1, 2, 3 and 7."""
+
+
+def _robust(values: Values, config: Config, steps: int = 2000) -> float:
+    branch = "adv" if config.norm == "dual_bn" else "shared"
+    return mean(values, name_of(config), f"{branch}/pgd{steps}")
+
+
+# -- section 4.1: clean images -----------------------------------------------------------------------------------------
+
+
+def _check_fig1(values: Values) -> bool:
+    """The strongest robustness comes from training without any clean images."""
+    best = _robust(values, adversarial())
+    return all(best > _robust(values, hybrid(share=share)) for share in (*SHARES, 1.0))
+
+
+@study("E/fig1", place=_in_text, check=_check_fig1)
+def fig1() -> Iterable[Cell]:
+    return [cell(adversarial()), *(cell(hybrid(share=share)) for share in (*SHARES, 1.0))]
+
+
+def _levels_off(values: Values, config: Config) -> bool:
+    """From 500 to 2000 steps PGD takes less than a twentieth away."""
+    return _robust(values, config) >= 0.95 * _robust(values, config, 500)
+
+
+def _check_fig2(values: Values) -> bool:
+    """Of the three curves only that of 100% adv + 0% clean becomes asymptotic."""
+    return [_levels_off(values, config) for config in (adversarial(), hybrid(), alp())] == [True, False, False]
+
+
+@study("E/fig2", place=_in_text, check=_check_fig2)
+def fig2() -> Iterable[Cell]:
+    return [cell(config, *CURVE) for config in (adversarial(), hybrid(), alp())]
+
+
+# -- section 4.2: Mixture BN -------------------------------------------------------------------------------------------
+
+
+def _check_fig3(values: Values) -> bool:
+    """With MBN_adv, or with group norm, the curves of training with clean images become asymptotic too."""
+    return all(_levels_off(values, one.config) for one in fig3())
+
+
+@study("E/fig3", place=_in_text, check=_check_fig3)
+def fig3() -> list[Cell]:
+    return [cell(config, *CURVE) for config in (mbn(hybrid()), mbn(alp()), replace(hybrid(), norm="gn"))]
+
+
+def _place1(label: Mapping[str, Any], column: str) -> tuple[str, str] | None:
+    """The left table is about clean images, the right one about adversarial ones; the rest is not printed."""
+    left = label["strategy"].startswith("0% adv") or label.get("norm") == "MBN_clean"
+    return _place(label, column) if column == ("clean" if left else "pgd2000") else None
+
+
+def _check1(values: Values) -> bool:
+    """MBN_clean is within 2 points of clean training, MBN_adv within 5 of adversarial training under PGD-2000."""
+    most, best = mean(values, "clean", "shared/clean"), _robust(values, adversarial())
+    return all(
+        mean(values, name_of(config), "clean/clean") > most - 2 and _robust(values, config) > best - 5
+        for config in (mbn(hybrid()), mbn(alp()))
+    )
+
+
+@study("E/table1", place=_place1, check=_check1)
+def table1() -> Iterable[Cell]:
+    both = [cell(mbn(hybrid())), cell(mbn(alp()))]
+    through_clean = judged(10, route="clean")
+    return [cell_clean(), cell(adversarial()), *(replace(one, measures=one.measures + through_clean) for one in both)]
+
+
+def _channels(values: Values, config: Config, series: str, number: str) -> list[float]:
+    """A statistic of all channels that were drawn."""
+    prefix = f"statistics/{series}/{number}/"
+    found = [mean(values, *key) for key in values if key[0] == name_of(config) and key[1].startswith(prefix)]
+    if not found:
+        raise KeyError(prefix)
+    return found
+
+
+def _check_fig5(values: Values) -> bool:
+    """Adversarial images lead to larger running means and variances: in size, summed over the channels."""
+
+    def size(bank: str, number: str) -> float:
+        return sum(map(abs, _channels(values, mbn(hybrid()), f"NS^{bank}_running", number)))
+
+    return all(size("adv", number) > size("clean", number) for number in ("mean", "std"))
+
+
+@study("E/fig5", place=_in_text, check=_check_fig5)
+def fig5() -> Iterable[Cell]:
+    stored = Measure(name="stored_channels", options={"layer": RES3, "channels": 20})
+    return [replace(cell(mbn(hybrid())), measures=(stored,))]  # the paper does not say whether with ALP
+
+
+# -- section 4.3: running statistics -----------------------------------------------------------------------------------
+
+
+def _check_fig6(values: Values) -> bool:
+    """Batch variances are further from the running ones than batch means are, on the channel that differs most.
+
+    Both relative to the running statistics: |var / running var - 1| and |mean - running mean| / running std.
+    """
+    config = adversarial()
+    middle, std = (_channels(values, config, "running", number) for number in ("mean", "std"))
+    by_mean, by_variance = 0.0, 0.0
+    for one in ("batch 1", "batch 2"):
+        means, stds = (_channels(values, config, one, number) for number in ("mean", "std"))
+        by_mean = max(by_mean, *(abs(a - b) / s for a, b, s in zip(means, middle, std)))
+        by_variance = max(by_variance, *(abs((a / s) ** 2 - 1) for a, s in zip(stds, std)))
+    return by_variance > by_mean
+
+
+@study("E/fig6", place=_in_text, check=_check_fig6)
+def fig6() -> Iterable[Cell]:
+    batches = Measure(name="batch_channels", options={"images": "adv", "count": 2, "layer": RES3, "channels": 20})
+    return [replace(cell(adversarial()), measures=(batches,))]
+
+
+def _consistent(steps: int) -> list[Config]:
+    """The strategies that running statistics are tried on."""
+    return [adversarial(steps), mbn(hybrid(steps)), mbn(alp(steps))]
+
+
+def _check2(values: Values) -> bool:
+    """Running statistics in the last epochs raise the robustness of all three strategies."""
+    return all(_robust(values, running(config)) > _robust(values, config) for config in _consistent(30))
+
+
+@study("E/table2", place=_place, check=_check2)
+def table2() -> Iterable[Cell]:
+    return [cell(change) for config in _consistent(30) for change in (config, running(config))]
+
+
+def _place5(label: Mapping[str, Any], column: str) -> tuple[str, str]:
+    return _place({**label, "pgd_n": int(column.removeprefix("train pgd"))}, "pgd2000")
+
+
+def _check5(values: Values) -> bool:
+    """So they do whatever the steps of the training attack."""
+    return all(
+        _robust(values, running(config)) > _robust(values, config) for steps in STEPS for config in _consistent(steps)
+    )
+
+
+@study("E/table5", place=_place5, check=_check5)
+def table5() -> Iterable[Cell]:
+    return [cell(change) for n in STEPS for config in _consistent(n) for change in (config, running(config))]
+
+
+# -- section 4.4: fine-tuning of norms ---------------------------------------------------------------------------------
+
+
+def _check44(values: Values) -> bool:
+    """Tuned norms make adversarial filters better on clean images, and do not make clean filters robust.
+
+    Not robust: under PGD-2000 less than a tenth of what adversarial training has.
+    """
+    before, after = mean(values, "adv/pgd30", "shared/clean"), mean(values, "adv_to_clean", "shared/clean")
+    return after > before and mean(values, "clean_to_adv", "shared/pgd2000") < 0.1 * _robust(values, adversarial())
+
+
+@study("E/sec4.4", place=_in_text, check=_check44)
+def section44() -> Iterable[Cell]:
+    start = [cell(adversarial()), cell_clean()]
+    tuned = {"adv_to_clean": ("standard", "adv/pgd30"), "clean_to_adv": ("classical", "clean")}
+    return start + [
+        Cell(name=name, config=norms_tuned(objective), measures=judged(2000), after=before)
+        for name, (objective, before) in tuned.items()
+    ]
+
+
+# -- section 5: depth --------------------------------------------------------------------------------------------------
+
+
+def _check_fig7(values: Values) -> bool:
+    """Robustness grows with every depth, and from ResNet-152 to 338 by more than clean accuracy of clean training."""
+    robust = {layers: _robust(values, depth(running(adversarial()), layers)) for layers in DEPTHS}
+    plain = [mean(values, cell_clean(layers).name, "shared/clean") for layers in (152, 338)]
+    grows = all(robust[less] < robust[more] for less, more in pairwise(DEPTHS))
+    return grows and robust[338] - robust[152] > plain[1] - plain[0]
+
+
+@study("E/fig7", place=_in_text, check=_check_fig7)
+def fig7() -> Iterable[Cell]:
+    # Of the curve of clean training the text tells these depths.
+    return [*_deeper(), *(cell_clean(layers) for layers in (152, 200, 338))]
+
+
+def _deeper() -> list[Cell]:
+    return [cell(depth(running(adversarial()), layers)) for layers in DEPTHS]
+
+
+# -- appendix A: ALP's parameters --------------------------------------------------------------------------------------
+
+
+def _table3_configs() -> list[Config]:
+    """Each with one more of the paper's own parameters; 32 images on each GPU."""
+    original = batch(depth(from_anywhere(alp(10)), 101), 48 * 32)
+    own_start = batch(depth(alp(10), 101), 48 * 32)
+    return [original, own_start, depth(alp(10), 101), alp(10), alp(30)]
+
+
+def _place3(label: Mapping[str, Any], column: str) -> tuple[str, str] | None:
+    if label["optimizer"] == "RMSProp":  # no optimizer of a configuration
+        return None
+    config = batch(depth(alp(label["pgd_n"]), int(label["network"].removeprefix("ResNet-"))), 32 * label["gpus"])
+    return name_of(config if "P(clean)" in label["pgd_init"] else from_anywhere(config)), f"shared/{column}"
+
+
+def _check3(values: Values) -> bool:
+    """More steps of the training attack raise robustness by more than any other change moves it."""
+    robust = [_robust(values, config) for config in _table3_configs()]
+    changes = [after - before for before, after in pairwise(robust)]
+    return changes[-1] > max(map(abs, changes[:-1]))
+
+
+@study("E/table3", place=_place3, check=_check3)
+def table3() -> Iterable[Cell]:
+    return [cell(config, 10, 2000) for config in _table3_configs()]
+
+
+# -- appendix B: steps and batch size ----------------------------------------------------------------------------------
+
+
+def _strategies(steps: int) -> list[Config]:
+    """Those whose robustness holds, then the others."""
+    return [*_consistent(steps), hybrid(steps), alp(steps)]
+
+
+def _place4(label: Mapping[str, Any], column: str) -> tuple[str, str]:
+    norm = "MBN_adv" if column.startswith("MBN_adv") else ""
+    return _place({"pgd_n": label["pgd_n"], "norm": norm, "strategy": column.removeprefix("MBN_adv, ")}, "pgd2000")
+
+
+def _check4(values: Values) -> bool:
+    """PGD-5 in training costs every strategy robustness, and those that mix clean images into one BN the most."""
+    lost = [_robust(values, many) - _robust(values, few) for many, few in zip(_strategies(30), _strategies(5))]
+    return min(lost) > 0 and max(lost[:3]) < min(lost[3:])
+
+
+@study("E/table4", place=_place4, check=_check4)
+def table4() -> Iterable[Cell]:
+    return [cell(config) for steps in STEPS for config in _strategies(steps)]
+
+
+def _place6(label: Mapping[str, Any], column: str) -> tuple[str, str]:
+    return _place({**label, "strategy": "100% adv + 0% clean", "running_statistics": True}, column)
+
+
+def _check6(values: Values) -> bool:
+    """A batch of 2048 is the best; 512 and 8192 are below 4096."""
+    robust = {size: _robust(values, batch(running(adversarial()), size)) for size in BATCHES}
+    return max(robust, key=lambda size: robust[size]) == 2048 and max(robust[512], robust[8192]) < robust[4096]
+
+
+@study("E/table6", place=_place6, check=_check6)
+def table6() -> list[Cell]:
+    return [cell(batch(running(adversarial()), size)) for size in BATCHES]
+
+
+# -- appendix C: all of them -------------------------------------------------------------------------------------------
+
+
+def _check7(values: Values) -> bool:
+    """The table claims nothing; here: more steps never leave a network more robust, by more than a point."""
+    return all(
+        _robust(values, one.config, more) <= _robust(values, one.config, less) + 1
+        for one in table7()
+        for less, more in pairwise(CURVE)
+    )
+
+
+@study("E/table7", place=_place, check=_check7)
+def table7() -> list[Cell]:
+    every = [*fig1(), *fig3(), *table4(), *table5(), *table6(), *_deeper()]
+    return list({one.name: cell(one.config, *CURVE) for one in every}.values())
