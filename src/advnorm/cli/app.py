@@ -99,6 +99,9 @@ def study(
     out: Annotated[Path, typer.Option(help="Folder for runs and records; a killed study goes on.")] = Path("results"),
     data_dir: Annotated[Path | None, typer.Option(help="Folder that holds the data set.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
+    launcher: Annotated[str, typer.Option(help="local processes, or ray for a cluster.")] = "local",
+    address: Annotated[str | None, typer.Option(help="Of the Ray cluster; default: the one at hand.")] = None,
+    processes: Annotated[int, typer.Option(min=1, help="Workers per device.")] = 1,
 ) -> None:
     """Run every cell of a table and print it, the paper's numbers beside ours. Exit status 1 where a cell failed.
 
@@ -115,6 +118,9 @@ def study(
         out=out,
         data_dir=data_dir,
         device=device,
+        launcher=launcher,  # pyright: ignore[reportArgumentType]  # checked there
+        address=address,
+        processes=processes,
     )
     raise typer.Exit(code)
 

@@ -6,12 +6,14 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from advnorm._core.errors import ConfigError, did_you_mean
 from advnorm.cli import listing
 from advnorm.studies import STUDIES, Study
 from advnorm.studies.base import Protocol
+from advnorm.studies.launch import Launcher, launch
 from advnorm.studies.run import Outcome, collected, run_all, tasks
 
 
@@ -30,6 +32,9 @@ def run(
     out: Path,
     data_dir: Path | None,
     device: str | None,
+    launcher: Launcher = "local",
+    address: str | None = None,
+    processes: int = 1,
 ) -> int:
     """Work through the cells and print the table; the exit status is 1 where one failed."""
     study = STUDIES.get(name)
@@ -50,7 +55,10 @@ def run(
                 failed.append(outcome)
                 console.print(outcome.error, highlight=False, markup=False)
 
-        run_all(todo, on_outcome=told)
+        if launcher == "local" and processes == 1 and torch.cuda.device_count() < 2:
+            run_all(todo, on_outcome=told)
+        else:
+            launch(todo, launcher=launcher, address=address, processes=processes, on_outcome=told)
         values, problems = collected(study, seeds=seeds, protocol=protocol, out=out)
     for problem in problems:
         console.print(problem, highlight=False, markup=False)

@@ -26,9 +26,9 @@ class Measure:
     """Numbers to take of a trained network: ``benchmark``, an analysis by name, or ``metrics`` along its training.
 
     ``benchmark`` takes ``attacks`` (name in the table: attack), ``route`` (a list of branches), ``limit``, and
-    ``threat`` and ``eps`` where they differ from training's. Its numbers are ``branch/clean`` and ``branch/attack`` in percent,
-    the branch ``shared`` where there is one way only. The numbers of an analysis are those of its record, by their
-    path; ``eps`` and ``limit`` among its options are those of the attack and the images. ``metrics`` gives
+    ``threat`` and ``eps`` where they differ from training's. Its numbers are ``branch/clean`` and ``branch/attack`` in
+    percent, the branch ``shared`` where there is one way only. The numbers of an analysis are those of its record, by
+    their path; ``eps`` and ``limit`` among its options are those of the attack and the images. ``metrics`` gives
     ``epoch/name``.
     """
 

@@ -64,7 +64,8 @@ class Task:
         if cell.features is None:
             return replace(cell.config, weights=str(before.folder)), self.data_dir
         folder = Path(self.out) / "features" / f"{before.folder.name}-{cell.features}"
-        return replace(cell.config, data=Named("features")), str(folder)
+        name = f"{cell.features}-{cell.config.norm}-{before.folder.name}"[:100]  # its data are not in the settings
+        return replace(cell.config, data=Named("features"), name=name), str(folder)
 
     @property
     def run(self) -> Run:
@@ -92,7 +93,7 @@ def tasks(
             cell=cell.name,
             seed=seed,
             protocol=protocol,
-            out=str(out),
+            out=str(Path(out).resolve()),  # a run's name depends on where its weights come from
             data_dir=None if data_dir is None else str(data_dir),
             device=device,
         )

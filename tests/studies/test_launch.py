@@ -1,0 +1,317 @@
+"""Launchers: the same numbers as in one process, whoever dies meanwhile; nothing lost and nothing done twice."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from advnorm import ConfigError
+from advnorm._core.records import read_json
+from advnorm.engine.lock import locked
+from advnorm.studies import STUDIES
+from advnorm.studies import launch as launching
+from advnorm.studies.launch import chains, launch
+from advnorm.studies.run import Task, run_all, tasks
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+
+
+def todo(out):
+    """Two trainings and three records: both studies have Dual BN at 16/255."""
+    one, two = (tasks(STUDIES.get(f"A/table{n}"), protocol="smoke", out=out, device="cpu") for n in (1, 7))
+    return [*one, two[0]]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The records of one process."""
+    outcomes = run_all(todo(tmp_path_factory.mktemp("alone")))
+    assert [outcome.error for outcome in outcomes] == [None] * 3
+    return [read_json(outcome.task.record) for outcome in outcomes]
+
+
+def assert_nothing_lost_and_nothing_done_twice(out, alone, killed):
+    """All records with the values of one process; each training ended once, and only the killed one began twice."""
+    found = [read_json(task.record) for task in todo(out)]
+    assert [record["values"] for record in found] == [record["values"] for record in alone]
+    assert [record["run"]["last"] for record in found] == [record["run"]["last"] for record in alone]
+    logs = {folder: (folder / "log.txt").read_text() for folder in (out / "runs").iterdir()}
+    assert len(logs) == 2
+    assert {folder: log.count("finished after") for folder, log in logs.items()} == dict.fromkeys(logs, 1)
+    assert {folder: log.count(" steps of ") for folder, log in logs.items()} == {f: 1 + (f == killed) for f in logs}
+
+
+def holder(lock):
+    """The process that has the file open."""
+    for entry in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            if entry.readlink() == lock:
+                return int(entry.parts[2])
+    return None
+
+
+@contextmanager
+def a_death_in_training(out, kill):
+    """Scope: the first process that is found training under ``out`` is stopped there and then, and killed."""
+    over, killed = threading.Event(), []
+
+    def watch():
+        while not over.wait(0.01):
+            for lock in out.glob("runs/*/.lock"):
+                pid = holder(lock)
+                if pid is None or pid == os.getpid():
+                    continue
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP)
+                    log = lock.with_name("log.txt")
+                    if log.exists() and " steps of " in log.read_text() and not lock.with_name("record.json").exists():
+                        kill(pid)
+                        killed.append(lock.parent)
+                        return
+                    os.kill(pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield killed
+    finally:
+        over.set()
+        thread.join()
+
+
+@linux
+@pytest.mark.world_size
+def test_local_processes_give_the_records_of_one_though_one_of_them_is_killed(tmp_path, alone):
+    told = []
+    with a_death_in_training(tmp_path, lambda pid: os.kill(pid, signal.SIGKILL)) as killed:
+        outcomes = launch(todo(tmp_path), processes=2, on_outcome=told.append)
+    assert [outcome.error for outcome in outcomes] == [None] * 3
+    assert [outcome.task for outcome in outcomes] == todo(tmp_path)
+    assert sorted(map(str, told)) == sorted(map(str, outcomes))
+    assert len(killed) == 1
+    assert_nothing_lost_and_nothing_done_twice(tmp_path, alone, killed[0])
+
+
+@linux
+@pytest.mark.world_size
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
+def test_a_ray_cluster_gives_the_records_of_one_process_though_a_node_is_killed(tmp_path, alone, monkeypatch):
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.chdir(tmp_path)  # a relative path means the same folder on every node
+    small = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **small})
+    try:
+        nodes = [cluster.add_node(num_cpus=1, **small) for _ in range(2)]
+
+        def kill(pid):
+            raylet = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            node = next(n for n in nodes if n.all_processes["raylet"][0].process.pid == raylet)
+            cluster.remove_node(node, allow_graceful=False)
+            os.kill(pid, signal.SIGKILL)
+
+        with a_death_in_training(tmp_path, kill) as killed:
+            outcomes = launch(todo("."), launcher="ray", address=cluster.address)
+        assert len(cluster.worker_nodes) == 1
+    finally:
+        cluster.shutdown()
+    assert [outcome.error for outcome in outcomes] == [None] * 3
+    assert [outcome.task for outcome in outcomes] == todo(".")
+    assert_nothing_lost_and_nothing_done_twice(tmp_path, alone, killed[0])
+
+
+@linux
+@pytest.mark.world_size
+@pytest.mark.slow
+def test_processes_end_when_their_launcher_is_killed_and_the_same_command_goes_on(tmp_path, alone):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from advnorm.studies import STUDIES\n"
+        "from advnorm.studies.launch import launch\n"
+        "from advnorm.studies.run import tasks\n"
+        "if __name__ == '__main__':\n"
+        "    todo = tasks(STUDIES.get('A/table1'), protocol='smoke', out='.', device='cpu')\n"
+        "    assert [outcome.error for outcome in launch(todo)] == [None, None]\n"
+    )
+    command = [sys.executable, str(program)]
+    parent = subprocess.Popen(command, cwd=tmp_path)
+
+    def kill(pid):
+        parent.kill()
+        parent.wait()
+        os.kill(pid, signal.SIGCONT)
+
+    with a_death_in_training(tmp_path, kill) as killed:
+        parent.wait()
+        while not killed:
+            time.sleep(0.01)
+        until = time.monotonic() + 30
+        while holder(killed[0] / ".lock") is not None and time.monotonic() < until:
+            time.sleep(0.1)
+        assert holder(killed[0] / ".lock") is None
+    assert not todo(tmp_path)[0].record.exists()
+    subprocess.run(command, cwd=tmp_path, check=True)
+    assert read_json(todo(tmp_path)[0].record)["values"] == alone[0]["values"]
+
+
+class Scripted:
+    """A pool in this process: results by cell, one per try."""
+
+    def __init__(self, results, room=2):
+        self.results, self.room = {cell: list(tries) for cell, tries in results.items()}, room
+        self.working, self.started = deque(), []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        assert not self.working
+
+    def free(self):
+        return len(self.working) < self.room
+
+    def start(self, task):
+        assert self.free()
+        assert task.run.folder not in [other.run.folder for other in self.working], "two at once in one training"
+        self.working.append(task)
+        self.started.append(task.cell)
+
+    def next(self):
+        task = self.working.popleft()
+        return task, self.results[task.cell].pop(0)
+
+
+def named(cells):
+    """Tasks of made-up cells: name of the cell to name of its training and the cell it comes after."""
+
+    def found(self):
+        training, after = cells[self.cell]
+        return SimpleNamespace(after=after, config=SimpleNamespace(run_name=training))
+
+    context = pytest.MonkeyPatch()
+    context.setattr(Task, "found", found)
+    return context, [Task(study="x", cell=cell, seed=0, protocol="smoke", out=".", device="cpu") for cell in cells]
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """Launch made-up cells with given results; what was started, what was told, what came back."""
+
+    def run(cells, results, **options):
+        context, made = named(cells)
+        with context.context():
+            pool = Scripted(results)
+            monkeypatch.setattr(launching, "LocalPool", lambda places: pool)
+            told = []
+            try:
+                outcomes = launch(made, on_outcome=told.append, **options)
+            finally:
+                context.undo()
+        return pool.started, told, outcomes
+
+    return run
+
+
+OK, DIED, WRONG = (None, False), ("died", True), ("wrong", False)
+
+
+def test_a_task_that_fails_is_tried_again_and_then_told_once_and_the_others_go_on(scripted):
+    cells = {"a": ("a", None), "b": ("b", None), "c": ("c", None), "d": ("d", None)}
+    results = {"a": [DIED, DIED, DIED], "b": [WRONG], "c": [DIED, OK], "d": [OK]}
+    started, told, outcomes = scripted(cells, results, retries=2)
+    assert sorted(started) == ["a", "a", "a", "b", "c", "c", "d"]
+    assert [outcome.error for outcome in outcomes] == ["died", "wrong", None, None]
+    assert sorted(outcome.task.cell for outcome in told) == ["a", "b", "c", "d"]
+
+
+def test_tasks_wait_for_those_they_share_a_training_with_or_start_from(scripted):
+    cells = {"after": ("x", "base"), "base": ("y", None), "same": ("y", None), "other": ("z", None)}
+    started, told, outcomes = scripted(cells, {cell: [DIED, OK] for cell in cells}, retries=1)
+    assert [cell for cell in started if cell != "other"] == ["base", "base", "same", "same", "after", "after"]
+    assert [outcome.task.cell for outcome in outcomes] == list(cells)
+    assert [outcome.error for outcome in told] == [None] * 4
+
+
+@given(st.data(), st.integers(1, 8))
+@settings(deadline=None, max_examples=50, derandomize=True)
+def test_chains_keep_together_what_belongs_together_in_the_order_of_need(data, number):
+    cells = {}
+    for index in data.draw(st.permutations(range(number))):
+        after = data.draw(st.none() | st.integers(0, index - 1)) if index else None
+        training = data.draw(st.integers(0, number)) if after is None else f"own{index}"
+        cells[str(index)] = (str(training), None if after is None else str(after))
+    context, made = named(cells)
+    with context.context():
+        found = chains(made + made)
+        context.undo()
+    assert sorted(task.cell for chain in found for task in chain) == sorted(cells)
+    place = {task.cell: (which, position) for which, chain in enumerate(found) for position, task in enumerate(chain)}
+    for cell, (training, after) in cells.items():
+        if after is not None:
+            assert place[after][0] == place[cell][0] and place[after][1] < place[cell][1]
+        for other, (its, _) in cells.items():
+            assert its != training or place[other][0] == place[cell][0]
+
+    def related(one, other):
+        return cells[one][0] == cells[other][0] or cells[one][1] == other or cells[other][1] == one
+
+    for chain in found:  # and nothing is kept waiting for what it has nothing to do with
+        family = {chain[0].cell}
+        while more := {other for other in cells for one in family if related(one, other)} - family:
+            family |= more
+        assert family == {task.cell for task in chain}
+
+
+def test_a_process_waits_for_one_that_is_about_to_let_go_of_the_run(tmp_path, monkeypatch):
+    held, order = threading.Event(), []
+
+    def hold():
+        with locked(tmp_path / ".lock"):
+            held.set()
+            time.sleep(0.3)
+            order.append("let go")
+
+    launching._wait_for(tmp_path)  # nobody ever trained there
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    launching._wait_for(tmp_path)
+    order.append("went on")
+    thread.join()
+    assert order == ["let go", "went on"]
+    monkeypatch.setattr(launching, "PATIENCE", 0.0)
+    with locked(tmp_path / ".lock"):
+        launching._wait_for(tmp_path)  # not for ever: training then says who is there
+
+
+def test_wrong_settings_are_told_all_at_once(tmp_path, monkeypatch):
+    made = todo(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        launch(made, devices=["cpu", "gpu", "cuda:99"], processes=0, retries=-1, address="auto")
+    for part in ("processes must be", "retries must be", "address 'auto'", "unknown device 'gpu'", "'cuda:99'"):
+        assert part in str(error.value)
+    with pytest.raises(ConfigError, match="did you mean 'ray'"):
+        launch(made, launcher="rays")
+    with pytest.raises(ConfigError, match="devices and processes are for"):
+        launch(made, launcher="ray", devices=["cpu"])
+    with pytest.raises(ConfigError, match="devices is empty"):
+        launch(made, devices=[])
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"pip install 'advnorm\[ray\]'"):
+        launch(made, launcher="ray")
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_to_do_starts_nothing():
+    assert launch([]) == []
