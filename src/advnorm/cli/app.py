@@ -336,6 +336,20 @@ def analyze(
     raise typer.Exit(code)
 
 
+@app.command()
+def report(
+    results: Annotated[Path, typer.Argument(help="Folder that `advnorm study` wrote its records to.")] = Path("results"),
+    out: Annotated[Path, typer.Option(help="The page, one HTML file.")] = Path("report.html"),
+) -> None:
+    """One page of all studies: verdicts, the papers' numbers beside ours, and the conditions of each.
+
+    Example: `advnorm report results/ --out report.html`
+    """
+    from advnorm.cli.report import report as run
+
+    raise typer.Exit(run(console, results, out))
+
+
 @bench.command("norms")
 def bench_norms(
     norms: Annotated[list[str] | None, typer.Argument(help="Norms to measure.")] = None,

@@ -6,7 +6,8 @@ A figure is 380 units wide, about the width of a phone: its text is legible ther
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from html import escape
 from itertools import pairwise
 from typing import Literal, NotRequired, TypedDict
@@ -38,17 +39,40 @@ class Bars(TypedDict):
 
 
 class Lines(TypedDict):
-    """Shares of 1 over ``x``: numbers that stand at their place, or names that stand in a row."""
+    """Shares of 1 over ``x``: numbers that stand at their place, or names that stand in a row.
+
+    With ``plain`` they are any numbers, and the axis is as long as they need.
+    """
 
     kind: Literal["lines"]
     title: str
     x: Sequence[float] | Sequence[str]
     x_label: str
     rows: Sequence[Row]
+    plain: NotRequired[bool]
     note: NotRequired[str]
 
 
-Figure = Bars | Lines
+class Dot(TypedDict):
+    """A number as printed and as measured; None where there is none. ``hint`` is what pointing at it shows."""
+
+    label: str
+    paper: float | None
+    ours: float | None
+    spread: float | None
+    hint: str
+
+
+class Dots(TypedDict):
+    """Printed numbers beside measured ones, in groups with a heading."""
+
+    kind: Literal["dots"]
+    title: str
+    groups: Sequence[tuple[str, Sequence[Dot]]]
+    note: NotRequired[str]
+
+
+Figure = Bars | Lines | Dots
 
 
 def draw(figure: Figure) -> str:
@@ -57,7 +81,9 @@ def draw(figure: Figure) -> str:
         return _bars(figure)
     if figure["kind"] == "lines":
         return _lines(figure)
-    raise ConfigError(f"unknown figure {figure['kind']!r}{did_you_mean(figure['kind'], ('bars', 'lines'))}")
+    if figure["kind"] == "dots":
+        return _dots(figure)
+    raise ConfigError(f"unknown figure {figure['kind']!r}{did_you_mean(figure['kind'], ('bars', 'lines', 'dots'))}")
 
 
 def _svg(height: float, title: str, parts: Sequence[str]) -> str:
@@ -117,13 +143,18 @@ def _lines(figure: Lines) -> str:
     def across(place: float) -> float:
         return _LEFT + 6 + (right - _LEFT - 6) * (place - first) / length
 
+    values = [value for row in rows for value in row["values"] if value is not None]
+    heights = _scale(values) if figure.get("plain") else [0, 0.25, 0.5, 0.75, 1]
+    bottom, top = heights[0], heights[-1]
+
     def up(value: float) -> float:
-        return _BOTTOM - (_BOTTOM - _TOP) * value
+        return _BOTTOM - (_BOTTOM - _TOP) * (value - bottom) / (top - bottom)
 
     parts = []
-    for tick in (0, 0.25, 0.5, 0.75, 1):
+    for tick in heights:
+        label = f"{tick:g}" if figure.get("plain") else f"{100 * tick:g}" + " %" * (tick == 1)
         parts.append(f'<path d="M{_LEFT} {up(tick):.1f}H{right:.1f}" class="grid"/>')
-        parts.append(_text(_LEFT - 5, up(tick) + 4, f"{100 * tick:g}" + " %" * (tick == 1), anchor="end", kind="quiet"))
+        parts.append(_text(_LEFT - 5, up(tick) + 4, label, anchor="end", kind="quiet"))
     height = _BOTTOM + 36.0
     if names:  # under a slant, so that they find room
         for place, name in zip(places, names):
@@ -165,10 +196,24 @@ def _marker(series: int, x: float, y: float) -> str:
 
 def _ticks(places: Sequence[float]) -> list[float]:
     """A few round places between the first and the last."""
-    span = places[-1] - places[0]
-    step = next((s for s in (1, 2, 5, 10, 20, 50, 100, 200, 500) if span / s <= 6), span / 4)
+    step = max(_step(places[-1] - places[0]), 1)
     ticks = [step * i for i in range(int(places[0] // step), int(places[-1] // step) + 1)]
     return [tick for tick in ticks if places[0] <= tick <= places[-1]] or [places[0]]
+
+
+def _step(span: float) -> float:
+    """A round number that goes at most six times into ``span``: 1, 2 or 5 with zeros."""
+    unit = 10 ** math.floor(math.log10(max(span, 1e-9) / 6))
+    return next(step * unit for step in (1, 2, 5, 10) if span <= 6 * step * unit * (1 + 1e-9))
+
+
+def _scale(values: Sequence[float]) -> list[float]:
+    """Round numbers from zero, or below, to the largest value, or above."""
+    low, high = min(0.0, *values, 0.0), max(0.0, *values, 0.0)
+    step = _step((high - low) or 1.0)
+    first = math.floor(low / step + 1e-9)
+    last = max(math.ceil(high / step - 1e-9), first + 1)
+    return [round(step * i, 12) for i in range(first, last + 1)]
 
 
 def _apart(wanted: Sequence[float], distance: float = 15) -> list[float]:
@@ -182,3 +227,73 @@ def _apart(wanted: Sequence[float], distance: float = 15) -> list[float]:
         found[i] = min(found[i], limit)
         limit = found[i] - distance
     return found
+
+
+# -- dots --------------------------------------------------------------------------------------------------------------
+
+_ROW, _LONGEST = 18, 24  # height of a row; characters of a label
+
+
+def _dots(figure: Dots) -> str:
+    dots = [dot for _, group in figure["groups"] for dot in group]
+    ticks = _scale([value for dot in dots for value in (dot["paper"], dot["ours"]) if value is not None])
+    labels = [_short(dot["label"]) for dot in dots]
+    left = 14 + _CHARACTER * max(map(len, labels), default=0)
+    right = WIDTH - 12
+
+    def across(value: float) -> float:  # a spread may reach beyond the axis
+        return left + (right - left) * min(max((value - ticks[0]) / (ticks[-1] - ticks[0]), 0), 1)
+
+    parts = [_diamond(6, 10), _text(16, 14, "paper"), _circle(70, 10), _text(80, 14, "ours")]
+    y = 26.0
+    axis = y + 10
+    parts += [_text(across(tick), y + 5, f"{tick:g}", anchor="middle", kind="quiet") for tick in ticks]
+    rows = []
+    y += 10
+    for heading, group in figure["groups"]:
+        y += _GROUP
+        rows.append(_text(0, y - 6, heading, kind="strong"))
+        for dot in group:
+            rows.append(_row(dot, y, left, across))
+            y += _ROW
+    parts += [f'<path d="M{across(tick):.1f} {axis:g}V{y:g}" class="grid"/>' for tick in ticks]
+    return _svg(y + 4, figure["title"], parts + rows)
+
+
+def _row(dot: Dot, y: float, left: float, across: Callable[[float], float]) -> str:
+    """A row that can be pointed at and reached by the keyboard; its hint is its title."""
+    middle = y + _ROW / 2
+    paper, ours, spread = dot["paper"], dot["ours"], dot["spread"]
+    parts = [
+        f'<g class="row" tabindex="0"><title>{escape(dot["hint"])}</title>',
+        f'<rect x="0" y="{y:.1f}" width="{WIDTH}" height="{_ROW}" class="hit"/>',
+        _text(left - 8, middle + 4, _short(dot["label"]), anchor="end", kind="quiet"),
+    ]
+    if paper is not None and ours is not None:
+        parts.append(f'<path d="M{across(paper):.1f} {middle:.1f}H{across(ours):.1f}" class="apart"/>')
+    if ours is not None and spread:
+        ends = across(ours - spread), across(ours + spread)
+        parts.append(f'<path d="M{ends[0]:.1f} {middle:.1f}H{ends[1]:.1f}" class="spread"/>')
+    if paper is not None:
+        parts.append(_diamond(across(paper), middle))
+    if ours is not None:
+        parts.append(_circle(across(ours), middle))
+    else:  # beside the printed number, where there is room
+        at = left if paper is None else across(paper)
+        end = at > WIDTH - 70
+        parts.append(
+            _text(at - 9 if end else at + 9, middle + 4, MISSING, anchor="end" if end else "start", kind="quiet")
+        )
+    return "".join(parts) + "</g>"
+
+
+def _diamond(x: float, y: float) -> str:
+    return f'<path d="M{x:.1f} {y - 5:.1f}l5 5l-5 5l-5 -5z" class="paper"/>'
+
+
+def _circle(x: float, y: float) -> str:
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" class="ours"/>'
+
+
+def _short(label: str) -> str:
+    return label if len(label) <= _LONGEST else f"{label[: _LONGEST - 1]}…"

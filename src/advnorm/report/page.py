@@ -1,10 +1,10 @@
-"""A page in one file: no script, no network, light and dark, for a phone as for a wide screen."""
+"""A page in one file: no network, light and dark, for a phone as for a wide screen."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -27,6 +27,12 @@ class Page(TypedDict):
 
 def render(data: Page) -> str:
     """The page as HTML."""
+    empty = {"about": "", "lead": (), "tables": (), "figures": (), "conditions": {}, "commands": ()}
+    return filled("page.html", {**empty, **data})
+
+
+def filled(template: str, data: Mapping[str, Any]) -> str:
+    """A template of this folder with its data, every text in it escaped."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -36,5 +42,4 @@ def render(data: Page) -> str:
         keep_trailing_newline=True,
     )
     environment.globals.update(shown=shown, missing=MISSING, draw=lambda figure: Markup(draw(figure)))
-    empty = {"about": "", "lead": (), "tables": (), "figures": (), "conditions": {}, "commands": ()}
-    return environment.get_template("page.html").render({**empty, **data})
+    return environment.get_template(template).render(data)

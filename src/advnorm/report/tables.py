@@ -10,19 +10,22 @@ if TYPE_CHECKING:
 
 #: What a cell without a value shows: never a blank, never a zero.
 MISSING = "not run"
-Kind = Literal["text", "percent", "points"]
+Kind = Literal["text", "number", "percent", "points"]
 Cell = str | float | None
 
 
 class Column(TypedDict):
-    """A heading and what is below it: text, shares shown as percent, or differences of shares shown as points."""
+    """A heading and what is below it.
+
+    Text; numbers as they are, or as text made already; shares shown as percent; differences of shares as points.
+    """
 
     label: str
     kind: Kind
 
 
 class Table(TypedDict):
-    """Cells in rows, with a title above and a note below."""
+    """Cells in rows, with a title above and a note below. A row of one cell is a heading for those that follow."""
 
     title: str
     columns: Sequence[Column]
@@ -34,7 +37,7 @@ def shown(value: Cell, kind: Kind = "text") -> str:
     """A cell as text: ``0.279`` is ``27.9`` as percent and ``+27.9`` as points; the heading says the unit."""
     if value is None:
         return MISSING
-    if isinstance(value, str) or kind == "text":
+    if isinstance(value, str) or kind in ("text", "number"):
         return str(value)
     if kind == "percent":
         return f"{100 * value:.1f}"

@@ -1,0 +1,374 @@
+"""What the records below a folder say of every study: plain data, for a page that is made without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, TypedDict, get_args
+
+from advnorm._core.errors import AdvnormError, ConfigError, did_you_mean, raise_all
+from advnorm._core.records import read_json
+from advnorm.studies.base import STUDIES, Answer, Cell, Number, Protocol, Study
+from advnorm.studies.protocols import under
+from advnorm.studies.run import FORMAT
+
+PAPERS = {
+    "A": "Towards Understanding Dual BN in Hybrid Adversarial Training",
+    "B": "Adversarially Perturbed Batch Normalization: A Simple Way to Improve Image Recognition",
+    "C": "Improving the Accuracy-Robustness Trade-Off for Dual-Domain Adversarial Training",
+    "D": "Batch Normalization Increases Adversarial Vulnerability: Disentangling Usefulness and Robustness of Model "
+    "Features",
+    "E": "Intriguing Properties of Adversarial Training",
+}
+#: What the runner keeps beside the records.
+WORKING = ("runs", "features")
+#: Settings that tell runs apart and not methods.
+_RUN_ONLY = ("seed", "name")
+
+Record = dict[str, Any]
+
+
+class Entry(TypedDict):
+    """A number: what the paper prints and what was measured, None where there is none.
+
+    ``spread`` is the standard deviation over seeds (n - 1 in the denominator), of two and more.
+    """
+
+    row: str
+    column: str
+    cell: str
+    value: str
+    paper: float | None
+    ours: float | None
+    spread: float | None
+    n: int
+    difference: float | None
+
+
+class Series(TypedDict):
+    """Numbers in a row, by their place: along training, over radii, over channels. The mean over seeds."""
+
+    cell: str
+    value: str
+    x: list[int]
+    ours: list[float]
+
+
+class CellState(TypedDict):
+    """A cell: which seeds are done (none: it is missing), where, at what cost, and the settings that are its own."""
+
+    name: str
+    seeds: list[int]
+    devices: list[str]
+    minutes: float | None
+    settings: dict[str, str]
+
+
+class Result(TypedDict):
+    """A study under one protocol; ``protocol`` is None where nothing was run. ``settings``: those of every cell."""
+
+    protocol: Protocol | None
+    answer: Answer
+    entries: list[Entry]
+    series: list[Series]
+    cells: list[CellState]
+    settings: dict[str, str]
+    minutes: dict[str, float]
+    torch: list[str]
+    precision: list[str]
+    commits: list[str]
+
+
+class StudySummary(TypedDict):
+    """A table or figure; ``said`` are numbers that the paper gives in its text. At least one result, maybe an empty."""
+
+    name: str
+    caption: str
+    where: str
+    claim: str
+    notes: str
+    said: list[tuple[str, float]]
+    results: list[Result]
+
+
+class Summary(TypedDict):
+    """All studies; minutes by device, a training that studies share once; why files among the records are skipped.
+
+    ``others`` counts the JSON files of other folders, which are not read.
+    """
+
+    papers: dict[str, str]
+    studies: list[StudySummary]
+    minutes: dict[str, float]
+    problems: list[str]
+    others: dict[str, int]
+
+
+def summary(out: Path | str) -> Summary:
+    """Every study with the paper's numbers beside ours, from the records below ``out``."""
+    out = Path(out)
+    if not out.is_dir():
+        raise ConfigError(f"{out} is no folder; name the one that `advnorm study` wrote its records to")
+    names = sorted(STUDIES.names(), key=_order)
+    cells = {name: _cells(STUDIES.get(name)) for name in names}
+    records, problems = read_records(out, cells)
+    studies = []
+    for name in cells:
+        study = STUDIES.get(name)
+        found = [record for record in records if record["study"] == name]
+        entry = study.printed
+        protocols = [protocol for protocol in get_args(Protocol) if any(r["protocol"] == protocol for r in found)]
+        results = [
+            _result(study, cells[name].values(), protocol, [r for r in found if r["protocol"] == protocol])
+            for protocol in protocols or (None,)
+        ]
+        studies.append(
+            StudySummary(
+                name=name,
+                caption=entry["caption"],
+                where=entry["where"],
+                claim=entry["claim"],
+                notes=entry["notes"],
+                said=[(item["what"], item["value"]) for item in entry.get("printed", ())],
+                results=results,
+            )
+        )
+    return Summary(
+        papers=PAPERS,
+        studies=studies,
+        minutes=_minutes(records),
+        problems=problems,
+        others=_others(out),
+    )
+
+
+@cache  # hundreds of configurations, each checked when it is made
+def _cells(study: Study) -> Mapping[str, Cell]:
+    return {cell.name: cell for cell in study.cells()}
+
+
+@cache
+def _numbers(study: Study) -> Sequence[Number]:
+    return tuple(study.numbers())
+
+
+def _order(name: str) -> tuple[str, str, list[int]]:
+    """Tables before figures before sections of the text, ``fig2`` before ``fig10``."""
+    paper, _, what = name.partition("/")
+    kind = what.rstrip(".0123456789")
+    rank = {"table": "0", "fig": "1"}.get(kind, f"2{kind}")
+    return paper, rank, [int(part) for part in re.findall(r"\d+", what)]
+
+
+def _others(out: Path) -> dict[str, int]:
+    folders = [path for path in sorted(out.iterdir()) if path.is_dir() and path.name not in ("records", *WORKING)]
+    counts = {folder.name: sum(1 for _ in folder.rglob("*.json")) for folder in folders}
+    return {name: count for name, count in counts.items() if count}
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def read_records(out: Path, cells: Mapping[str, Mapping[str, Cell]]) -> tuple[list[Record], list[str]]:
+    """The records of cells below ``out/records``, and what is wrong with the files that are none."""
+    folder = out / "records"
+    problems: list[str] = []
+    records = []
+
+    def closed(error: OSError) -> None:
+        problems.append(f"{Path(error.filename).relative_to(out)} cannot be read: {error.strerror}")
+
+    walk = os.walk(folder, onerror=closed, followlinks=True) if folder.is_dir() else ()
+    # Hidden files are what a killed writer leaves (see write_whole); its cell counts as missing.
+    paths = [Path(parent) / name for parent, _, names in walk for name in names if not name.startswith(".")]
+    for path in sorted(paths):
+        shown = path.relative_to(out).as_posix()
+        try:
+            record = read_json(path)
+            _check(record, path.relative_to(folder).as_posix(), cells)
+        except (AdvnormError, RecursionError) as error:
+            problem = str(error).replace(str(path), "the file")
+            problems.append(f"{shown} is skipped: {problem}")
+            continue
+        records.append(record)
+        changed = _changed(record, cells[record["study"]][record["cell"]])
+        if changed:
+            problems.append(f"{shown} was made with other settings than the study has now: {', '.join(changed)}")
+    return records, [problem.encode(errors="replace").decode() for problem in problems]  # names may be no UTF-8
+
+
+def _check(record: Record, place: str, cells: Mapping[str, Mapping[str, Cell]]) -> None:
+    """Refuse what is no record of a cell of ours, with all the reasons."""
+    if record.get("format") != FORMAT:
+        raise ConfigError(f"its format is {record.get('format')!r}, not {FORMAT!r}")
+    study, cell, protocol, seed = (record.get(key) for key in ("study", "cell", "protocol", "seed"))
+    wrong = []
+    says = f"{study}/{cell}/{protocol}-seed{seed}.json"
+    if says != place:
+        wrong.append(f"it says that it is {says!r}")
+    if not isinstance(study, str) or study not in cells:
+        wrong.append(f"no study is called {study!r}{did_you_mean(study, cells)}")
+    elif not isinstance(cell, str) or cell not in cells[study]:
+        wrong.append(f"{study} has no cell {cell!r}{did_you_mean(cell, cells[study])}")
+    if protocol not in get_args(Protocol):
+        wrong.append(f"unknown protocol {protocol!r}{did_you_mean(protocol, get_args(Protocol))}")
+    if type(seed) is not int:
+        wrong.append(f"seed must be an integer, got {seed!r}")
+    values, run = record.get("values"), record.get("run")
+    if not isinstance(values, dict) or not all(_finite(value) for value in values.values()):
+        wrong.append("values must be finite numbers by name")
+    if not isinstance(run, dict) or not isinstance(run.get("config"), dict):
+        wrong.append("run must have its config")
+    elif not _finite(run.get("seconds")) or not _finite(run.get("processes")):
+        wrong.append("run must have its seconds and its processes")
+    raise_all(wrong, "no record of a cell")
+
+
+def _finite(value: object) -> bool:
+    """Whether it is a number that can be counted with: no NaN, no infinity, none near the largest."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e100
+
+
+def _changed(record: Record, cell: Cell) -> list[str]:
+    """Settings of a record's run that the study has changed since."""
+    now = json.loads(json.dumps(under(record["protocol"], cell).config.to_dict()))
+    ignored = {*_RUN_ONLY, *(("weights", "data") if cell.after else ())}  # the runner fills those in
+    before = record["run"]["config"]
+    return [
+        f"{key} {before[key]}, now {now[key]}"
+        for key in now
+        if key in before and key not in ignored and before[key] != now[key]
+    ]
+
+
+# -- what they say -----------------------------------------------------------------------------------------------------
+
+
+def _result(study: Study, cells: Iterable[Cell], protocol: Protocol | None, records: Sequence[Record]) -> Result:
+    values: dict[tuple[str, str], list[float]] = {}
+    for record in records:
+        for name, value in record["values"].items():
+            values.setdefault((record["cell"], name), []).append(float(value))
+    states, settings = _states(cells, protocol, records)
+    # Two steps on synthetic images say nothing of a claim, whatever their numbers are.
+    answer: Answer = "not run" if protocol == "smoke" else study.answer(values)
+    entries, series = _placed(study, values), []
+    if not entries:  # a figure: the paper prints no numbers
+        entries, series = _unplaced(values)
+    return Result(
+        protocol=protocol,
+        answer=answer,
+        entries=entries,
+        series=series,
+        cells=states,
+        settings=settings,
+        minutes=_minutes(records),
+        torch=_distinct(record.get("torch") for record in records),
+        precision=_distinct(record["run"].get("precision") for record in records),
+        commits=_distinct(record.get("commit") for record in records),
+    )
+
+
+def _placed(study: Study, values: Mapping[tuple[str, str], Sequence[float]]) -> list[Entry]:
+    measured = partial(_entry, values)
+    return [
+        measured(number.row, number.column, number.cell, number.value, number.printed) for number in _numbers(study)
+    ]
+
+
+def _unplaced(values: Mapping[tuple[str, str], Sequence[float]]) -> tuple[list[Entry], list[Series]]:
+    """Numbers that stand alone, and those in a row: ``accuracy/0``, ``accuracy/1`` or ``1/loss``, ``2/loss``."""
+    rows: dict[tuple[str, str, bool], dict[int, str]] = {}
+    for cell, name in values:
+        parts = name.split("/")
+        places = [index for index, part in enumerate(parts) if part.isascii() and part.isdecimal()]
+        at = places[-1] if places else len(parts)
+        family = "/".join([*parts[:at], *parts[at + 1 :]])
+        if "conditions" not in parts and parts[-1] not in ("epoch", "step"):
+            rows.setdefault((cell, family, bool(places)), {})[int(parts[at]) if places else 0] = name
+    entries, series = [], []
+    for (cell, family, _), names in rows.items():
+        if len(names) < 3:
+            entries += [_entry(values, cell, name, cell, name, None) for name in names.values()]
+        else:
+            ours = [statistics.fmean(values[cell, names[x]]) for x in sorted(names)]
+            series.append(Series(cell=cell, value=family, x=sorted(names), ours=ours))
+    return entries, series
+
+
+def _entry(
+    values: Mapping[tuple[str, str], Sequence[float]], row: str, column: str, cell: str, value: str, paper: float | None
+) -> Entry:
+    sample = values.get((cell, value), ())
+    ours = statistics.fmean(sample) if sample else None
+    return Entry(
+        row=row,
+        column=column,
+        cell=cell,
+        value=value,
+        paper=paper,
+        ours=ours,
+        spread=statistics.stdev(sample) if len(sample) > 1 else None,
+        n=len(sample),
+        difference=None if ours is None or paper is None else ours - paper,
+    )
+
+
+def _states(
+    cells: Iterable[Cell], protocol: Protocol | None, records: Sequence[Record]
+) -> tuple[list[CellState], dict[str, str]]:
+    """How far each cell is; settings that all share, and apart from them each cell's own."""
+    states, settings = [], []
+    for cell in cells:
+        done = sorted((record for record in records if record["cell"] == cell.name), key=lambda record: record["seed"])
+        planned = cell if protocol is None else under(protocol, cell)
+        settings.append(dict(_flat(done[0]["run"]["config"] if done else planned.config.to_dict())))
+        minutes = _minutes(done)
+        states.append(
+            CellState(
+                name=cell.name,
+                seeds=[record["seed"] for record in done],
+                devices=list(minutes),
+                minutes=sum(minutes.values()) if done else None,
+                settings={},
+            )
+        )
+    common = {k: v for k, v in settings[0].items() if all(other.get(k) == v for other in settings)} if settings else {}
+    for state, own in zip(states, settings):
+        state["settings"] = {key: value for key, value in own.items() if key not in common}
+    return states, common
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+    """``attack.steps`` and the like, as text."""
+    for key, value in settings.items():
+        if not prefix and key in _RUN_ONLY:
+            continue
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            text = value if isinstance(value, str) else json.dumps(value)
+            yield (f"{prefix}{key}".removesuffix(".name"), text)
+
+
+def _minutes(records: Iterable[Record]) -> dict[str, float]:
+    """Minutes of training by device, over all processes; a run that several records rest on counts once."""
+    minutes: dict[str, float] = {}
+    seen = set()
+    for record in records:
+        run = record["run"]
+        key = json.dumps([run["config"], record["seed"], run["seconds"]], sort_keys=True)
+        if key not in seen:
+            seen.add(key)
+            device = str(run.get("device"))
+            minutes[device] = minutes.get(device, 0.0) + run["seconds"] * run["processes"] / 60
+    return minutes
+
+
+def _distinct(items: Iterable[object]) -> list[str]:
+    return list(dict.fromkeys(str(item) for item in items if item is not None))

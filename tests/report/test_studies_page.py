@@ -1,0 +1,333 @@
+"""The page of studies: verdicts, numbers, what is missing, conditions; alone in one file and alive in a browser."""
+
+import copy
+import json
+import re
+import shutil
+import subprocess
+import sys
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import advnorm
+from advnorm._core.errors import ConfigError
+from advnorm.cli.report import report
+from advnorm.report import draw, render_studies
+from advnorm.report.studies import MOST_ENTRIES, cost, counts
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def entry(row, column, cell, paper, ours, spread=None, n=0):
+    difference = None if paper is None or ours is None else ours - paper
+    keys = {"row": row, "column": column, "cell": cell, "value": f"adv/{column}", "paper": paper, "ours": ours}
+    return {**keys, "spread": spread, "n": n, "difference": difference}
+
+
+def cell(name, seeds, minutes, **settings):
+    return {
+        "name": name,
+        "seeds": seeds,
+        "devices": ["NVIDIA H200"] if seeds else [],
+        "minutes": minutes,
+        "settings": settings,
+    }
+
+
+def result(**changes):
+    return {
+        "protocol": None,
+        "answer": "not run",
+        "entries": [],
+        "series": [],
+        "cells": [],
+        "settings": {"epochs": "30"},
+        "minutes": {},
+        "torch": [],
+        "precision": [],
+        "commits": [],
+        **changes,
+    }
+
+
+def study(name, results, **changes):
+    texts = {"caption": f"caption of {name}", "where": "section 3", "claim": f"claim <of> {name}", "notes": "a note"}
+    return {"name": name, **texts, "said": [], "results": results, **changes}
+
+
+DONE = result(
+    protocol="fast",
+    answer="confirmed",
+    entries=[
+        entry("Dual BN", "clean", "dual_bn/eps16", 61.84, 60.5, 0.75, 3),
+        entry("Dual BN", "autoattack", "dual_bn/eps16", None, 21.0, None, 1),
+        entry("Cross <BN>", "clean", "cross_bn/eps16", 59.56, None),
+    ],
+    cells=[cell("dual_bn/eps16", [0, 1, 2], 12.34, norm="dual_bn"), cell("cross_bn/eps16", [], None, norm="cross_bn")],
+    minutes={"NVIDIA H200": 12.34},
+    torch=["2.11.0"],
+    precision=["bf16"],
+    commits=[COMMIT],
+)
+CURVES = result(
+    protocol="paper",
+    answer="not confirmed",
+    entries=[entry("bn", f"v{i}", "bn", None, 0.00012, None, 1) for i in range(MOST_ENTRIES + 5)],
+    series=[{"cell": "bn", "value": "loss", "x": [1, 2, 3], "ours": [-1.0, 250.0, 3.0]}],
+    cells=[cell("bn", [0], 1.0)],
+    minutes={"cpu": 1.0},
+)
+OPEN = result(entries=[entry("LN", "clean", "ln", 75.12, None)], cells=[cell("ln", [], None)])
+SUMMARY = {
+    "papers": {"A": "A title", "D": "Another"},
+    "studies": [
+        study("A/table2", [DONE]),
+        study("A/table4", [OPEN]),
+        study("D/fig4", [CURVES], said=[("LIGS, close to", 1)]),
+    ],
+    "minutes": {"NVIDIA H200": 12.34, "cpu": 1.0},
+    "problems": ["records/x.json is skipped: it is <damaged>"],
+    "others": {"bench": 5},
+}
+VOID = {"meta", "br", "hr", "img", "link", "input"}
+
+
+class Reader(HTMLParser):
+    """Fails on tags that do not match; collects tags, attributes and the text outside of style and script."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.open, self.tags, self.attributes, pieces = [], [], [], []
+        self.handle_data = lambda data: None if {"style", "script"} & set(self.open) else pieces.append(data)
+        self.feed(html)
+        self.close()
+        assert self.open == []
+        self.text = " ".join(" ".join(pieces).split())
+
+    def handle_starttag(self, tag, attrs):
+        self.handle_startendtag(tag, attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def section(html, anchor):
+    """The part of the page that shows one study."""
+    return re.search(rf'<details class="study" id="{anchor}".*?(?=<details class="study"|</section>)', html, re.S)[0]
+
+
+def rows(html):
+    """The text of every table row."""
+    found = re.findall(r"<tr>(.*?)</tr>", html, re.S)
+    return [[unescape(text) for text in re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row, re.S)] for row in found]
+
+
+def test_the_overview_has_every_study_with_its_verdict_protocol_and_claim():
+    text = Reader(render_studies(SUMMARY)).text
+    assert "A: A title" in text and "D: Another" in text
+    assert "A/table2 ✓ confirmed protocol fast, 1 of 2 cells claim <of> A/table2" in text
+    assert "A/table4 ○ not run claim <of> A/table4" in text
+    assert "D/fig4 ✗ not confirmed protocol paper, 1 of 1 cells claim <of> D/fig4" in text
+    assert "✓ 1 confirmed ✗ 1 not confirmed ○ 1 not run" in text
+    assert "Training took 12.3 GPU minutes (NVIDIA H200), 1.0 CPU minutes" in text
+
+
+def test_the_table_shows_paper_ours_with_spread_and_n_and_the_difference():
+    found = rows(section(render_studies(SUMMARY), "A-table2"))
+    assert ["", "paper", "ours", "n", "difference"] in found
+    assert ["clean", "61.84", "60.50 ± 0.75", "3", "−1.34"] in found
+    assert ["autoattack", "–", "21.00", "1", "–"] in found
+    assert ["Dual BN"] in found and ["Cross <BN>"] in found
+
+
+def test_what_was_not_run_is_shown_as_missing():
+    html = render_studies(SUMMARY)
+    assert ["clean", "59.56", "not run", "0", "–"] in rows(section(html, "A-table2"))
+    assert ["cross_bn/eps16", "norm cross_bn", "not run", "not run"] in rows(section(html, "A-table2"))
+    assert ["clean", "75.12", "not run", "0", "–"] in rows(section(html, "A-table4"))
+    assert "not run" in re.findall(r'class="row".*?</g>', section(html, "A-table2"), re.S)[-1]
+    assert "<svg" not in section(html, "A-table4")  # nothing to compare
+
+
+def test_conditions_cost_and_settings_stand_beside_the_numbers():
+    text = Reader(section(render_studies(SUMMARY), "A-table2")).text
+    for piece in (
+        "Protocol fast: a shortened schedule",
+        "12.3 GPU minutes (NVIDIA H200)",
+        "hardware NVIDIA H200",
+        "precision bf16",
+        "torch 2.11.0",
+        f"commit {COMMIT}",
+        "norm dual_bn",
+        "epochs 30",
+        "a note",
+    ):
+        assert piece in text, piece
+
+
+def test_pointing_at_a_number_of_the_figure_shows_its_conditions():
+    html = section(render_studies(SUMMARY), "A-table2")
+    hints = [unescape(hint) for hint in re.findall(r'<g class="row" tabindex="0"><title>(.*?)</title>', html)]
+    assert hints[0] == (
+        "Dual BN, clean: paper 61.84, ours 60.50 ± 0.75 · n = 3, protocol fast, seeds 0, 1, 2 · NVIDIA H200 · "
+        "cell dual_bn/eps16 · value adv/clean"
+    )
+    assert hints[2] == "Cross <BN>, clean: paper 59.56, ours not run · cell cross_bn/eps16 · value adv/clean"
+
+
+def test_a_figure_without_printed_numbers_shows_ours_alone_as_table_and_lines():
+    html = section(render_studies(SUMMARY), "D-fig4")
+    assert ["v0", "0.00012", "1"] in rows(html) and ["", "ours", "n"] in rows(html)
+    assert "5 more measured numbers and lines are in the records" in html
+    assert "LIGS, close to: 1" in html and 'class="line s0"' in html
+
+
+def test_problems_are_listed_and_other_folders_named():
+    text = Reader(render_studies(SUMMARY)).text
+    assert "1 problem with records." in text
+    assert "records/x.json is skipped: it is <damaged>" in text and "bench (5)" in text
+    assert 'id="problems"' not in render_studies({**SUMMARY, "problems": [], "others": {}})
+
+
+def test_the_page_refers_to_nothing_outside_itself():
+    html = render_studies(SUMMARY)
+    reader = Reader(html)
+    assert not {"link", "img", "iframe", "base"} & set(reader.tags)
+    assert not [value for name, value in reader.attributes if name in ("src", "srcset", "xlink:href", "action")]
+    targets = [value for name, value in reader.attributes if name == "href"]
+    assert targets and {target[0] for target in targets} == {"#"}
+    assert {target[1:] for target in targets} <= {value for name, value in reader.attributes if name == "id"}
+    assert "://" not in html and "@import" not in html and "fetch" not in html
+    assert set(re.findall(r"url\((.*?)\)", html)) <= {"#hatch"}
+
+
+def test_the_page_follows_light_and_dark_and_the_width_of_a_phone():
+    html = render_studies(SUMMARY)
+    assert "prefers-color-scheme: dark" in html and 'name="viewport" content="width=device-width' in html
+
+
+def test_a_study_under_two_protocols_shows_both_and_counts_once():
+    both = copy.deepcopy(SUMMARY)
+    both["studies"][1]["results"] = [result(protocol="paper"), result(protocol="fast", answer="confirmed")]
+    assert counts(both) == {"confirmed": 2, "not confirmed": 1, "not run": 0}
+    text = Reader(section(render_studies(both), "A-table4")).text
+    assert "Protocol paper: the schedule as printed" in text and "Protocol fast: a shortened schedule" in text
+
+
+@pytest.mark.parametrize(
+    ("minutes", "text"),
+    [({}, None), ({"cpu": 0.25}, "0.2 CPU minutes"), ({"NVIDIA H200": 61.24}, "61.2 GPU minutes (NVIDIA H200)")],
+)
+def test_cost_as_text(minutes, text):
+    assert cost(minutes) == text
+
+
+def test_dots_stand_at_their_values_and_a_spread_stays_on_the_axis():
+    dot = {"label": "a", "hint": "h"}
+    dots = [
+        {**dot, "paper": 0.0, "ours": 100.0, "spread": 50.0},
+        {**dot, "paper": 50.0, "ours": 25.0, "spread": None},
+    ]
+    svg = draw({"kind": "dots", "title": "t", "groups": [("g", dots)]})
+    _, *ours = (float(x) for x in re.findall(r'<circle cx="([\d.]+)"', svg))  # the first is the legend's
+    _, *paper = (float(x) for x in re.findall(r'<path d="M([\d.]+) [\d.]+l5', svg))
+    full = ours[0] - paper[0]
+    assert paper[1] - paper[0] == pytest.approx(full / 2, abs=0.2)
+    assert ours[1] - paper[0] == pytest.approx(full / 4, abs=0.2)
+    start, end = map(float, re.search(r'd="M([\d.]+) [\d.]+H([\d.]+)" class="spread"', svg).groups())
+    assert end == ours[0] and start == pytest.approx(paper[1], abs=0.2)
+
+
+@pytest.mark.parametrize("values", [[0.0], [-3.0, -1.0], [1e-6, 3e-6], [4000.0, 2.0], []])
+def test_an_axis_holds_whatever_values_there_are(values):
+    dots = [{"label": "a", "hint": "h", "paper": value, "ours": None, "spread": None} for value in values]
+    assert "nan" not in draw({"kind": "dots", "title": "t", "groups": [("g", dots)]})
+
+
+def test_the_page_is_made_where_there_is_no_torch():
+    code = (
+        "import sys, types\n"
+        "sys.modules['torch'] = None\n"
+        "package = types.ModuleType('advnorm')\n"
+        f"package.__path__ = [{str(Path(advnorm.__file__).parent)!r}]\n"
+        "sys.modules['advnorm'] = package\n"
+        "from advnorm.report import render_studies\n"
+        f"print(render_studies({SUMMARY!r}))\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, encoding="utf-8")
+    assert out.returncode == 0, out.stderr
+    assert out.stdout.strip() == render_studies(SUMMARY).strip()
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def told(results, out):
+    console = Console(width=200, color_system=None, force_terminal=False)
+    with console.capture() as capture:
+        code = report(console, results, out)
+    return code, capture.get()
+
+
+def test_the_command_writes_the_page_tells_problems_and_goes_on(tmp_path):
+    broken = tmp_path / "results" / "records" / "A" / "table2" / "single" / "eps16" / "fast-seed0.json"
+    broken.parent.mkdir(parents=True)
+    broken.write_text("{")
+    code, text = told(tmp_path / "results", tmp_path / "deep" / "report.html")
+    assert code == 0 and "fast-seed0.json is skipped" in text and "0 confirmed, 0 not confirmed" in text
+    html = (tmp_path / "deep" / "report.html").read_text(encoding="utf-8")
+    assert "fast-seed0.json is skipped" in Reader(html).text and "Nothing was run yet" in html
+
+
+def test_the_command_refuses_what_it_cannot_read_or_write(tmp_path):
+    with pytest.raises(ConfigError, match="is no folder"):
+        told(tmp_path / "nowhere", tmp_path / "report.html")
+    with pytest.raises(ConfigError, match="name a file in it"):
+        told(tmp_path, tmp_path)
+
+
+# -- in a browser ------------------------------------------------------------------------------------------------------
+
+
+def chromium():
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.mark.skipif(chromium() is None, reason="needs Chromium")
+def test_in_a_browser_a_link_opens_its_study_and_pointing_shows_the_conditions(tmp_path):
+    probe = (
+        "<script>addEventListener('load', () => {"
+        "  const row = document.querySelectorAll('.row')[2];"
+        "  row.dispatchEvent(new PointerEvent('pointerover', {bubbles: true}));"
+        "  document.title = JSON.stringify({"
+        "    open: document.getElementById('A-table4').open,"
+        "    caption: row.closest('figure').querySelector('figcaption').textContent,"
+        "    fits: document.documentElement.scrollWidth <= innerWidth,"
+        "  });"
+        "});</script></body>"
+    )
+    page = tmp_path / "page.html"
+    page.write_text(render_studies(SUMMARY).replace("</body>", probe), encoding="utf-8")
+    done = subprocess.run(
+        [
+            *(chromium(), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"),
+            *("--window-size=390,844", "--dump-dom", f"{page.as_uri()}#A-table4"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    found = json.loads(unescape(re.search(r"<title>(.*?)</title>", done.stdout, re.S)[1]))
+    assert found["open"] and found["fits"]
+    assert found["caption"].startswith("Cross <BN>, clean: paper 59.56, ours not run")

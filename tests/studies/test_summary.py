@@ -1,0 +1,264 @@
+"""What records say of the studies: the paper's numbers beside ours, what is missing, and what is no record of ours."""
+
+import json
+import statistics
+from dataclasses import replace
+
+import pytest
+
+from advnorm._core.errors import ConfigError
+from advnorm._core.records import write_json
+from advnorm.studies import STUDIES
+from advnorm.studies.run import FORMAT, Task, collected, tasks, work
+from advnorm.studies.summary import PAPERS, summary
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def written(task, values, *, seconds=120.0, **changes):
+    """A record in the format of the runner, with numbers of our choice."""
+    record = {
+        "format": FORMAT,
+        "study": task.study,
+        "cell": task.cell,
+        "seed": task.seed,
+        "protocol": task.protocol,
+        "out": None,
+        "data_dir": None,
+        "values": values,
+        "measures": [],
+        "run": {
+            "config": json.loads(json.dumps(task.found().config.to_dict())),
+            "seconds": seconds,
+            "processes": 1,
+            "precision": "bf16",
+            "device": "NVIDIA H200",
+        },
+        "device": "NVIDIA H200",
+        "torch": "2.11.0",
+        "commit": COMMIT,
+        **changes,
+    }
+    write_json(task.record, record)
+    return record
+
+
+def task(out, cell, *, study="A/table2", seed=0, protocol="fast"):
+    return Task(study=study, cell=cell, seed=seed, protocol=protocol, out=str(out))
+
+
+def table2(out, *, cross=22.0, seeds=(0,), protocol="fast"):
+    """All of A's table 2, the claim confirmed where Cross-Hybrid-AT is near Dual BN."""
+    robust = {"dual_bn/eps16": 22.0, "cross_bn/eps16": cross, "single/eps16": 1.0}
+    for cell, value in robust.items():
+        for seed in seeds:
+            branches = ("shared",) if cell.startswith("single") else ("clean", "adv")
+            values = {
+                f"{branch}/{name}": value + seed for branch in branches for name in ("clean", "pgd10", "autoattack")
+            }
+            written(task(out, cell, seed=seed, protocol=protocol), values)
+
+
+def of(found, name):
+    (study,) = (study for study in found["studies"] if study["name"] == name)
+    return study
+
+
+def entry(result, cell, value):
+    return next(entry for entry in result["entries"] if (entry["cell"], entry["value"]) == (cell, value))
+
+
+def test_without_records_every_study_is_there_and_not_run(tmp_path):
+    found = summary(tmp_path)
+    assert sorted(study["name"] for study in found["studies"]) == sorted(STUDIES.names())
+    assert {name.split("/")[0] for name in STUDIES.names()} <= set(PAPERS)
+    for study in found["studies"]:
+        (result,) = study["results"]
+        assert result["protocol"] is None and result["answer"] == "not run" and result["minutes"] == {}
+        assert all(entry["ours"] is None and entry["n"] == 0 for entry in result["entries"])
+        assert [cell["name"] for cell in result["cells"]] == [cell.name for cell in STUDIES.get(study["name"]).cells()]
+    assert found["problems"] == [] and found["minutes"] == {}
+
+
+def test_a_number_is_the_mean_and_deviation_over_seeds_beside_the_printed_one(tmp_path):
+    sample = [20.0, 23.5, 21.0]
+    for seed, value in enumerate(sample):
+        written(task(tmp_path, "dual_bn/eps16", seed=seed), {"adv/autoattack": value})
+    (result,) = of(summary(tmp_path), "A/table2")["results"]
+    found = entry(result, "dual_bn/eps16", "adv/autoattack")
+    assert found["paper"] == 22.51 and found["n"] == 3
+    assert found["ours"] == pytest.approx(sum(sample) / 3)
+    assert found["spread"] == pytest.approx(statistics.stdev(sample))
+    assert found["difference"] == pytest.approx(sum(sample) / 3 - 22.51)
+    missing = entry(result, "cross_bn/eps16", "adv/autoattack")
+    assert missing["ours"] is missing["spread"] is missing["difference"] is None and missing["paper"] == 22.4
+
+
+def test_of_one_seed_there_is_no_spread(tmp_path):
+    table2(tmp_path)
+    (result,) = of(summary(tmp_path), "A/table2")["results"]
+    assert {(entry["n"], entry["spread"]) for entry in result["entries"]} == {(1, None)}
+
+
+@pytest.mark.parametrize(("cross", "answer"), [(22.0, "confirmed"), (2.0, "not confirmed")])
+def test_the_verdict_is_the_studys_own(tmp_path, cross, answer):
+    table2(tmp_path, cross=cross)
+    (result,) = of(summary(tmp_path), "A/table2")["results"]
+    values, _ = collected(STUDIES.get("A/table2"), protocol="fast", out=tmp_path)
+    assert result["answer"] == answer == STUDIES.get("A/table2").answer(values)
+
+
+def test_protocols_are_kept_apart_and_a_smoke_run_answers_nothing(tmp_path):
+    for protocol, cross in (("paper", 2.0), ("fast", 22.0), ("smoke", 22.0)):
+        table2(tmp_path, cross=cross, protocol=protocol)
+    results = of(summary(tmp_path), "A/table2")["results"]
+    assert [(result["protocol"], result["answer"]) for result in results] == [
+        ("paper", "not confirmed"),
+        ("fast", "confirmed"),
+        ("smoke", "not run"),
+    ]
+
+
+def test_a_missing_cell_leaves_the_claim_open_and_is_shown_without_seeds(tmp_path):
+    table2(tmp_path, seeds=(0, 1))
+    for seed in (0, 1):
+        task(tmp_path, "cross_bn/eps16", seed=seed).record.unlink()
+    (result,) = of(summary(tmp_path), "A/table2")["results"]
+    assert result["answer"] == "not run"
+    cells = {cell["name"]: (cell["seeds"], cell["minutes"]) for cell in result["cells"]}
+    assert cells == {"dual_bn/eps16": ([0, 1], 4.0), "cross_bn/eps16": ([], None), "single/eps16": ([0, 1], 4.0)}
+
+
+def test_settings_are_those_of_the_runs_and_each_cell_shows_its_own(tmp_path):
+    table2(tmp_path)
+    (result,) = of(summary(tmp_path), "A/table2")["results"]
+    assert [cell["settings"] for cell in result["cells"]] == [{"norm": "dual_bn"}, {"norm": "cross_bn"}, {"norm": "bn"}]
+    epochs = task(tmp_path, "single/eps16").found().config.epochs
+    assert (
+        result["settings"]["epochs"] == str(epochs) != str(STUDIES.get("A/table2").cell("single/eps16").config.epochs)
+    )
+    assert result["settings"]["attack.step_size"] == "2/255" and result["settings"]["model"] == "resnet18"
+    assert "seed" not in result["settings"]
+    assert (result["commits"], result["torch"], result["precision"]) == ([COMMIT], ["2.11.0"], ["bf16"])
+
+
+def test_a_training_that_studies_share_is_paid_once(tmp_path):
+    for study in ("A/table2", "A/table3", "A/table8"):
+        written(task(tmp_path, "single/eps16", study=study), {"shared/clean": 90.0}, seconds=600)
+    found = summary(tmp_path)
+    assert found["minutes"] == {"NVIDIA H200": 10.0}
+    for study in ("A/table2", "A/table3", "A/table8"):
+        assert of(found, study)["results"][0]["minutes"] == {"NVIDIA H200": 10.0}
+
+
+def test_every_process_of_a_training_costs(tmp_path):
+    one = task(tmp_path, "single/eps16")
+    run = {"config": one.found().config.to_dict(), "seconds": 60.0, "processes": 8, "device": "NVIDIA H200"}
+    written(one, {}, run=json.loads(json.dumps(run)))
+    assert summary(tmp_path)["minutes"] == {"NVIDIA H200": 8.0}
+
+
+BAD = {
+    "cut short": (lambda record: json.dumps(record)[:-20], "damaged"),
+    "no JSON": (lambda record: "hello", "damaged"),
+    "no UTF-8": (lambda record: b"\xff\xfe{}", "damaged"),
+    "a list": (lambda record: "[1, 2]", "damaged"),
+    "too deep": (lambda record: "[" * 200_000, ""),
+    "another format": (lambda record: json.dumps({**record, "format": "advnorm.run/1"}), "advnorm.run/1"),
+    "no format": (lambda record: "{}", "None"),
+    "another cell's": (lambda record: json.dumps({**record, "cell": "dual_bn/eps16"}), "it says that it is"),
+    "an unknown study": (lambda record: json.dumps({**record, "study": "A/tabel2"}), "did you mean 'A/table2'"),
+    "a study that is a list": (lambda record: json.dumps({**record, "study": ["A"]}), "no study is called"),
+    "an unknown cell": (lambda record: json.dumps({**record, "cell": "singel/eps16"}), "did you mean 'single/eps16'"),
+    "an unknown protocol": (lambda record: json.dumps({**record, "protocol": ["quick"]}), "unknown protocol"),
+    "a seed that is text": (lambda record: json.dumps({**record, "seed": "0"}), "seed must be an integer"),
+    "no values": (lambda record: json.dumps({**record, "values": None}), "values must be"),
+    "NaN": (lambda record: json.dumps({**record, "values": {"shared/clean": float("nan")}}), "values must be"),
+    "a huge number": (lambda record: json.dumps({**record, "values": {"shared/clean": 10**400}}), "values must be"),
+    "no run": (lambda record: json.dumps({**record, "run": 3}), "run must have"),
+    "no seconds": (lambda record: json.dumps({**record, "run": {"config": {}}}), "run must have"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_what_is_no_record_of_ours_is_told_and_skipped(tmp_path, kind):
+    table2(tmp_path)
+    one = task(tmp_path, "single/eps16")
+    spoil, reason = BAD[kind]
+    text = spoil(json.loads(one.record.read_text()))
+    one.record.write_bytes(text if isinstance(text, bytes) else text.encode())
+    found = summary(tmp_path)
+    (problem,) = found["problems"]
+    assert problem.startswith("records/A/table2/single/eps16/fast-seed0.json is skipped") and reason in problem
+    assert str(tmp_path) not in problem
+    (result,) = of(found, "A/table2")["results"]
+    assert entry(result, "single/eps16", "shared/clean")["ours"] is None
+    assert entry(result, "dual_bn/eps16", "adv/clean")["ours"] == 22.0
+
+
+def test_nothing_among_the_records_is_dropped_in_silence(tmp_path):
+    table2(tmp_path)
+    records = tmp_path / "records"
+    (records / "notes.txt").write_text("hello")
+    (records / "Z").mkdir()
+    (records / "Z" / "link.json").symlink_to(tmp_path / "nowhere")
+    (records / "A" / "table2" / "single" / "eps16" / "copy of fast-seed0.json").write_bytes(
+        task(tmp_path, "single/eps16").record.read_bytes()
+    )
+    (records / ".fast-seed1.json.7.part").write_text("{")  # of a writer that was killed
+    problems = summary(tmp_path)["problems"]
+    assert len(problems) == 3
+    for name in ("notes.txt", "Z/link.json", "copy of fast-seed0.json"):
+        assert any(name in problem for problem in problems)
+
+
+def test_other_folders_are_counted_and_not_read(tmp_path):
+    for folder in ("bench", "runs", "features", "empty"):
+        (tmp_path / folder / "deep").mkdir(parents=True)
+        if folder != "empty":
+            (tmp_path / folder / "deep" / "a.json").write_text("{")
+    found = summary(tmp_path)
+    assert found["others"] == {"bench": 1} and found["problems"] == []
+
+
+def test_a_record_of_settings_that_the_study_has_left_is_shown_and_told(tmp_path):
+    one = task(tmp_path, "single/eps16")
+    record = written(one, {"shared/clean": 90.0})
+    record["run"]["config"]["epochs"] += 7
+    write_json(one.record, record)
+    found = summary(tmp_path)
+    (problem,) = found["problems"]
+    epochs = one.found().config.epochs
+    assert f"epochs {epochs + 7}, now {epochs}" in problem and "skipped" not in problem
+    assert entry(of(found, "A/table2")["results"][0], "single/eps16", "shared/clean")["ours"] == 90.0
+
+
+def test_a_figures_numbers_are_series_by_place_and_single_ones(tmp_path):
+    cell = next(iter(STUDIES.get("A/fig2").cells())).name
+    values = {f"{epoch}/loss": 1 / epoch for epoch in (10, 9, 1)} | {"sums/AP": 0.5, "conditions/seed": 0, "2/epoch": 2}
+    written(task(tmp_path, cell, study="A/fig2"), values)
+    (result,) = of(summary(tmp_path), "A/fig2")["results"]
+    assert result["series"] == [{"cell": cell, "value": "loss", "x": [1, 9, 10], "ours": [1.0, 1 / 9, 0.1]}]
+    assert [(entry["value"], entry["ours"], entry["paper"]) for entry in result["entries"]] == [("sums/AP", 0.5, None)]
+
+
+def test_tables_come_before_figures_and_both_by_number(tmp_path):
+    names = [study["name"] for study in summary(tmp_path)["studies"] if study["name"].startswith("A/")]
+    assert names == sorted(names, key=lambda name: ("fig" in name, int("".join(filter(str.isdigit, name)))))
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="is no folder; name the one that `advnorm study` wrote"):
+        summary(tmp_path / "nowhere")
+
+
+def test_what_the_runner_writes_is_read(tmp_path):
+    (one,) = [one for one in tasks(STUDIES.get("A/table2"), protocol="smoke", out=tmp_path) if "dual" in one.cell]
+    record = work(replace(one, device="cpu"))
+    found = summary(tmp_path)
+    assert found["problems"] == [] and found["others"] == {}
+    (result,) = of(found, "A/table2")["results"]
+    assert result["protocol"] == "smoke"
+    for value in ("clean", "pgd10", "autoattack"):
+        assert entry(result, one.cell, f"adv/{value}")["ours"] == record["values"][f"adv/{value}"]
+    assert list(result["minutes"]) == ["cpu"] and result["cells"][0]["seeds"] == [0]
