@@ -30,6 +30,11 @@ def test_ls_models_lists_parameters_and_takes_a_pattern():
     assert "vgg11" not in out.output
 
 
+def test_ls_objectives_says_what_is_no_option_of_theirs():
+    out = invoke("ls", "objectives").output
+    assert "label_smoothing and statistics are settings of their own in a configuration" in out and "beta=6.0" in out
+
+
 def test_demo_says_what_it_costs_before_it_starts():
     out = invoke("demo", "--help")
     assert out.exit_code == 0

@@ -1,6 +1,9 @@
 """What loaders promise: batches depend on seed and epoch only, however they are cut, moved and decoded."""
 
 import math
+import multiprocessing
+import os
+import signal
 
 import numpy as np
 import pytest
@@ -239,3 +242,28 @@ def test_a_damaged_picture_is_named_through_a_worker(picture_folder):
     data.paths[4].write_bytes(b"no picture")
     with pytest.raises(ConfigError, match=r"cannot decode .*ant/4\.png"):
         list(WorkerLoader(data, batch_size=12, workers=1).epoch(0))
+
+
+def test_a_damaged_picture_is_one_line_as_if_there_were_no_workers(picture_folder):
+    data = load("imagefolder", "train", picture_folder, image_size=8)
+    path = data.paths[0]
+    path.write_bytes(path.read_bytes()[:60])
+    messages, others = [], set(multiprocessing.active_children())
+    for workers in (0, 1):
+        with pytest.raises(ConfigError, match=f"cannot decode {path}") as raised:
+            list(make_loader(data, batch_size=2, workers=workers).epoch(0))
+        messages.append(str(raised.value))
+        assert not set(multiprocessing.active_children()) - others, "no worker is left to the traceback"
+    assert messages[0] == messages[1] and "\n" not in messages[0]
+
+
+def test_workers_do_not_hear_what_is_sent_to_the_process_group_and_end_with_their_loader(picture_folder):
+    data = load("imagefolder", "train", picture_folder, image_size=8)
+    before, others = signal.pthread_sigmask(signal.SIG_BLOCK, []), set(multiprocessing.active_children())
+    batches = make_loader(data, batch_size=1, augment="none", workers=2).epoch(0)
+    next(batches)
+    workers = set(multiprocessing.active_children()) - others
+    assert len(workers) == 2 and os.getpgid(0) not in {os.getpgid(worker.pid) for worker in workers}
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
+    batches.close()
+    assert not any(worker.is_alive() for worker in workers)

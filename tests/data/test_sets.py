@@ -129,7 +129,7 @@ def test_names_splits_options_and_roots_are_checked_at_once():
         load("cifar-10", "train")
     with pytest.raises(ConfigError) as error:
         load("cifar10c", "train", severty=3)
-    expected = ("did you mean 'severity'", "needs the option 'corruption'", "unknown split 'train'", "give root")
+    expected = ("did you mean 'severity'", "needs the option 'corruption'", "unknown split 'train'", "--data-dir")
     assert all(text in str(error.value) for text in expected), error.value
     with pytest.raises(ConfigError, match="imagefolder cannot be downloaded"):
         load("imagefolder", "train", "here", download=True)

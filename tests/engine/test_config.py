@@ -86,7 +86,12 @@ GOOD = {
 BAD = {
     "model": [("resnet_18", "did you mean 'resnet18'"), ({"width": 2}, "a mapping with a name"), (None, "a name")],
     "norm": [("dualbn", "unknown norm 'dualbn', did you mean 'dual_bn'?")],
-    "norm_options": [({"momentun": 1}, "did you mean 'momentum'"), ({"sync": True}, "use sync_statistics")],
+    "norm_options": [
+        ({"momentun": 1}, "did you mean 'momentum'"),
+        ({"sync": True}, "use sync_statistics"),
+        ({"track_running_stats": False}, "use running statistics; leave it out"),
+        ({"domains": ["clean", "x"]}, "name adv among its domains"),
+    ],
     "weights": [("w.pth", "pickles are never opened"), ("", "is empty")],
     "data": [("digit", "did you mean 'digits'"), ("cifar10c", "for evaluation only")],
     "held_out": [(-1, "at least 0"), (1.5, "a share below 1 or a whole number"), (0, "validate_every=0")],

@@ -9,6 +9,8 @@ import os
 import pty
 import re
 import select
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,12 +28,14 @@ from typer.testing import CliRunner
 
 import advnorm
 from advnorm import Config, ConfigError, Run
-from advnorm.cli.app import app
+from advnorm.cli.app import app, spelled_out
 from advnorm.data import load, make_loader, split_held_out
 from advnorm.engine import PREEMPTED, TrainingError, checkpoint
 from advnorm.engine.journal import Clock, Journal, folded, line
 from advnorm.engine.optim import norm_parameters
+from advnorm.engine.ranks import Ranks
 from advnorm.engine.run import build_model, described
+from advnorm.engine.validation import Validation
 from advnorm.objectives import OBJECTIVES
 
 SOURCE = str(Path(advnorm.__file__).parent.parent)
@@ -210,7 +214,8 @@ def test_held_out_accuracies_are_those_of_the_last_model(tmp_path):
     run = train(config, tmp_path)
     model = run.model("last")
     _, held_out = split_held_out(load("synthetic", "train", **config.data.options), 16, 0)
-    x, y = held_out.pixels()[:12], held_out.labels[:12]
+    _, some = split_held_out(held_out, 12, 0)
+    x, y = some.pixels(), some.labels
     with advnorm.route(model, "clean"):
         clean = (model(x).argmax(1) == y).double().mean().item()
     attack = advnorm.attacks.get("pgd1", threat=advnorm.ThreatModel(eps=0.1), route="adv")
@@ -219,14 +224,29 @@ def test_held_out_accuracies_are_those_of_the_last_model(tmp_path):
     assert run.metrics()[-1]["held_out"] == {"clean": clean, "pgd1": adv, "score": clean + adv}
 
 
+def test_some_held_out_images_are_of_every_class(tmp_path):
+    data = load("synthetic", "train", size=80, classes=4, image_size=8, channels=1)
+    data = data.take(data.labels.argsort(stable=True))  # as a folder has them
+    ranks = Ranks(device=torch.device("cpu"))
+    common = {"trained": ("clean",), "precision": "float32", "channels_last": False, "workers": 0}
+    validation = Validation(data, small(validation_images=12), ranks, **common)
+    (batch,) = validation.loader.epoch(0)
+    assert batch.y.bincount().tolist() == [3, 3, 3, 3] and validation.images == 12
+    (other,) = Validation(data, small(validation_images=12, seed=1), ranks, **common).loader.epoch(0)
+    assert not torch.equal(other.x, batch.x)
+    assert Validation(data, small(), ranks, **common).images == 80
+
+
 def test_the_global_state_of_the_user_is_as_before(tmp_path):
     torch.manual_seed(5)
-    before = torch.get_rng_state(), torch.get_default_dtype(), signal.getsignal(signal.SIGTERM)
+    handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    before = torch.get_rng_state(), torch.get_default_dtype(), handlers
     flags = torch.is_grad_enabled(), torch.backends.cuda.matmul.fp32_precision, torch.is_autocast_enabled("cpu")
     run = train(small(norm="dual_bn", precision="bf16", epochs=1), tmp_path)
     run.model()
     assert torch.equal(torch.get_rng_state(), before[0])
-    assert (torch.get_default_dtype(), signal.getsignal(signal.SIGTERM)) == before[1:]
+    handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    assert (torch.get_default_dtype(), handlers) == before[1:]
     assert flags == (
         torch.is_grad_enabled(),
         torch.backends.cuda.matmul.fp32_precision,
@@ -279,6 +299,8 @@ def test_weights_come_from_a_run_or_a_file_and_must_fit(tmp_path):
         for weights in (start.folder, file)
     ]
     assert tuned[0].metrics() == tuned[1].metrics()
+    assert tuned[0].record["weights_fingerprint"] == tuned[1].record["weights_fingerprint"]
+    assert "weights_fingerprint" not in start.record
     before, model = start.model("last"), tuned[0].model("last")
     norms = set(norm_parameters(model))
     for (name, old), (_, new) in zip(before.named_parameters(), model.named_parameters()):
@@ -297,6 +319,18 @@ def test_a_run_that_goes_on_does_not_need_its_start_any_more(tmp_path):
     assert train(config, tmp_path).finished
 
 
+def test_other_weights_under_the_same_name_are_told_and_not_mixed_up(tmp_path):
+    model = build_model(small(), described(load("synthetic", "train", **small().data.options)))
+    file = checkpoint.save_weights(tmp_path / "w.safetensors", model, {})
+    config = small(epochs=1, weights=str(file))
+    run = train(config, tmp_path, max_minutes=0)
+    (run.checkpoints / "last.json").unlink()
+    next(model.parameters()).data += 1
+    checkpoint.save_weights(file, model, {})
+    with pytest.raises(ConfigError, match="was started from other weights than"):
+        train(config, tmp_path)
+
+
 def test_a_head_per_domain_trains_end_to_end(tmp_path):
     run = train(small(norm="dual_bn", dual_head=True, epochs=1), tmp_path)
     model = run.model()
@@ -310,6 +344,41 @@ def test_a_finished_run_is_not_trained_again(tmp_path, monkeypatch):
     run = train(small(epochs=1), tmp_path)
     monkeypatch.setattr(training, "Loop", None)
     assert train(small(epochs=1), tmp_path).metrics() == run.metrics()
+
+
+def test_a_finished_run_is_read_though_its_checkpoints_are_gone(tmp_path):
+    arguments(tmp_path)
+    run = train(small(name="small"), tmp_path / "runs")
+    shutil.rmtree(run.checkpoints)
+    again = CliRunner().invoke(app, arguments(tmp_path))
+    assert again.exit_code == 0 and "last: epoch 3" in again.output
+    with pytest.raises(ConfigError, match="no checkpoint 'last'"):
+        run.model()
+
+
+def test_a_run_of_another_version_is_told_by_folder_and_version(tmp_path):
+    run = train(small(epochs=1), tmp_path)
+    path = run.folder / "run.json"
+    content = json.loads(path.read_text())
+    assert content["advnorm"] == advnorm.__version__
+    for change, message in (
+        ({"format": "advnorm.run/9", "advnorm": "9.0"}, r"is a run of advnorm 9\.0, in the format 'advnorm\.run/9'"),
+        ({"config": {**content["config"], "future": 1}, "advnorm": "9.0"}, r"advnorm 9\.0, which .*'future'"),
+    ):
+        path.write_text(json.dumps({**content, **change}))
+        for act in (lambda: train(small(epochs=1), tmp_path), run.model):
+            with pytest.raises(ConfigError, match=message) as raised:
+                act()
+            assert str(run.folder) in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("spoil", ["last.json", "the tensors"])
+def test_a_damaged_checkpoint_is_told_with_the_way_to_start_anew(tmp_path, spoil):
+    run = train(small(epochs=1), tmp_path, max_minutes=0)
+    path = run.checkpoints / spoil if spoil == "last.json" else next(run.checkpoints.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(ConfigError, match=f"damaged.*Deleting {run.folder} starts the run anew"):
+        train(small(epochs=1), tmp_path)
 
 
 def test_the_configuration_in_a_run_trains_the_same_run(tmp_path):
@@ -336,6 +405,7 @@ def test_the_record_has_all_conditions(tmp_path):
         }
     ]
     assert {"torch", "device", "commit", "advnorm", "threads", "peak_memory"} <= set(record)
+    assert record["validation_attack"].startswith("PGD(") and "steps=1," in record["validation_attack"]
     assert record["processes"] == 1 and record["steps"] == 12 and record["precision"] == "float32"
     assert record["seconds"] > record["first_step_seconds"] > 0 and record["images_per_second"] > 0
     assert record["last"] == run.metrics()[-1] and record["best"] in run.metrics()
@@ -405,15 +475,62 @@ def test_an_interrupt_leaves_the_last_checkpoint_and_the_lock_is_free(tmp_path, 
     assert train(small(), tmp_path).metrics() == train(small(), tmp_path / "alone").metrics()
 
 
-def test_images_on_disk_train_and_go_on_like_those_in_memory(tmp_path):
+def test_a_first_interrupt_waits_for_a_checkpoint_and_a_second_one_does_not(tmp_path, monkeypatch):
+    def interrupts(times):
+        return lambda *_: [os.kill(os.getpid(), signal.SIGINT) for _ in range(times)]
+
+    step = training.Loop._train_step
+    for times, saved in ((1, 6), (2, 4)):
+        monkeypatch.setattr(training.Loop, "_train_step", step)
+        patched(training.Loop, "_train_step", before=interrupts(times), at=6)
+        with pytest.raises(KeyboardInterrupt):
+            train(small(), tmp_path / str(times))
+        run = Run.open(next((tmp_path / str(times)).iterdir()))
+        assert checkpoint.load(run.checkpoints, "last")[1]["step"] == saved
+        assert ("stopped at step 6" if times == 1 else "failed: Key") in (run.folder / "log.txt").read_text()
+        monkeypatch.setattr(training.Loop, "_train_step", step)
+        assert train(small(), tmp_path / str(times)).finished
+
+
+ON_DISK = {"data": {"name": "imagefolder", "image_size": 8}, "held_out": 4, "batch_size": 10, "augment": "flip"}
+
+
+def images_on_disk(folder: Path) -> Path:
     from PIL import Image
 
     for number in range(24):
-        path = tmp_path / "images" / "train" / f"class{number % 2}" / f"{number}.png"
+        path = folder / "train" / f"class{number % 2}" / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (8, 8), (number, 200 * (number % 2), 7)).save(path)
-    config = small(data={"name": "imagefolder", "image_size": 8}, held_out=4, batch_size=10, augment="flip", epochs=1)
-    settings = {"data_dir": tmp_path / "images", "workers": 1}
+    return folder
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, PREEMPTED), (signal.SIGINT, 130)])
+def test_a_signal_to_the_whole_process_group_stops_at_a_checkpoint(tmp_path, number, status):
+    folder = images_on_disk(tmp_path / "images")
+    (tmp_path / "run.yaml").write_text(small(**ON_DISK, epochs=10_000, name="grouped").to_yaml())
+    command = [sys.executable, "-m", "advnorm", "train", "run.yaml", "--data-dir", str(folder), "--workers", "2"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(3)]
+        os.killpg(process.pid, number)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == status, out + err
+    assert "Traceback" not in err and "the same command goes on" in out
+    assert lines[0].strip() == "run: runs/grouped-seed0", "what is going on is told without a terminal too"
+    assert [line[:11] for line in lines[1:]] == ["epoch   1  ", "epoch   2  "]
+    assert checkpoint.exists(tmp_path / "runs/grouped-seed0/checkpoints", "last")
+
+
+def test_images_on_disk_train_and_go_on_like_those_in_memory(tmp_path):
+    config = small(**ON_DISK, epochs=1)
+    settings = {"data_dir": images_on_disk(tmp_path / "images"), "workers": 1}
     alone = train(config, tmp_path / "alone", **settings)
     run = train(config, tmp_path, max_minutes=0, **settings)
     assert not run.finished and checkpoint.load(run.checkpoints, "last")[1]["step"] == 1
@@ -432,6 +549,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_a_checkpoint_holds_it(tmp
     if checkpoint.exists(run.checkpoints, "last"):
         assert all(value.isfinite().all() for value in tensors(run).values())
     assert not run.finished and not [row for row in run.metrics() if not math.isfinite(row["loss"])]
+    assert "failed: the loss or a parameter is not finite" in (run.folder / "log.txt").read_text().splitlines()[-1]
 
 
 def test_parameters_that_are_not_finite_are_found_though_the_loss_was(tmp_path, monkeypatch):
@@ -489,8 +607,11 @@ def test_a_full_disk_is_one_readable_error_and_the_run_goes_on_later(tmp_path, l
         ({"batch_size": 60}, {}, "batch_size 60 is larger than the 48 images"),
         ({"data": "cifar10"}, {}, "--data-dir"),
         ({"data": "cifar10"}, {"data_dir": "missing"}, "cifar"),
-        ({"weights": "missing.safetensors"}, {}, "cannot read missing.safetensors"),
+        ({"weights": "missing.safetensors"}, {}, "weights missing.safetensors: no such file or folder"),
         ({"weights": "."}, {}, "no training run"),
+        ({"model": "vgg11"}, {}, "vgg11 with norm bn cannot take batches of 12 images of 1×8×8: .*use another model"),
+        ({"model": {"name": "resnet18", "width": 0.05}, "norm": "in"}, {}, "one value per group"),
+        ({"model": {"name": "resnet18", "width": 0.05}, "batch_size": 1, "objective": "standard"}, {}, "batches of 1"),
         ({}, {"device": "cuda"}, "no CUDA device here"),
         ({}, {"device": "tpu"}, "unknown device 'tpu'"),
         ({}, {"max_minutes": -1, "checkpoint_minutes": math.nan}, "max_minutes .* got -1; checkpoint_minutes"),
@@ -583,10 +704,35 @@ def test_the_command_trains_stops_with_75_and_goes_on(tmp_path):
     assert stopped.exit_code == PREEMPTED and "the same command goes on" in stopped.output
     done = CliRunner().invoke(app, arguments(tmp_path))
     assert done.exit_code == 0, done.output
+    assert done.output.startswith("run: ") and done.output.count("\nepoch ") == 3
     assert "best: epoch" in done.output and "advnorm evaluate" in done.output
     again = CliRunner().invoke(app, ["train", str(tmp_path / "runs/small-seed0/config.yaml"), "--out", str(tmp_path)])
     assert again.exit_code == 0
     assert Run(tmp_path / "small-seed0").metrics() == Run(tmp_path / "runs/small-seed0").metrics()
+
+
+def test_the_command_that_judges_works_as_it_is_printed(tmp_path):
+    settings = ["norm=dual_bn", "data=imagefolder", "data.image_size=8", "held_out=4", "batch_size=10", "epochs=1"]
+    folder = images_on_disk(tmp_path / "my images")
+    (folder / "test").symlink_to("train")
+    trained = arguments(tmp_path, "--data-dir", str(folder), "--workers", "0", "--set", *settings)
+    done = CliRunner().invoke(app, spelled_out(trained))
+    assert done.exit_code == 0, done.output
+    words = shlex.split(done.output[done.output.index("judge it: ") :])[2:]
+    assert words[:2] == ["advnorm", "evaluate"] and words[-2:] == ["--data-dir", str(folder)]
+    judged = CliRunner().invoke(app, [*words[1:], "--attacks", "fgsm", "--device", "cpu"])
+    assert judged.exit_code == 0, judged.output
+    assert "branches: clean, adv; --route chooses" in judged.output
+
+
+def test_the_command_speaks_of_its_own_options(tmp_path):
+    for more, words in (((), "--data-dir"), (("--data-dir", str(tmp_path)), "or use --download")):
+        out = CliRunner().invoke(app, spelled_out(arguments(tmp_path, *more, "--set", "data=cifar10")))
+        assert isinstance(out.exception, ConfigError)
+        assert words in str(out.exception) and "load(" not in str(out.exception)
+    run = train(small(epochs=1), tmp_path)
+    out = CliRunner().invoke(app, ["train", str(run.folder)])
+    assert f"{run.folder} is a folder; its configuration is {run.folder}/config.yaml" in str(out.exception)
 
 
 def test_a_bad_command_is_one_line_with_status_2_and_makes_nothing(tmp_path):
@@ -653,5 +799,7 @@ def test_metrics_that_were_cut_short_are_left_out(tmp_path):
     assert Run(tmp_path).metrics() == [{"epoch": 1}]
     assert Run(tmp_path / "none").metrics() == []
     journal = Journal(tmp_path, active=True)
+    (tmp_path / "timing.jsonl").write_text('{"epoch": 1}\n{"ep')
     journal.cut(13)
     assert journal.size() == 13
+    assert (tmp_path / "timing.jsonl").read_text() == '{"epoch": 1}\n'

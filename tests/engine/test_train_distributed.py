@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -124,12 +125,45 @@ def test_sigterm_to_one_process_stops_all_and_they_go_on_to_the_same_bits(launch
     [
         ("nan", "not finite any more", "not finite any more"),
         ("full_disk", "No space left on device", "the first process stopped"),
+        ("odd_share", "0.3 of the 8 images of each process is no whole", "0.3 of the 8 images of each process"),
         ("odd_batch", "a multiple of world 2, got 15", "a multiple of world 2, got 15"),
     ],
 )
 def test_processes_fail_together_and_each_says_why(launched, name, first, others):
     results = seen(launched, name)
     assert first in results[0]["message"] and others in results[1]["message"]
+
+
+FIVE = """
+import sys, advnorm
+from train_worker import SMALL
+for number in range(5):
+    config = advnorm.Config.from_dict({**SMALL, "epochs": 1, "name": f"number{number}"})
+    assert advnorm.train(config, out=sys.argv[1], device="cpu").record["processes"] == 2
+"""
+
+
+def test_several_trainings_in_the_same_processes_do_not_wait_for_each_other(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    paths = os.pathsep.join([SOURCE, str(Path(__file__).parent)])
+    common = {**ENVIRONMENT, "PYTHONPATH": paths, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", FIVE, str(tmp_path)],
+            env={**common, "WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(WORLD)
+    ]  # fmt: skip
+    try:
+        logs = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert all(process.returncode == 0 for process in processes), "\n".join(logs)
+    assert len(list(tmp_path.glob("*/record.json"))) == 5
 
 
 @pytest.mark.slow

@@ -50,6 +50,9 @@ SYNCHRONIZED = {
     }.items()
     for layout in layouts
 }
+SYNCHRONIZED["share"] = Config.from_dict(
+    {**LONG, "norm": "dual_bn", "objective": {"name": "hybrid", "clean_share": 0.25}}
+)
 #: Parameters of one domain get no gradient: DDP must be told.
 UNUSED = {
     "classical-dual_bn": Config.from_dict({**LONG, "norm": "dual_bn", "objective": "classical"}),
@@ -117,13 +120,13 @@ def full_disk(config: Config, out: Path, rank: int) -> dict[str, Any]:
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    original = checkpoint._write
+    original = checkpoint.write_whole
     if rank == 0:
-        checkpoint._write = fail
+        checkpoint.write_whole = fail
     try:
         return raised(config, out)
     finally:
-        checkpoint._write = original
+        checkpoint.write_whole = original
 
 
 def main(rank: int, world: int, init_file: str, folder: Path) -> None:
@@ -140,6 +143,7 @@ def main(rank: int, world: int, init_file: str, folder: Path) -> None:
         "stopped": (lambda config, out: stopped(config, out, rank), OWN),
         "nan": (raised, Config.from_dict({**LONG, "lr": 1e30})),
         "full_disk": (lambda config, out: full_disk(config, out, rank), Config.from_dict(LONG)),
+        "odd_share": (raised, Config.from_dict({**LONG, "objective": {"name": "hybrid", "clean_share": 0.3}})),
         "odd_batch": (raised, Config.from_dict({**LONG, "batch_size": 15})),
     }
     seen: dict[str, Any] = {}

@@ -74,7 +74,7 @@ def patched(owner: Any, name: str, before: Any = None, after: Any = None, at: in
 
 def half_a_file(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_name(f".{path.name}.part").write_bytes(data[: len(data) // 2])
+    path.with_name(f".{path.name}.{os.getpid()}.part").write_bytes(data[: len(data) // 2])
     die()
 
 
@@ -84,7 +84,7 @@ DEATHS: dict[str, tuple[Any, float]] = {
     "before_any_checkpoint": (lambda: patched(training.Loop, "_train_step", before=lambda *_: die(), at=3), NEVER),
     "in_mid_epoch": (lambda: patched(training.Loop, "_train_step", after=die, at=6), EVERY_STEP),
     "after_an_epoch": (lambda: patched(training.Loop, "_train_step", before=lambda *_: die(), at=7), NEVER),
-    "writing_half_a_checkpoint": (lambda: patched(checkpoint, "_write", before=half_a_file, at=5), EVERY_STEP),
+    "writing_half_a_checkpoint": (lambda: patched(checkpoint, "write_whole", before=half_a_file, at=5), EVERY_STEP),
     "before_the_pointer_moves": (lambda: patched(checkpoint, "_point", before=lambda *_: die(), at=6), EVERY_STEP),
     "between_last_and_best": (lambda: patched(checkpoint, "alias", before=lambda *_: die(), at=2), NEVER),
     "between_metrics_and_checkpoint": (lambda: patched(Journal, "row", after=die, at=2), NEVER),
@@ -134,7 +134,7 @@ def main(folder: Path) -> None:
         out = folder / death
         if death == "at_random_moments":
             chance, codes, most = random.Random(0), [], 0.05
-            while not codes or codes[-1] != 0:
+            while not codes or codes[-1] == -signal.SIGPROF:
                 moment = partial(die_after, chance.uniform(0.001, most))
                 codes.append(attempt(CASES[case], out, moment, EVERY_STEP))
                 most *= 1.2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -145,6 +146,21 @@ def test_what_speaks_against_a_combination_is_known_without_a_model():
         assert problems and all(problem in error(name, norm, **options) for problem in problems)
     assert OBJECTIVES.get("cross").problems("cross_bn", {"one_way": True, "sync": True}) == []
     assert OBJECTIVES.get("hybrid").problems("dual_bn", clean_weight=0.3) == []
+
+
+@pytest.mark.parametrize("norm", ["cross_bn", "gmm_bn"])
+@pytest.mark.parametrize("statistics", ["batch", "batch_frozen"])
+def test_an_attack_that_sees_one_domain_is_refused_by_norms_that_need_both(norm, statistics):
+    attack = dataclasses.replace(pgd(), statistics=statistics)
+    assert f"{norm} normalizes with the statistics of both domains" in error("hybrid", norm, attack)
+    assert OBJECTIVES.get("hybrid").problems(norm, attack_statistics=statistics)
+    assert OBJECTIVES.get("hybrid").problems("dual_bn", attack_statistics=statistics) == []
+
+
+def test_a_norm_must_know_the_domains_that_are_trained_on():
+    message = error("hybrid", "multi_bn", norm_options={"domains": ["clean", "x"]})
+    assert "Hybrid trains on clean and adv images, and multi_bn has the domains clean, x; name adv" in message
+    assert OBJECTIVES.get("standard").problems("multi_bn", {"domains": ["clean", "x"]}) == []
 
 
 def test_nothing_of_a_failed_step_stays_behind():

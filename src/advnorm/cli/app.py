@@ -338,7 +338,9 @@ def analyze(
 
 @app.command()
 def report(
-    results: Annotated[Path, typer.Argument(help="Folder that `advnorm study` wrote its records to.")] = Path("results"),
+    results: Annotated[Path, typer.Argument(help="Folder that `advnorm study` wrote its records to.")] = Path(
+        "results"
+    ),
     out: Annotated[Path, typer.Option(help="The page, one HTML file.")] = Path("report.html"),
 ) -> None:
     """One page of all studies: verdicts, the papers' numbers beside ours, and the conditions of each.

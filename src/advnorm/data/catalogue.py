@@ -86,10 +86,12 @@ def load(
     if split not in source.splits:
         problems.append(f"unknown split {split!r} of {name}{did_you_mean(split, source.splits)}")
     if root is None and source.needs_root:
-        problems.append(f"{name} is read from a folder, give root (on the command line: --data-dir)")
+        problems.append(f"{name} is read from a folder; name it with --data-dir (in Python: root)")
     remotes = [remote for remote in REMOTES.get(name, ()) if remote.split in (None, split)]
     if download and source.needs_root and not remotes:
-        problems.append(f"{name} cannot be downloaded; get it from its authors and give its folder as root")
+        problems.append(
+            f"{name} cannot be downloaded; get it from its authors and name its folder: --data-dir (in Python: root)"
+        )
     raise_all(problems, "bad data")
 
     if root is None or not source.needs_root:

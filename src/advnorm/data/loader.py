@@ -184,9 +184,9 @@ class WorkerLoader(Loader):
             num_workers=self.workers,
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator(),  # else it draws a seed from torch's global generator
-            worker_init_fn=_outlive_sigterm,
+            worker_init_fn=_leave_group,
         )
-        for batch in loader:
+        for batch in _started(loader):  # in no variable: an error's traceback would keep the workers
             if isinstance(batch, ConfigError):
                 raise batch
             images, labels, index = (value.to(self.device, non_blocking=True) for value in batch)
@@ -198,9 +198,30 @@ def default_workers() -> int:
     return min(4, os.cpu_count() or 1)
 
 
-def _outlive_sigterm(_worker: int) -> None:
-    """A scheduler signals the whole process group; a worker ends when the process that it works for does."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+#: Schedulers and terminals send these to the whole process group.
+_TO_GROUPS = (signal.SIGTERM, signal.SIGINT)
+
+
+def _leave_group(_worker: int) -> None:
+    """A worker ends when the process it works for says so, which may still need batches until its checkpoint."""
+    if not hasattr(os, "setpgid"):
+        return
+    os.setpgid(0, 0)
+    for number in _TO_GROUPS:
+        signal.signal(number, signal.SIG_IGN)  # drops what came before
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _TO_GROUPS)
+
+
+def _started(loader: DataLoader) -> Iterator[Any]:
+    """The batches of a loader; signals wait until its workers are forked, which have not left the group yet."""
+    if not hasattr(signal, "pthread_sigmask"):
+        return iter(loader)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _TO_GROUPS)
+    try:
+        return iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Decoder(Dataset):

@@ -227,6 +227,10 @@ class Config:
             f"norm_options.{name}: {cure}" for name, cure in _NOT_NORM_OPTIONS.items() if name in self.norm_options
         ]
         problems += [f"model.{name}: {cure}" for name, cure in _NOT_MODEL_OPTIONS.items() if name in self.model.options]
+        if self.norm_options.get("track_running_stats") is False:
+            problems.append(
+                "norm_options.track_running_stats: attacks and validation use running statistics; leave it out"
+            )
         if problems:
             return problems
         try:
@@ -261,7 +265,8 @@ class Config:
         object.__setattr__(self, "objective", objective)
         if problems or not fine("norm", "norm_options"):
             return problems
-        return kind.problems(self.norm, self.norm_options, **objective.options)
+        statistics = self.attack.statistics if fine("attack") else "running"
+        return kind.problems(self.norm, self.norm_options, attack_statistics=statistics, **objective.options)
 
     def _extra_problems(self, fine: Callable[..., bool]) -> list[str]:
         """What is wrong with the regularizer, the second pass and the mixing of images."""

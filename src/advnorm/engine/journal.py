@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +62,16 @@ class Clock:
 
 
 class Journal:
-    """``log.txt`` for people, ``metrics.jsonl`` and ``timing.jsonl``, TensorBoard events and a bar where wanted.
+    """``log.txt`` for people, ``metrics.jsonl`` and ``timing.jsonl``, TensorBoard events and progress where wanted.
 
-    Only the first process has one that writes.
+    Progress is a bar on a terminal, else a line per epoch. Only the first process has a journal that writes.
     """
 
     def __init__(self, folder: Path, *, active: bool, progress: bool = False, tensorboard: bool = False) -> None:
         self.folder, self._active = folder, active
         self._progress, self._tensorboard = progress and active, tensorboard and active
         self._bar: Any = None
+        self._lines = False
         self._board: Any = None
         self._shown = 0.0
         if tensorboard:
@@ -82,18 +84,28 @@ class Journal:
         if self._tensorboard:
             self._board = _summary_writer()(str(self.folder / "tensorboard"), purge_step=step // steps + 1)
             stack.callback(self._board.close)
-        if self._progress:
+        if self._progress and not sys.stdout.isatty():
+            self._lines = True
+            stack.callback(setattr, self, "_lines", False)
+        elif self._progress:
             self._bar = stack.enter_context(_bar())
             stack.callback(setattr, self, "_bar", None)
             self._task = self._bar.add_task("training", total=epochs * steps, completed=step, rate="")
+        self._tell(f"run: {self.folder}")
 
     def say(self, message: str) -> None:
         """A line for the log, and for the terminal where someone looks."""
         if self._active:
             self._append("log.txt", f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {message}")
-            if self._bar is not None:
-                console = self._bar.console
-                console.print(folded(message, console.width), highlight=False, markup=False)
+            self._tell(message)
+
+    def _tell(self, message: str) -> None:
+        if self._bar is not None:
+            console = self._bar.console
+            console.print(folded(message, console.width), highlight=False, markup=False)
+        elif self._lines:
+            with suppress(OSError):  # nobody reads any more: no reason to stop
+                print(message, flush=True)
 
     def row(self, metrics: Mapping[str, Any], timing: Mapping[str, Any]) -> None:
         """An epoch: what it learned, the same bits in every attempt, and apart from it what it took."""
@@ -124,9 +136,14 @@ class Journal:
         return path.stat().st_size if path.exists() else 0
 
     def cut(self, size: int) -> None:
-        """Take back the metrics that were written after a checkpoint."""
-        if self._active and self.size() > size:
+        """Take back the metrics that were written after a checkpoint, and half a line of the timing."""
+        if not self._active:
+            return
+        if self.size() > size:
             os.truncate(self.folder / "metrics.jsonl", size)
+        timing = self.folder / "timing.jsonl"
+        if timing.exists():
+            os.truncate(timing, timing.read_bytes().rfind(b"\n") + 1)
 
     def _append(self, name: str, text: str) -> None:
         with (self.folder / name).open("a", encoding="utf-8") as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -67,16 +68,25 @@ class Ranks:
 
 @contextmanager
 def placed(device: str | torch.device | None) -> Iterator[Ranks]:
-    """Scope: this process with its device, under torchrun inside a process group; afterwards all is as before."""
+    """Scope: this process with its device, under torchrun inside a process group; the random state is as before.
+
+    The group lasts as long as the process: one that is made anew for each training can meet the last one's store, and
+    hang.
+    """
     place = _checked(device)
     with ExitStack() as stack:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
             dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
-            stack.callback(dist.destroy_process_group)
+            atexit.register(_leave)
         if place.type == "cuda":
             stack.enter_context(torch.cuda.device(place))
         stack.enter_context(torch.random.fork_rng([place] if place.type == "cuda" else []))
         yield Ranks(device=place, rank=rank(), world=world_size())
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _checked(device: str | torch.device | None) -> torch.device:

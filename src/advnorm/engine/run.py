@@ -56,12 +56,21 @@ class Run:
     def description(self) -> dict[str, Any]:
         data = read_json(self._description)
         if data.get("format") != FORMAT:
-            raise ConfigError(f"{self._description} is not a run of this version of advnorm; choose another folder")
+            raise ConfigError(
+                f"{self.folder} is a run of {_version(data)}, in the format {data.get('format')!r}; this version reads "
+                f"{FORMAT!r}: use that one, or choose another folder"
+            )
         return data
 
     @property
     def config(self) -> Config:
-        return Config.from_dict(self.description["config"])
+        data = self.description
+        try:
+            return Config.from_dict(data["config"])
+        except ConfigError as error:
+            raise ConfigError(
+                f"{self.folder} is a run of {_version(data)}, which this one cannot read: {error}"
+            ) from None
 
     @property
     def finished(self) -> bool:
@@ -109,7 +118,7 @@ class Run:
                 )
             return
         found = self.description
-        before, now = Config.from_dict(found["config"]), config
+        before, now = self.config, config
         differ = []
         if (before.digest, before.seed) != (now.digest, now.seed):
             old, new = before.to_dict(), now.to_dict()
@@ -136,6 +145,14 @@ class Run:
             if not self._description.exists():
                 write_json(
                     self._description, {"format": FORMAT, "config": config.to_dict(), "data": dict(data), **more}
+                )
+            elif (started := more.get("weights_fingerprint")) not in (
+                None,
+                self.description.get("weights_fingerprint"),
+            ):
+                raise ConfigError(
+                    f"{self.folder} was started from other weights than {config.weights} holds now ({started}); choose "
+                    "another out or name, or delete it"
                 )
             (self.folder / "config.yaml").write_text(self.config.to_yaml(), encoding="utf-8")
             yield
@@ -180,10 +197,16 @@ def build_model(config: Config, data: Mapping[str, Any]) -> nn.Module:
 
 def start_from(model: nn.Module, weights: str) -> None:
     """Fill a model from a safetensors file or from the checkpoint of a run; every tensor must fit."""
+    if not Path(weights).exists():
+        raise ConfigError(f"weights {weights}: no such file or folder")
     if Path(weights).is_dir():
         checkpoint.restore_model(model, Run.open(weights).model().state_dict(), f"the run {weights}")
     else:
         checkpoint.load_weights(model, weights)
+
+
+def _version(description: Mapping[str, Any]) -> str:
+    return f"advnorm {description['advnorm']}" if "advnorm" in description else "another version of advnorm"
 
 
 def part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

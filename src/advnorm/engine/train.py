@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from advnorm._core.errors import AdvnormError, ConfigError, raise_all
 from advnorm._core.precision import float32_as
 from advnorm._core.records import write_json
+from advnorm.attacks import attacked
 from advnorm.data import FolderData, ImageData, load, make_loader, split_held_out
 from advnorm.data.loader import Batch
 from advnorm.engine import checkpoint
@@ -31,11 +33,13 @@ from advnorm.engine.ema import Ema
 from advnorm.engine.journal import Clock, Journal
 from advnorm.engine.mixing import mixed
 from advnorm.engine.optim import learning_rate, make_optimizer, only_norms
-from advnorm.engine.partial import environment
+from advnorm.engine.partial import environment, model_fingerprint
 from advnorm.engine.ranks import Ranks, TrainingError, placed
 from advnorm.engine.run import Run, build_model, described, part, start_from
 from advnorm.engine.validation import Validation
+from advnorm.norms import domains
 from advnorm.objectives import OBJECTIVES, REGULARIZERS, SECOND_PASSES, Objective, Step
+from advnorm.objectives.base import Images
 
 #: Exit status of a run that was told to stop before its end: try again later (EX_TEMPFAIL of sysexits.h).
 PREEMPTED = 75
@@ -53,7 +57,7 @@ def train(
     data_dir: Path | str | None = None,
     device: str | torch.device | None = None,
     download: bool = False,
-    workers: int = 4,
+    workers: int | None = None,
     max_minutes: float | None = None,
     checkpoint_minutes: float = 10.0,
     progress: bool = False,
@@ -62,7 +66,9 @@ def train(
     """Train by a configuration into a folder of ``out``; the same call goes on from the last checkpoint.
 
     A run that was killed ends with the same bits as one that was not, on the same device and with as many processes.
-    ``max_minutes`` and SIGTERM end it at a checkpoint before its time: then ``run.finished`` is False. Under
+    ``max_minutes`` and SIGTERM end it at a checkpoint before its time: then ``run.finished`` is False. So does Ctrl-C,
+    which then raises ``KeyboardInterrupt``; a second one does not wait for the checkpoint. ``progress`` shows a bar on
+    a terminal, else a line per epoch; ``workers`` decode image files, by default one per core, 4 at most. Under
     ``torchrun`` every process calls this, and ``out`` is a folder that all of them see. ``out`` gets one folder per
     configuration and seed; one that holds something else is refused, and nothing is made before all checks are passed.
     """
@@ -90,13 +96,18 @@ def train(
             return run
         journal = Journal(run.folder, active=ranks.lead, progress=progress, tensorboard=tensorboard)
         loop = Loop(run, config.scaled(), data, ranks, journal, workers=workers)
-        ranks.lead_does(lambda: stack.enter_context(run.claimed(config, about)))
+        start: dict[str, Any] = {"advnorm": environment(ranks.device)["advnorm"]}
+        start |= {"weights_fingerprint": loop.weights_fingerprint} if loop.weights_fingerprint else {}
+        ranks.lead_does(lambda: stack.enter_context(run.claimed(config, about, **start)))
+        stack.push(partial(_log_failure, journal))
         if loop.precision != "bf16":
             stack.enter_context(float32_as("tf32" if loop.precision == "tf32" else "ieee", ranks.device))
         loop.work(
             until=math.inf if max_minutes is None else began + 60 * max_minutes,
             checkpoint_seconds=60 * checkpoint_minutes,
         )
+    if loop.stop.interrupted and not run.finished:
+        raise KeyboardInterrupt
     return run
 
 
@@ -118,6 +129,13 @@ def _told_plainly() -> Iterator[None]:
         ) from error
 
 
+def _log_failure(journal: Journal, _kind: Any, error: BaseException | None, _trace: Any) -> None:
+    """Leave the reason in the log too: who looks at the folder has not seen the terminal."""
+    if error is not None:
+        with suppress(OSError):
+            journal.say(f"failed: {str(error) or type(error).__name__}")
+
+
 class Loop:
     """The state of a training and what moves it: steps, epochs, checkpoints. Making it touches no file."""
 
@@ -129,7 +147,7 @@ class Loop:
         ranks: Ranks,
         journal: Journal,
         *,
-        workers: int,
+        workers: int | None,
     ) -> None:
         self.run, self.config, self.ranks, self.journal = run, config, ranks, journal
         device = ranks.device
@@ -159,13 +177,16 @@ class Loop:
         self.classes = data.num_classes
         self._seed(config.seed)
         self.model = build_model(config, described(data))
+        self.weights_fingerprint: str | None = None
         if config.weights is not None and not checkpoint.exists(run.checkpoints, "last"):
             start_from(self.model, config.weights)
+            self.weights_fingerprint = model_fingerprint(self.model)
         if config.train_only == "norms":
             only_norms(self.model)
         self.model.to(device, memory_format=torch.channels_last if channels_last else torch.preserve_format)  # pyright: ignore
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
         self.objective = build_objective(config, self.model)
+        self._try_forwards(data.image_shape)
         self.validation = None
         if held_out is not None and config.validate_every:
             self.validation = Validation(
@@ -209,7 +230,46 @@ class Loop:
         self.sums: dict[str, Tensor] = {}  # of this epoch's losses and accuracies, in this process
         self.best: dict[str, Any] | None = None
         self.clock = Clock(device)
-        self._stop = threading.Event()
+        self.stop = Stop()
+
+    def _try_forwards(self, shape: tuple[int, ...]) -> None:
+        """Refuse images and batches that the network cannot take, with forwards that leave no trace in it."""
+        config, ranks, objective = self.config, self.ranks, self.objective.bare
+        count = config.batch_size // ranks.world
+        share = getattr(objective, "clean_share", 1)
+        if ranks.world > 1 and not math.isclose(share * count, round(share * count)):
+            raise ConfigError(
+                f"objective.clean_share {share} of the {count} images of each process is no whole number, so that "
+                f"{ranks.world} processes would not train as one; change either so that clean_share · batch_size / "
+                f"{ranks.world} is whole"
+            )
+        x = torch.full((count, *shape), 0.5, device=ranks.device)
+        index = torch.arange(count, device=ranks.device)
+        images = Images(x, index % self.classes, index, x)
+        try:
+            with (
+                forwards(self.precision, ranks.device),
+                attacked(self.model, statistics="batch_frozen"),
+                torch.no_grad(),
+            ):
+                objective.measured(images)
+            for domain in objective.trained_domains():
+                branch = domain if domain in domains(self.model) else None
+                with (
+                    forwards(self.precision, ranks.device),
+                    attacked(self.model, route=branch) as predict,
+                    torch.no_grad(),
+                ):
+                    predict(x)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a network says to a shape that nobody thought of
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            size = "×".join(map(str, shape))
+            raise ConfigError(
+                f"model {config.model.name} with norm {config.norm} cannot take batches of {count} images of {size}: "
+                f"{reason}; use another model, norm, batch_size or image size"
+            ) from error
 
     # -- work ------------------------------------------------------------------------------------------------------
 
@@ -220,7 +280,7 @@ class Loop:
         self._resume()
         self._introduce(environ)
         with ExitStack() as stack:
-            stack.enter_context(_listening(self._stop))
+            stack.enter_context(self.stop.listening())
             stack.enter_context(room_for_variants() if self.compiled else nullcontext())
             self.journal.open(stack, step=self.step, steps=steps, epochs=config.epochs, batch_size=config.batch_size)
             saved = time.monotonic()
@@ -232,7 +292,7 @@ class Loop:
                     self._train_step(batch)
                     now = time.monotonic()
                     wish = SAVE if now - saved >= checkpoint_seconds else GO_ON
-                    wish = STOP if self._stop.is_set() or now >= until else wish
+                    wish = STOP if self.stop.told or now >= until else wish
                     wish = self._agreed(wish) if self.step % steps else GO_ON  # an epoch's end saves anyway
                     if wish != GO_ON:
                         self._check()
@@ -245,7 +305,7 @@ class Loop:
                         self.clock.start()
                 self._end_epoch(epoch, seconds, self.step - first)
                 saved = time.monotonic()
-                if self.ranks.agreed(int(self._stop.is_set() or saved >= until)) and self.step < self.total:
+                if self.ranks.agreed(int(self.stop.told or saved >= until)) and self.step < self.total:
                     self.journal.say(f"stopped after epoch {epoch + 1} of {config.epochs}; the same command goes on")
                     return
         self.ranks.lead_does(lambda: self._finish(environ))
@@ -405,7 +465,10 @@ class Loop:
     def _resume(self) -> None:
         """Take up the last checkpoint, where there is one; what was written after it is taken back."""
         if checkpoint.exists(self.run.checkpoints, "last"):
-            tensors, meta = checkpoint.load(self.run.checkpoints, "last")
+            try:
+                tensors, meta = checkpoint.load(self.run.checkpoints, "last")
+            except ConfigError as error:
+                raise ConfigError(f"{error}. Deleting {self.run.folder} starts the run anew") from error
             checkpoint.restore_model(self.model, part(tensors, "model."), f"the checkpoint of {self.run.folder}")
             checkpoint.restore_optimizer(self.optimizer, self.names, tensors, meta["optimizer"])
             if self.ema is not None:
@@ -445,6 +508,7 @@ class Loop:
             "best": self.best,
             "objective": f"{type(self.objective).__name__}({self.objective.extra_repr()})",
             "attack": None if self.objective.attack is None else repr(self.objective.attack),
+            "validation_attack": None if self.validation is None else repr(self.validation.attack),
             "layout": getattr(self.objective.bare, "layout", None),
             "trained_domains": list(self.objective.learned_domains()),
             "routing": routing(self.objective),
@@ -463,17 +527,37 @@ class Loop:
         self.journal.say(f"finished after {self.clock.total:.0f} s of training: {self.run.folder}")
 
 
-@contextmanager
-def _listening(stop: threading.Event) -> Iterator[None]:
-    """Scope: SIGTERM asks for a checkpoint and an end; only a program's main thread can listen."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+class Stop:
+    """Whether the run was told to stop: by SIGTERM or by a first Ctrl-C; a second one ends it at once."""
+
+    def __init__(self) -> None:
+        self.told = self.interrupted = False
+
+    def _terminate(self, *_: object) -> None:
+        self.told = True
+
+    def _interrupt(self, *_: object) -> None:
+        if self.interrupted:
+            raise KeyboardInterrupt
+        self.told = self.interrupted = True
+        with suppress(OSError):  # not print, which may be in the middle of its work
+            os.write(2, b"\nstopping at a checkpoint; Ctrl-C again stops at once\n")
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Scope: signals are heard; only a program's main thread can, and one that handles Ctrl-C itself goes on so."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        handlers: dict[int, Any] = {signal.SIGTERM: self._terminate}
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            handlers[signal.SIGINT] = self._interrupt
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def build_objective(config: Config, model: nn.Module) -> Objective:

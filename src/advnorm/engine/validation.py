@@ -11,7 +11,7 @@ from torch import nn
 
 from advnorm._core.precision import float32_as
 from advnorm.attacks import attacked
-from advnorm.data import FolderData, ImageData, make_loader
+from advnorm.data import FolderData, ImageData, make_loader, split_held_out
 from advnorm.engine.accelerate import Precision, forwards
 from advnorm.engine.config import Config
 from advnorm.engine.ranks import Ranks
@@ -38,15 +38,18 @@ class Validation:
         trained: Sequence[str],
         precision: Precision,
         channels_last: bool,
-        workers: int,
+        workers: int | None,
     ) -> None:
         self.ranks, self.trained = ranks, trained
         self.precision: Precision = precision
         self.name = config.validation_attack
         self.attack = config.build_validation_attack()
-        self.images = len(data) if config.validation_images is None else min(config.validation_images, len(data))
+        if config.validation_images is not None and config.validation_images < len(data):
+            # Not the first ones: a folder's images lie class by class.
+            data = split_held_out(data, config.validation_images, config.seed)[1]  # pyright: ignore[reportArgumentType]
+        self.images = len(data)
         self.loader = make_loader(
-            data.take(torch.arange(self.images)),
+            data,
             batch_size=BATCH[ranks.device.type] * ranks.world,
             augment="none",
             device=ranks.device,

@@ -17,7 +17,7 @@ from advnorm._core.distributed import rank
 from advnorm._core.errors import AdvnormError, did_you_mean, raise_all
 from advnorm._core.registry import Registry
 from advnorm.attacks.base import Attack, attacked, logits_of
-from advnorm.norms import domains, make_plan, route, routed_modules, statistics
+from advnorm.norms import Mode, domains, make_plan, route, routed_modules, statistics
 from advnorm.norms.factory import MODULE_OPTIONS
 from advnorm.norms.plan import Plan
 
@@ -92,14 +92,21 @@ class Objective(nn.Module):
         self._drawn = 0
 
     @classmethod
-    def problems(cls, norm: str, norm_options: Mapping[str, Any] | None = None, **options: Any) -> list[str]:
+    def problems(
+        cls,
+        norm: str,
+        norm_options: Mapping[str, Any] | None = None,
+        *,
+        attack_statistics: Mode = "running",
+        **options: Any,
+    ) -> list[str]:
         """What speaks against this objective, with these options, on a network with the named norm."""
         own = {key: value for key, value in (norm_options or {}).items() if key not in MODULE_OPTIONS}
         try:
             plan = make_plan(norm, **own)
         except (AdvnormError, TypeError):
             return []  # an unknown norm is told by others
-        return cls.plan_problems([plan], **options)
+        return cls.plan_problems([plan], **options) + cls._attack_problems([plan], attack_statistics)
 
     @classmethod
     def plan_problems(cls, plans: Iterable[Plan], **options: Any) -> list[str]:
@@ -108,7 +115,25 @@ class Objective(nn.Module):
         problems = share_problem("label_smoothing", options.get("label_smoothing", 0.0), below_one=True)
         if statistics not in get_args(TrainingStatistics):
             problems.append(f"statistics of the training pass are 'batch' or 'running', got {statistics!r}")
+        for plan in plans:
+            missing = [domain for domain in cls.domains if domain not in plan.domains]
+            if missing:
+                problems.append(
+                    f"{cls.__name__} trains on {' and '.join(cls.domains)} images, and {plan.name} has the domains "
+                    f"{', '.join(plan.domains)}; name {' and '.join(missing)} among its domains"
+                )
         return problems
+
+    @classmethod
+    def _attack_problems(cls, plans: Iterable[Plan], statistics: Mode) -> list[str]:
+        """What speaks against what the attack normalizes with, on a network with these plans."""
+        if not cls.needs_attack or statistics == "running":
+            return []
+        return [
+            f"{name} normalizes with the statistics of both domains, and an attack with statistics={statistics!r} sees "
+            "one; attack with statistics='running'"
+            for name in dict.fromkeys(plan.name for plan in plans if needs_both(plan))
+        ]
 
     @classmethod
     def check(cls, model: nn.Module, attack: Attack | None, **options: Any) -> None:
@@ -125,6 +150,8 @@ class Objective(nn.Module):
         if isinstance(model, nn.Module):
             plans = dict.fromkeys(module.plan for module in routed_modules(model).values())
             problems += cls.plan_problems(plans, **options)
+            if isinstance(attack, Attack):
+                problems += cls._attack_problems(plans, attack.statistics)
         raise_all(problems, f"bad objective {cls.__name__}")
 
     @classmethod
