@@ -201,6 +201,7 @@ def named(cells):
 
     context = pytest.MonkeyPatch()
     context.setattr(Task, "found", found)
+    context.setattr(Task, "configured", lambda self: (found(self).config, None))
     return context, [Task(study="x", cell=cell, seed=0, protocol="smoke", out=".", device="cpu") for cell in cells]
 
 

@@ -134,7 +134,7 @@ def train(
     data_dir: Annotated[Path | None, typer.Option(help="Folder that holds the data set.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
     download: Annotated[bool, typer.Option(help="Fetch a missing data set from its official address.")] = False,
-    workers: Annotated[int, typer.Option(min=0, help="Processes that decode image files.")] = 4,
+    workers: Annotated[int | None, typer.Option(min=0, help="Processes that decode image files.")] = None,
     max_minutes: Annotated[float | None, typer.Option(help="Stop at a checkpoint by then; exit status 75.")] = None,
     checkpoint_minutes: Annotated[float, typer.Option(help="A checkpoint so often within an epoch.")] = 10,
     tensorboard: Annotated[bool, typer.Option(help="Also write TensorBoard events.")] = False,
@@ -338,9 +338,7 @@ def analyze(
 
 @app.command()
 def report(
-    results: Annotated[Path, typer.Argument(help="Folder that `advnorm study` wrote its records to.")] = Path(
-        "results"
-    ),
+    results: Annotated[Path, typer.Argument(help="Folder with the records of `advnorm study`.")] = Path("results"),
     out: Annotated[Path, typer.Option(help="The page, one HTML file.")] = Path("report.html"),
 ) -> None:
     """One page of all studies: verdicts, the papers' numbers beside ours, and the conditions of each.

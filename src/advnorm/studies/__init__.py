@@ -1,6 +1,6 @@
 """Every table and figure of the papers by name: configurations, what is measured, and the printed numbers."""
 
-from advnorm.studies import paper_a, paper_e
+from advnorm.studies import paper_a, paper_b, paper_c, paper_e
 from advnorm.studies.base import STUDIES, Cell, Measure, Number, Study, find, get, list_studies, printed
 
 __all__ = [
@@ -13,6 +13,8 @@ __all__ = [
     "get",
     "list_studies",
     "paper_a",
+    "paper_b",
+    "paper_c",
     "paper_e",
     "printed",
 ]

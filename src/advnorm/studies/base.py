@@ -35,11 +35,12 @@ class Measure:
     name: str = "benchmark"
     options: dict[str, Any] = field(default_factory=dict)
     scale: float = 1.0  # 100 makes percent of an analysis' shares
+    checkpoint: Literal["best", "last"] | None = None  # None: the best on held-out images where there are any
 
     @property
     def key(self) -> str:
         """Tells apart what would be measured differently."""
-        return f"{self.name}-{digest(json.dumps(self.options, sort_keys=True))[:8]}"
+        return f"{self.name}-{digest(json.dumps([self.options, self.checkpoint], sort_keys=True))[:8]}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,8 +61,16 @@ def smoke(cell: Cell) -> Cell:
         running_epochs=0,
         budget=1,
         attack=replace(config.attack, steps=2, restarts=1),
+        second_pass=_few_groups(config.second_pass),
     )
     return replace(cell, config=smaller, measures=tuple(_smaller(measure) for measure in cell.measures))
+
+
+def _few_groups(second_pass: Named | None) -> Named | None:
+    """At most two groups of a batch of eight."""
+    if second_pass is None or "groups" not in second_pass.options:
+        return second_pass
+    return Named(second_pass.name, **{**second_pass.options, "groups": min(2, second_pass.options["groups"])})
 
 
 def _smaller(measure: Measure) -> Measure:
@@ -73,4 +81,6 @@ def _smaller(measure: Measure) -> Measure:
         options["attacks"] = {name: spec if spec.startswith("noise") else "pgd2" for name, spec in attacks.items()}
     elif measure.name != "metrics":
         options["limit"] = 8
+        if "groups" in options:
+            options["groups"] = [1, 2]
     return replace(measure, options=options)

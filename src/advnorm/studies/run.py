@@ -154,7 +154,9 @@ def measured(run: Run, measure: Measure, task: Task) -> dict[str, float]:
         return {f"{row['epoch']}/{name}": measure.scale * value for row in rows for name, value in _numbers(row)}
     if measure.name == "benchmark":
         limit = options.get("limit")
-        subject = subject_of(run, checkpoint="last", data_dir=_path(task.data_dir), limit=limit, device=task.device)
+        subject = subject_of(
+            run, checkpoint=measure.checkpoint, data_dir=_path(task.data_dir), limit=limit, device=task.device
+        )
         threat = ThreatModel(norm=options.get("threat", run.config.threat), eps=options.get("eps", run.config.eps))
         on_cuda = next(subject.model.parameters()).is_cuda
         attacks = {}
@@ -174,7 +176,7 @@ def measured(run: Run, measure: Measure, task: Task) -> dict[str, float]:
     if not path.exists():
         subject = subject_of(
             run,
-            checkpoint="last",
+            checkpoint=measure.checkpoint,
             data_dir=_path(task.data_dir),
             limit=options.pop("limit", 1000),
             eps=options.pop("eps", None),

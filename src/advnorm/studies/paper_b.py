@@ -1,0 +1,309 @@
+"""B: Adversarially Perturbed Batch Normalization: A Simple Way to Improve Image Recognition (APART)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import pairwise, product
+from statistics import fmean
+from typing import Any
+
+from advnorm.engine.config import Config, Named
+from advnorm.studies.base import Cell, Measure, Values, mean, study
+
+#: SAM's ρ on each data set (sec. 4.1). None is printed for the larger two, nor for APART-SAM: SAM's default, and SAM's.
+RHO = {"cifar10": 0.05, "cifar100": 0.1, "tiny_imagenet": 0.05, "imagenet": 0.05}
+CIFAR = ("cifar10", "cifar100")
+NETWORKS = {"WideResNet-40-2": "wrn_40_2", "PreAct-ResNet-18": "preact_resnet18"}
+#: Test accuracy. A benchmark wants one attack at least: noise is the cheapest, and no number of the paper.
+ACCURACY = (Measure(options={"attacks": {"noise": "noise-uniform"}}),)
+#: Neither figure's text names its radii.
+RADII = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4)
+
+
+def standard(model: str, data: str) -> Config:
+    """Standard training on CIFAR (sec. 4.1): 200 epochs, lr 0.1 decayed at 100 and 150, the last checkpoint."""
+    return Config(
+        model=Named(model),
+        norm="bn",
+        data=Named(data),
+        augment="crop_flip",
+        held_out=0,
+        validate_every=0,
+        objective=Named("standard"),
+        epochs=200,
+        batch_size=128,
+        lr=0.1,
+        momentum=0.9,
+        weight_decay=5e-4,
+        schedule="step",
+        milestones=(100.0, 150.0),
+    )
+
+
+def tiny_imagenet() -> Config:
+    """As on CIFAR but for the batch (sec. 4.1). Crops are those of images on disk, rescaled, not translated."""
+    return replace(standard("preact_resnet18", "tiny_imagenet"), batch_size=256)
+
+
+def imagenet() -> Config:
+    """ResNet-18 at 224 pixels (sec. 4.1): 105 epochs, lr 0.1 decayed at 30, 60, 90 and 100."""
+    return replace(
+        standard("imagenet_resnet18", "imagefolder"),
+        data=Named("imagefolder", image_size=224),
+        epochs=105,
+        milestones=(30.0, 60.0, 90.0, 100.0),
+        batch_size=256,
+        weight_decay=1e-4,
+    )
+
+
+def longer(config: Config, times: int) -> Config:
+    """Total and decay epochs so many times as long."""
+    return replace(config, budget=times)
+
+
+def mixup(config: Config, alpha: float) -> Config:
+    return replace(config, mix="mixup", mix_alpha=alpha)
+
+
+def sam(config: Config, rho: float) -> Config:
+    return replace(config, second_pass=Named("sam", rho=rho))
+
+
+def apart(config: Config, *, radius: float = 0.1, samples: float = 1.0, groups: int = 16) -> Config:
+    """APART (algorithm 1), by default with what is best in table 3; the paper prints it for no other training.
+
+    ``samples``: N as a share of the batch M, so that the ratio r stays when the batch grows.
+    """
+    return replace(config, second_pass=Named("apart", radius=radius, samples=samples, groups=groups))
+
+
+def apart_sam(config: Config, rho: float) -> Config:
+    return replace(config, second_pass=Named("apart_sam", rho=rho, radius=0.1, samples=1.0, groups=16))
+
+
+def cell(name: str, config: Config, measures: tuple[Measure, ...] = ACCURACY) -> Cell:
+    return Cell(name=name, config=config, measures=measures)
+
+
+def _of_a_cell(column: str) -> bool:
+    """Not ``std``, the spread over seeds, nor ``gain``, the difference of two cells: both follow from accuracies."""
+    return column.rpartition(" ")[2] not in ("std", "gain")
+
+
+def _trained(label: Mapping[str, Any]) -> str:
+    """``apart_mixup/2x``: the method, its augmentation and its budget, in which a second pass counts as another."""
+    method = label["method"].lower().replace("-", "_")
+    return f"{method}{'_mixup' if label['augmentation'] == 'Mixup' else ''}/{label['budget']}"
+
+
+# -- table 1 -----------------------------------------------------------------------------------------------------------
+
+
+def _place1(label: Mapping[str, Any], column: str) -> tuple[str, str] | None:
+    if not _of_a_cell(column):
+        return None
+    return f"{NETWORKS[label['model']]}/{column}/{_trained(label)}", "shared/clean"
+
+
+def _check1(values: Values) -> bool:
+    """APART beats standard training at equal budget, APART-SAM beats APART; with mixup APART does but for one case."""
+
+    def accuracy(place: tuple[str, str], trained: str) -> float:
+        return mean(values, f"{place[0]}/{place[1]}/{trained}", "shared/clean")
+
+    places = list(product(NETWORKS.values(), CIFAR))
+    plain = [
+        accuracy(place, "apart_sam/2x") > accuracy(place, "apart/2x") > accuracy(place, f"standard/{budget}")
+        for place in places
+        for budget in ("1x", "2x")
+    ]
+    mixed = [accuracy(place, "apart_mixup/2x") > accuracy(place, "standard_mixup/2x") for place in places]
+    return all(plain) and sum(mixed) >= len(mixed) - 1
+
+
+@study("B/table1", place=_place1, check=_check1)
+def table1() -> Iterator[Cell]:
+    for model, data in product(NETWORKS.values(), CIFAR):
+        plain, rho = standard(model, data), RHO[data]
+        mixed = mixup(plain, 1.0)  # "properly chosen for APART", and not printed: 1 as in the baseline
+        trainings = {
+            "standard/1x": plain,
+            "standard/2x": longer(plain, 2),
+            "sam/2x": sam(plain, rho),
+            "apart/2x": apart(plain),
+            "apart_sam/2x": apart_sam(plain, rho),
+            "standard_mixup/1x": mixed,
+            "standard_mixup/2x": longer(mixed, 2),
+            "apart_mixup/2x": apart(mixed),
+            "apart_sam_mixup/2x": apart_sam(mixed, rho),
+        }
+        for name, config in trainings.items():
+            yield cell(f"{model}/{data}/{name}", config)
+
+
+# -- table 2 -----------------------------------------------------------------------------------------------------------
+
+
+def _place2(label: Mapping[str, Any], column: str) -> tuple[str, str] | None:
+    data = label["dataset"].lower().replace("-", "_")
+    return (f"{data}/{_trained(label)}", "shared/clean") if _of_a_cell(column) else None
+
+
+def _check2(values: Values) -> bool:
+    """APART and APART-SAM improve on Tiny-ImageNet at equal budget; on ImageNet APART needs 4x to beat 2x and 4x."""
+    tiny = {
+        name: mean(values, f"tiny_imagenet/{name}", "shared/clean")
+        for name in ("standard/2x", "apart/2x", "apart_sam/2x", "standard_mixup/2x", "apart_mixup/2x")
+    }
+    full = {
+        name: mean(values, f"imagenet/{name}", "shared/clean")
+        for name in ("standard/1x", "standard/2x", "standard/4x", "apart/2x", "apart/4x")
+    }
+    return (
+        tiny["apart_sam/2x"] > tiny["apart/2x"] > tiny["standard/2x"]
+        and tiny["apart_mixup/2x"] > tiny["standard_mixup/2x"]
+        and full["standard/2x"] > full["apart/2x"] > full["standard/1x"]
+        and full["apart/4x"] > max(full["standard/2x"], full["standard/4x"])
+    )
+
+
+@study("B/table2", place=_place2, check=_check2)
+def table2() -> Iterator[Cell]:
+    plain, rho = tiny_imagenet(), RHO["tiny_imagenet"]
+    mixed = mixup(plain, 0.2)
+    yield cell("tiny_imagenet/standard/1x", plain)
+    yield cell("tiny_imagenet/standard_mixup/1x", mixed)
+    yield cell("tiny_imagenet/standard/2x", longer(plain, 2))
+    yield cell("tiny_imagenet/standard_mixup/2x", longer(mixed, 2))
+    yield cell("tiny_imagenet/apart/2x", apart(plain))
+    yield cell("tiny_imagenet/apart_mixup/2x", apart(mixed))
+    yield cell("tiny_imagenet/apart_sam/2x", apart_sam(plain, rho))
+    yield cell("tiny_imagenet/apart_sam_mixup/2x", apart_sam(mixed, rho))
+    plain, rho = imagenet(), RHO["imagenet"]
+    yield cell("imagenet/standard/1x", plain)
+    yield cell("imagenet/standard/2x", longer(plain, 2))
+    yield cell("imagenet/standard/4x", longer(plain, 4))
+    yield cell("imagenet/apart/2x", apart(plain))
+    yield cell("imagenet/apart/4x", longer(apart(plain), 2))
+    yield cell("imagenet/apart_sam/2x", apart_sam(plain, rho))
+
+
+# -- table 3 and the figures: WideResNet-40-2 on CIFAR-100 -------------------------------------------------------------
+
+
+def _name3(samples: int, radius: float, groups: int) -> str:
+    return f"apart/N{samples}/eps{radius:g}/n{groups}"
+
+
+def ablation(samples: int, radius: float, groups: int, measures: tuple[Measure, ...] = ACCURACY) -> Cell:
+    """APART with N = ``samples`` of 128, a radius and a number of groups."""
+    config = apart(standard("wrn_40_2", "cifar100"), radius=radius, samples=samples / 128, groups=groups)
+    return cell(_name3(samples, radius, groups), config, measures)
+
+
+def _place3(label: Mapping[str, Any], column: str) -> tuple[str, str] | None:
+    if not _of_a_cell(column):
+        return None
+    if label["method"] == "Standard":
+        return f"standard/{label['budget']}", "shared/clean"
+    return _name3(label["N"], float(label["eps"]), label["n"]), "shared/clean"
+
+
+def _check3(values: Values) -> bool:
+    """More samples help, radius 0.4 degenerates and 0.05 helps less, groups matter less than radii; 1.19x beats 2x."""
+
+    def accuracy(samples: int, radius: float, groups: int) -> float:
+        return mean(values, _name3(samples, radius, groups), "shared/clean")
+
+    few = [accuracy(24, 0.1, groups) for groups in (1, 2, 8)]
+    groups = [accuracy(128, 0.1, groups) for groups in (1, 2, 8, 16, 32)]
+    radii = [accuracy(128, radius, 8) for radius in (0.05, 0.1, 0.2, 0.4)]
+    return (
+        all(many > some for many, some in zip(groups, few))
+        and radii[1] > radii[0]
+        and radii[3] < mean(values, "standard/1.00x", "shared/clean")
+        and max(groups) - min(groups) < max(radii) - min(radii)
+        and min(few) > mean(values, "standard/2.00x", "shared/clean")
+    )
+
+
+@study("B/table3", place=_place3, check=_check3)
+def table3() -> Iterator[Cell]:
+    plain = standard("wrn_40_2", "cifar100")
+    yield cell("standard/1.00x", plain)
+    yield cell("standard/1.20x", replace(plain, epochs=240, milestones=(120.0, 180.0)))
+    yield cell("standard/2.00x", longer(plain, 2))
+    for groups in (1, 2, 8):
+        yield ablation(24, 0.1, groups)
+    for radius in (0.05, 0.1, 0.2, 0.4):
+        yield ablation(128, radius, 8)
+    for groups in (1, 2, 16, 32):
+        yield ablation(128, 0.1, groups)
+
+
+def _no_numbers(label: Mapping[str, Any], column: str) -> None:
+    """The figures print none."""
+
+
+def _curve(values: Values, cell: str, line: str) -> list[float]:
+    """Accuracy at each radius, mean over seeds.
+
+    The record's paths are ``accuracy/<run>/<line>/<place>`` or ``accuracy/<line>/<run>/<place>``; a run's name ends in
+    its seed.
+    """
+    found: dict[int, list[float]] = {}
+    for (owner, path), over_seeds in values.items():
+        parts = path.split("/")
+        if owner == cell and parts[0] == "accuracy" and line in parts:
+            found.setdefault(int(parts[-1]), []).extend(over_seeds)
+    if not found:
+        raise KeyError(cell, line)
+    return [fmean(found[place]) for place in range(len(found))]
+
+
+_GROUPS = (1, 2, 8, 16, 32)
+
+
+def _check_fig1(values: Values) -> bool:
+    """Uniform noise costs least, binary more, the attack most at every radius; groups add to it at a small one."""
+    uniform, binary = (_curve(values, "standard", f"{kind} random") for kind in ("uniform", "binary"))
+    attacks = [_curve(values, "standard", f"gradient, {n} group{'s' * (n != 1)}") for n in _GROUPS]
+    small = [curve[1] for curve in attacks]
+    ordered = all(a < b <= u for a, b, u in zip(attacks[0][1:], binary[1:], uniform[1:]))
+    return ordered and all(more < less for less, more in pairwise(small))
+
+
+@study("B/fig1", place=_no_numbers, check=_check_fig1)
+def fig1() -> Iterable[Cell]:
+    # All test images; the paper attacks with a batch of training images and judges on the training set.
+    options = {"radii": list(RADII), "groups": list(_GROUPS), "limit": None}
+    measure = Measure(name="statistics_attack", options=options)
+    return [cell("standard", standard("wrn_40_2", "cifar100"), (measure,))]
+
+
+def _check_fig2(values: Values) -> bool:
+    """APART at its usual radius is more accurate than standard training and loses less; trained at 0.4 it is less."""
+    for line in ("means perturbed", "standard deviations perturbed"):
+        plain = [_curve(values, name, line) for name in ("standard/1.00x", "standard/2.00x")]
+        usual = [_curve(values, _name3(128, 0.1, groups), line) for groups in _GROUPS]
+        if not all(fmean(own) > fmean(other) and own[0] > other[0] for own in usual for other in plain):
+            return False
+        if not fmean(own[0] - own[-1] for own in usual) < fmean(other[0] - other[-1] for other in plain):
+            return False
+        if not _curve(values, _name3(128, 0.4, 8), line)[0] < min(other[0] for other in plain):
+            return False
+    return True
+
+
+@study("B/fig2", place=_no_numbers, check=_check_fig2)
+def fig2() -> Iterator[Cell]:
+    measures = (Measure(name="perturbed_statistics", options={"radii": list(RADII), "limit": None}),)
+    plain = standard("wrn_40_2", "cifar100")
+    yield cell("standard/1.00x", plain, measures)
+    yield cell("standard/2.00x", longer(plain, 2), measures)
+    for radius in (0.05, 0.1, 0.2, 0.4):
+        yield ablation(128, radius, 8, measures)
+    for groups in (1, 2, 16, 32):
+        yield ablation(128, 0.1, groups, measures)

@@ -1,0 +1,195 @@
+"""The studies of paper B: every number has its place, every cell can be run, and the checks say what the paper says."""
+
+import json
+
+import pytest
+
+from advnorm.studies import STUDIES, list_studies, paper_b, printed
+from advnorm.studies.protocols import under
+from advnorm.studies.run import Task, work
+
+TABLES = ["B/table1", "B/table2", "B/table3"]
+NAMES = [*TABLES, "B/fig1", "B/fig2"]
+
+
+def values_of(name):
+    """The printed numbers of a table as if they had been measured, by one seed."""
+    return {(n.cell, n.value): [n.printed] for n in STUDIES.get(name).numbers()}
+
+
+# -- the registry ------------------------------------------------------------------------------------------------------
+
+
+def test_every_table_and_figure_is_a_study():
+    assert sorted(list_studies("B/*")) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_printed_accuracy_has_a_cell_of_its_own(name):
+    study, entry = STUDIES.get(name), printed(name)
+    numbers = list(study.numbers())
+    accuracies = [c for c in entry["columns"] if not c.endswith(("std", "gain"))]  # those follow from accuracies
+    assert len(numbers) == len(entry["rows"]) * len(accuracies)
+    assert {number.column for number in numbers} == set(accuracies)
+    # Every cell has a place in the table, and no two numbers the same.
+    assert sorted(number.cell for number in numbers) == sorted(cell.name for cell in study.cells())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("protocol", ["paper", "fast", "smoke"])
+def test_cells_have_names_of_their_own_and_are_valid_under_every_protocol(name, protocol):
+    cells = [under(protocol, cell) for cell in STUDIES.get(name).cells()]  # a wrong configuration cannot be made
+    assert len({cell.name for cell in cells}) == len(cells)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_trainings_of_a_table_differ(name):
+    cells = list(STUDIES.get(name).cells())
+    assert len({cell.config.digest for cell in cells}) == len(cells)
+
+
+def test_the_ablation_and_the_figures_take_the_trainings_of_the_first_table():
+    def digest(study, cell):
+        return STUDIES.get(study).cell(cell).config.digest
+
+    plain = digest("B/table1", "wrn_40_2/cifar100/standard/1x")
+    assert plain == digest("B/table3", "standard/1.00x") == digest("B/fig1", "standard")
+    best = digest("B/table1", "wrn_40_2/cifar100/apart/2x")
+    assert best == digest("B/table3", "apart/N128/eps0.1/n16") == digest("B/fig2", "apart/N128/eps0.1/n16")
+    for cell in STUDIES.get("B/fig2").cells():
+        assert cell.config.digest == digest("B/table3", cell.name)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_budget_that_is_printed_is_what_the_training_costs(name):
+    study = STUDIES.get(name)
+    budgets = {
+        study.place(row["label"], column)[0]: float(row["label"]["budget"][:-1])
+        for row in printed(name)["rows"]
+        for column in {number.column for number in study.numbers()}
+    }
+    for cell in study.cells():
+        config = cell.config.scaled()
+        whole = 105 if config.data.name == "imagefolder" else 200
+        second = 0.0 if config.second_pass is None else config.second_pass.options.get("samples", 1.0)
+        assert config.epochs / whole * (1 + second) == pytest.approx(budgets[cell.name], abs=0.005)
+
+
+# -- the claims --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_printed_numbers_confirm_the_printed_claim(name):
+    assert STUDIES.get(name).answer(values_of(name)) == "confirmed"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_study_without_numbers_is_not_run(name):
+    assert STUDIES.get(name).answer({}) == "not run"
+
+
+@pytest.mark.parametrize(
+    ("name", "cell", "other"),
+    [
+        ("B/table1", "wrn_40_2/cifar10/apart/2x", 94.9),
+        ("B/table1", "preact_resnet18/cifar100/apart_sam/2x", 79.0),
+        ("B/table1", "preact_resnet18/cifar100/apart_mixup/2x", 78.0),  # a second exception
+        ("B/table2", "tiny_imagenet/apart/2x", 63.0),
+        ("B/table2", "imagenet/apart/2x", 71.3),
+        ("B/table2", "imagenet/apart/4x", 71.4),
+        ("B/table3", "apart/N128/eps0.4/n8", 78.0),
+        ("B/table3", "apart/N24/eps0.1/n8", 76.7),
+        ("B/table3", "apart/N128/eps0.1/n1", 77.0),
+    ],
+)
+def test_a_number_that_contradicts_the_claim_is_not_confirmed(name, cell, other):
+    values = values_of(name)
+    assert (cell, "shared/clean") in values
+    assert STUDIES.get(name).answer({**values, (cell, "shared/clean"): [other]}) == "not confirmed"
+
+
+# The figures print no numbers: each check gets made-up ones that hold the claim, and a change that breaks it. Each of
+# two seeds has a run of another name, which is part of the path in the record.
+
+
+def fig1_values(**changed):
+    curves = {"uniform random": (0.99, 0.98, 0.97), "binary random": (0.99, 0.97, 0.6)}
+    for place, groups in enumerate((1, 2, 8, 16, 32)):
+        curves[f"gradient, {groups} group{'s' * (groups > 1)}"] = (0.99, 0.8 - 0.1 * place, 0.1)
+    curves |= changed
+    return {
+        ("standard", f"accuracy/run-seed{seed}/{name}/{place}"): [value + 0.002 * seed - 0.001]
+        for name, curve in curves.items()
+        for place, value in enumerate(curve)
+        for seed in (0, 1)
+    }
+
+
+@pytest.mark.parametrize(
+    ("changed", "answer"),
+    [
+        ({}, "confirmed"),
+        ({"binary random": (0.99, 0.97, 0.05)}, "not confirmed"),  # noise that is stronger than the attack
+        ({"uniform random": (0.99, 0.9, 0.5)}, "not confirmed"),
+        ({"gradient, 8 groups": (0.99, 0.75, 0.1)}, "not confirmed"),
+    ],
+)
+def test_the_attack_on_statistics_is_judged_against_noise_and_by_groups(changed, answer):
+    assert STUDIES.get("B/fig1").answer(fig1_values(**changed)) == answer
+
+
+def fig2_values(changed=None):
+    curves = {"standard/1.00x": (0.76, 0.5), "standard/2.00x": (0.765, 0.52), "apart/N128/eps0.4/n8": (0.71, 0.69)}
+    curves |= {f"apart/N128/eps0.1/n{groups}": (0.79, 0.7) for groups in (1, 2, 8, 16, 32)}
+    curves |= changed or {}
+    return {
+        (cell, f"accuracy/{which} perturbed/run-seed0/{place}"): [value]
+        for cell, curve in curves.items()
+        for which in ("means", "standard deviations")
+        for place, value in enumerate(curve)
+    }
+
+
+@pytest.mark.parametrize(
+    ("changed", "answer"),
+    [
+        ({}, "confirmed"),
+        ({"apart/N128/eps0.1/n2": (0.76, 0.7)}, "not confirmed"),  # not more accurate than standard training
+        ({f"apart/N128/eps0.1/n{groups}": (0.9, 0.6) for groups in (1, 2, 8, 16, 32)}, "not confirmed"),  # loses more
+        ({"apart/N128/eps0.4/n8": (0.77, 0.7)}, "not confirmed"),
+    ],
+)
+def test_robustness_to_perturbed_statistics_is_judged_by_accuracy_and_by_what_is_lost(changed, answer):
+    assert STUDIES.get("B/fig2").answer(fig2_values(changed)) == answer
+
+
+# -- cells that run ----------------------------------------------------------------------------------------------------
+
+
+def smoked(name, cell, tmp_path):
+    return work(Task(study=name, cell=cell, seed=0, protocol="smoke", out=str(tmp_path), device="cpu"))["values"]
+
+
+@pytest.mark.parametrize(
+    ("name", "cell"),
+    [
+        ("B/table1", "preact_resnet18/cifar100/sam/2x"),
+        ("B/table2", "imagenet/standard/1x"),
+        ("B/table3", "apart/N24/eps0.1/n2"),
+    ],
+)
+def test_a_cell_of_a_table_runs_and_gives_its_number(name, cell, tmp_path):
+    values = smoked(name, cell, tmp_path)
+    places = [number.value for number in STUDIES.get(name).numbers() if number.cell == cell]
+    assert places and all(0 <= values[place] <= 100 for place in places)
+
+
+@pytest.mark.slow
+def test_a_cell_of_a_figure_runs_and_gives_the_curves_that_the_check_reads(tmp_path):
+    values = smoked("B/fig2", "standard/1.00x", tmp_path)
+    collected = {("standard/1.00x", path): [value] for path, value in values.items()}
+    for line in ("means perturbed", "standard deviations perturbed"):
+        curve = paper_b._curve(collected, "standard/1.00x", line)
+        assert len(curve) == len(paper_b.RADII) and all(0 <= value <= 1 for value in curve)
+    record = next((tmp_path / "records" / "B" / "fig2").rglob("*.json"))
+    assert json.loads(record.read_text())["measures"][0]["name"] == "perturbed_statistics"
