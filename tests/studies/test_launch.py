@@ -197,7 +197,7 @@ def named(cells):
 
     def found(self):
         training, after = cells[self.cell]
-        return SimpleNamespace(after=after, config=SimpleNamespace(run_name=training))
+        return SimpleNamespace(after=after, features=None, measures=(), config=SimpleNamespace(run_name=training))
 
     context = pytest.MonkeyPatch()
     context.setattr(Task, "found", found)

@@ -29,7 +29,8 @@ class Measure:
     ``threat`` and ``eps`` where they differ from training's. Its numbers are ``branch/clean`` and ``branch/attack`` in
     percent, the branch ``shared`` where there is one way only. The numbers of an analysis are those of its record, by
     their path; ``eps`` and ``limit`` among its options are those of the attack and the images. ``metrics`` gives
-    ``epoch/name``.
+    ``epoch/name``. In a path a network is called ``run``; with ``beside``, a list of cells, an analysis looks at
+    their networks too and calls all of them by their cells.
     """
 
     name: str = "benchmark"
@@ -48,7 +49,8 @@ class Cell:
     """One training and what is measured on it.
 
     ``after`` names a cell of the same study that must be done before: its weights are where this one starts from, or,
-    with ``features`` (a recipe such as ``"D_R"``), its network makes the data that this one learns.
+    with ``features`` (a recipe such as ``"D_R"``), its network makes the data that this one learns;
+    ``"D_conflict:NAME"`` makes them from the features that the cell NAME learns.
     """
 
     name: str

@@ -94,8 +94,7 @@ def chains(tasks: Iterable[Task]) -> list[list[Task]]:
 
 def _lineage(task: Task) -> list[Task]:
     """The task and those that must be done before it."""
-    before = task.found().after
-    return [task] if before is None else [task, *_lineage(replace(task, cell=before))]
+    return list(dict.fromkeys([task, *(step for name in task.needs for step in _lineage(task.of(name)))]))
 
 
 def _check(

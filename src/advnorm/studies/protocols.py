@@ -27,7 +27,7 @@ def fast(cell: Cell) -> Cell:
             config,
             epochs=min(FAST_EPOCHS, config.epochs),
             batch_size=max(FAST_BATCH, config.batch_size),
-            lr=FAST_LR,
+            lr=config.lr * FAST_LR / 0.1,  # what a study varies stays apart, and Adam has rates of its own
             schedule="one_cycle",
             milestones=(),
             warmup_epochs=0.0,
@@ -46,7 +46,8 @@ def smoke(cell: Cell) -> Cell:
     smaller = replace(
         config,
         model=Named(name, **{**config.model.options, **small}),
-        data=Named("synthetic", size=24, image_size=32),
+        # Instance norm needs more than one position at the end of an ImageNet network.
+        data=Named("synthetic", size=24, image_size=64 if name.startswith("imagenet_") else 32),
         augment="none",
         held_out=0,
         validate_every=0,
@@ -81,6 +82,10 @@ def _smaller(measure: Measure) -> Measure:
         options["attacks"] = {name: spec if spec.startswith("noise") else "pgd2" for name, spec in attacks.items()}
     elif measure.name != "metrics":
         options["limit"] = 8
+    if measure.name == "transfer":
+        options["steps"] = 2
+    if measure.name == "corruptions":
+        options |= {"corruptions": ["gaussian_noise", "fog"], "severities": [1]}
         if "groups" in options:
             options["groups"] = [1, 2]
     return replace(measure, options=options)

@@ -16,7 +16,7 @@ import torch
 
 import advnorm.attacks as attack_names
 from advnorm._core.errors import AdvnormError, ConfigError
-from advnorm._core.records import read_json, write_json
+from advnorm._core.records import digest, read_json, write_json
 from advnorm.analysis import ANALYSES, extract_features
 from advnorm.analysis.subject import subject_of
 from advnorm.data import FolderData, add_split, load
@@ -30,6 +30,8 @@ from advnorm.studies.protocols import under
 from advnorm.threat import ThreatModel
 
 FORMAT = "advnorm.cell/1"
+#: Parts of an analysis' record that stay beside the run: settings, and a number for each image.
+NOT_VALUES = ("conditions", "per_image")
 State = Literal["done", "started", "to do"]
 
 
@@ -55,22 +57,47 @@ class Task:
         assert cell is not None
         return under(self.protocol, cell)
 
-    def configured(self) -> tuple[Config, str | None]:
+    def of(self, cell: str) -> Task:
+        """Another cell of the same study, with all else the same."""
+        return replace(self, cell=cell)
+
+    @property
+    def needs(self) -> list[str]:
+        """The cells that must be trained before this one can be done."""
+        cell = self.found()
+        beside = [name for measure in cell.measures for name in measure.options.get("beside", ())]
+        return list(dict.fromkeys(name for name in (cell.after, _images(cell), *beside) if name))
+
+    @property
+    def features(self) -> Path | None:
+        """Where the features lie that it learns, made by the network of the cell before; the trainings on them too."""
+        cell = self.found()
+        if cell.features is None or cell.after is None:
+            return None
+        parts = [self.of(cell.after).run.folder.name, _recipe(cell)]
+        if images := _images(cell):
+            parts.append(digest(str(self.of(images).features))[:8])
+        return Path(self.out) / "features" / "-".join(parts)
+
+    def configured(self) -> tuple[Config, Path | None]:
         """What is trained, and where its data are: with the weights or the features of the cell that comes before."""
         cell = self.found()
+        if self.features is not None:
+            return replace(cell.config, data=Named("features")), self.features
+        data_dir = None if self.data_dir is None else Path(self.data_dir)
         if cell.after is None:
-            return cell.config, self.data_dir
-        before = replace(self, cell=cell.after).run
-        if cell.features is None:
-            return replace(cell.config, weights=str(before.folder)), self.data_dir
-        folder = Path(self.out) / "features" / f"{before.folder.name}-{cell.features}"
-        name = f"{cell.features}-{cell.config.norm}-{before.folder.name}"[:100]  # its data are not in the settings
-        return replace(cell.config, data=Named("features"), name=name), str(folder)
+            return cell.config, data_dir
+        return replace(cell.config, weights=str(self.of(cell.after).run.folder)), data_dir
+
+    @property
+    def runs(self) -> Path:
+        """The folder of its run: beside the features it learns, which its settings do not tell apart."""
+        return (self.features or Path(self.out)) / "runs"
 
     @property
     def run(self) -> Run:
         """The training it rests on, which other tasks may share."""
-        return Run(Path(self.out) / "runs" / f"{self.configured()[0].run_name}-seed{self.seed}")
+        return Run(self.runs / f"{self.configured()[0].run_name}-seed{self.seed}")
 
     @property
     def state(self) -> State:
@@ -108,13 +135,12 @@ def work(task: Task) -> dict[str, Any]:
         return read_json(task.record)
     cell = task.found()
     config, data_dir = task.configured()
-    if cell.after is not None:
-        before = replace(task, cell=cell.after).run
-        if not before.finished:
-            raise ConfigError(f"{cell.name} starts from {cell.after}, which is not finished")
-        if cell.features is not None and data_dir is not None:
-            make_features_of(before, cell.features, Path(data_dir), task)
-    run = train(config, seed=task.seed, out=Path(task.out) / "runs", data_dir=data_dir, device=task.device)
+    for name in task.needs:
+        if not task.of(name).run.finished:
+            raise ConfigError(f"{cell.name} needs {name}, which is not finished")
+    if task.features is not None:
+        make_features_of(task)
+    run = train(config, seed=task.seed, out=task.runs, data_dir=data_dir, device=task.device)
     if not run.finished:
         raise AdvnormError(f"{cell.name} was stopped before its end; the same command goes on")
     values: dict[str, float] = {}
@@ -134,29 +160,42 @@ def work(task: Task) -> dict[str, Any]:
     return record
 
 
-def make_features_of(run: Run, recipe: str, folder: Path, task: Task) -> None:
-    """A data set of the features that a run's network sees (paper D, eq. 2, 3), with the original test images."""
-    config = run.config
-    data = [load(config.data.name, split, task.data_dir, **config.data.options) for split in ("train", "test")]
+def _recipe(cell: Cell) -> str:
+    return (cell.features or "").partition(":")[0]
+
+
+def _images(cell: Cell) -> str:
+    """The cell whose features are the images that new features are made from; empty where ordinary ones are."""
+    return (cell.features or "").partition(":")[2]
+
+
+def make_features_of(task: Task) -> None:
+    """The features that a task learns (paper D, eq. 2, 3, app. E), with the ordinary test images beside them."""
+    cell, folder = task.found(), task.features
+    assert cell.after is not None and folder is not None
+    source = task.of(cell.after).run
+    settings = source.config.data
+    data = [load(settings.name, split, task.data_dir, **settings.options) for split in ("train", "test")]
+    if images := _images(cell):
+        data[0] = load("features", "train", task.of(images).features)
     train_data, test_data = (part.in_memory() if isinstance(part, FolderData) else part for part in data)
     device = torch.device(task.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    extract_features(run.model("last", device), train_data, recipe, folder, seed=task.seed)
-    if not (folder / "test").exists():
-        add_split(folder, test_data)
+    changes: dict[str, Any] = {"steps": 2} if task.protocol == "smoke" else {}
+    extract_features(source.model("last", device), train_data, _recipe(cell), folder, seed=task.seed, **changes)
+    add_split(folder, test_data)  # what is there is not written again
 
 
 def measured(run: Run, measure: Measure, task: Task) -> dict[str, float]:
     """The numbers of a measurement by name, accuracies in percent; kept beside the run and not taken twice."""
     path = run.folder / "measures" / f"{measure.key}.json"
     options = dict(measure.options)
+    data_dir = task.configured()[1]
     if measure.name == "metrics":
         rows = run.metrics()
         return {f"{row['epoch']}/{name}": measure.scale * value for row in rows for name, value in _numbers(row)}
     if measure.name == "benchmark":
         limit = options.get("limit")
-        subject = subject_of(
-            run, checkpoint=measure.checkpoint, data_dir=_path(task.data_dir), limit=limit, device=task.device
-        )
+        subject = subject_of(run, checkpoint=measure.checkpoint, data_dir=data_dir, limit=limit, device=task.device)
         threat = ThreatModel(norm=options.get("threat", run.config.threat), eps=options.get("eps", run.config.eps))
         on_cuda = next(subject.model.parameters()).is_cuda
         attacks = {}
@@ -174,29 +213,26 @@ def measured(run: Run, measure: Measure, task: Task) -> dict[str, float]:
             if name != "union"
         }
     if not path.exists():
-        subject = subject_of(
-            run,
-            checkpoint=measure.checkpoint,
-            data_dir=_path(task.data_dir),
-            limit=options.pop("limit", 1000),
-            eps=options.pop("eps", None),
-            device=task.device,
-        )
+        how = {"limit": options.pop("limit", 1000), "eps": options.pop("eps", None), "device": task.device}
+        beside = {name: task.of(name).run for name in options.pop("beside", ())}
+        # Named so that the numbers have the same paths whatever the seed.
+        networks = {**beside, task.cell: run} if beside else {"run": run}
+        subjects = [
+            replace(subject_of(one, checkpoint=measure.checkpoint, data_dir=data_dir, **how), name=name)
+            for name, one in networks.items()
+        ]
         analysis = ANALYSES.get(measure.name)
-        finding = analysis.run([subject] if analysis.several else subject, **options)
+        finding = analysis.run(subjects if analysis.several else subjects[0], **options)
         finding.save(path.with_suffix(""))
     return {name: measure.scale * value for name, value in _numbers(read_json(path))}
-
-
-def _path(folder: str | None) -> Path | None:
-    return None if folder is None else Path(folder)
 
 
 def _numbers(data: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
     """Every number in plain data, by its path."""
     if isinstance(data, Mapping):
         for key, value in data.items():
-            yield from _numbers(value, f"{prefix}/{key}" if prefix else str(key))
+            if key not in NOT_VALUES:
+                yield from _numbers(value, f"{prefix}/{key}" if prefix else str(key))
     elif isinstance(data, list):
         for position, value in enumerate(data):
             yield from _numbers(value, f"{prefix}/{position}")

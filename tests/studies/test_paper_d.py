@@ -1,0 +1,308 @@
+"""The studies of paper D: every number has its cell, every cell runs, and the printed numbers bear the claims out."""
+
+import itertools
+
+import pytest
+
+from advnorm import Config, train
+from advnorm.analysis import RECIPES
+from advnorm.data import load
+from advnorm.engine.config import Named
+from advnorm.studies import STUDIES, paper_d, printed
+from advnorm.studies.base import mean
+from advnorm.studies.protocols import under
+from advnorm.studies.run import Task, collected, run_all, work
+
+NAMES = [f"D/table{number}" for number in (1, 2, 3, 7, 8)]
+NAMES += [f"D/fig{number}" for number in (1, 2, *range(4, 18))]
+#: Whose tables are printed; the others' checks are tried on made-up values below.
+PRINTED = {"D/table1": 90, "D/table7": 4, "D/table8": 12}
+
+
+def from_paper(study):
+    return {(number.cell, number.value): [number.printed] for number in study.numbers()}
+
+
+def test_every_table_and_figure_with_something_measured_is_a_study():
+    assert sorted(STUDIES.names("D/*")) == sorted(NAMES)
+    # Listings of settings, and a scheme.
+    left_out = {f"D/table{number}" for number in (4, 5, 6)} | {"D/fig3"}
+    numbered = {f"D/table{number}" for number in range(1, 9)} | {f"D/fig{number}" for number in range(1, 18)}
+    assert {*NAMES} | left_out == numbered
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cells_have_names_of_their_own_and_come_after_those_they_need(name):
+    names = []
+    for cell in STUDIES.get(name).cells():
+        images = (cell.features or "").partition(":")[2]
+        beside = [other for measure in cell.measures for other in measure.options.get("beside", ())]
+        assert cell.name not in names
+        assert {other for other in (cell.after, images, *beside) if other} <= {*names}
+        names.append(cell.name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_number_has_a_cell_that_measures_it(name):
+    study = STUDIES.get(name)
+    cells = {cell.name: cell for cell in study.cells()}
+    numbers = list(study.numbers())
+    assert len(numbers) == PRINTED.get(name, 0) == sum(len(row["values"]) for row in study.printed.get("rows", ()))
+    for number in numbers:
+        measures = cells[number.cell].measures
+        attacks = {attack for measure in measures for attack in measure.options.get("attacks", ())}
+        known = {"shared/clean", *(f"shared/{attack}" for attack in attacks)}
+        if any(measure.name == "corruptions" for measure in measures):
+            known |= {"networks/run/mean", "networks/run/adapted_mean"}
+        assert number.value in known
+
+
+@pytest.mark.parametrize("protocol", ["paper", "fast", "smoke"])
+def test_every_cell_has_a_valid_configuration_under_every_protocol(protocol):
+    for name in NAMES:
+        for cell in STUDIES.get(name).cells():
+            assert under(protocol, cell).config.run_name
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_the_printed_numbers_bear_the_claim_out(name):
+    study = STUDIES.get(name)
+    values = from_paper(study)
+    assert study.answer(values) == "confirmed"
+    turned = {place: [100 - value for value in numbers] for place, numbers in values.items()}
+    assert study.answer(turned) == "not confirmed"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_cells_a_claim_is_left_open(name):
+    assert STUDIES.get(name).answer({}) == "not run"
+
+
+def test_a_claim_on_small_images_needs_no_imagenet():
+    study = STUDIES.get("D/table1")
+    small = {place: value for place, value in from_paper(study).items() if not place[0].startswith("imagenet")}
+    assert study.answer(small) == "confirmed"
+    del small["svhn/vgg16/bn", "shared/cw l2 0.25"]
+    assert study.answer(small) == "not run"
+
+
+def test_trainings_on_features_have_the_printed_hyperparameters():
+    for row in printed("D/table6")["rows"]:
+        config = paper_d.learns(row["label"]["dataset"])
+        settings = (config.lr, config.batch_size, bool(config.milestones), config.augment != "none")
+        assert [*settings, config.momentum, config.weight_decay] == row["values"]
+        assert (config.epochs, config.milestones, config.optimizer) == (150, (50.0, 100.0), "sgd")
+
+
+def test_features_come_from_networks_of_the_kind_that_their_recipe_needs():
+    for name in ("D/fig6", "D/fig7", "D/fig12", "D/fig13"):
+        cells = {cell.name: cell for cell in STUDIES.get(name).cells()}
+        for cell in cells.values():
+            if cell.features is not None and cell.after is not None:
+                recipe = cell.features.partition(":")[0]
+                source = cells[cell.after].config
+                assert recipe in RECIPES and source.model == Named("resnet50")
+                assert source.objective.name == ("classical" if recipe == "D_R" else "standard")
+
+
+def test_trainings_that_studies_share_have_one_configuration():
+    def trained(name, cell):
+        return STUDIES.get(name).cell(cell).config
+
+    assert trained("D/table1", "cifar10/vgg16/bn") == trained("D/fig1", "standard/bn") == trained("D/fig15", "bn")
+    assert trained("D/table1", "cifar10/resnet50/bn") == trained("D/fig7", "source/standard")
+    assert (
+        trained("D/fig2", "none/early") == trained("D/fig4", "standard/none/early") == trained("D/fig8", "none/early")
+    )
+    assert trained("D/fig11", "resnet50/gn") == trained("D/table2", "imagenet/resnet50/gn")
+
+
+def test_an_early_network_is_the_beginning_of_the_long_training(tmp_path):
+    long = Config(objective="standard", epochs=3, milestones=(1.5, 2.0), batch_size=512, held_out=0, validate_every=0)
+    assert paper_d.until(2, long).milestones == (1.5,)
+    rows = [train(paper_d.until(epochs, long), out=tmp_path, device="cpu").metrics() for epochs in (2, 3)]
+    assert rows[0] == rows[1][:2]
+
+
+# -- checks of figures and lost tables, on made-up values that bear the claim out --------------------------------------
+
+LIGS = "networks/run/shifts/{}/mean"
+NORMED = paper_d.NORMED
+
+
+def trend(**cells):
+    """Cells by their LIGS, robust and clean accuracy."""
+    names = (LIGS.format("gaussian"), "shared/pgd10", "shared/clean")
+    return {(cell, name): value for cell, values in cells.items() for name, value in zip(names, values)}
+
+
+def both(**cells):
+    """The same early and at the end."""
+    return {f"{cell}{when}": value for cell, value in cells.items() for when in ("/early", "")}
+
+
+def smooth(**cells):
+    return {(f"{cell}/early", f"networks/run/batches/{k}/smoothness"): v for cell, v in cells.items() for k in (0, 1)}
+
+
+def table2():
+    pgd = {"none": 30.0, "bn": 20.0, "in": 10.0, "ln": 20.0, "gn": 20.0}
+    cells = {f"{data}/{model}/{norm}".lower(): pgd[norm] for data, model in paper_d.SMALL for norm in pgd}
+    return {(cell, "shared/pgd l2 0.25"): value for cell, value in cells.items()} | {
+        ("cifar10/resnet50/bn", "shared/pgd l2 0.25"): 5.0  # the exception
+    }
+
+
+def table3():
+    return {
+        (f"{training}/gn", f"accuracy/{training}/{source}/{training}/{target}"): value + 10 * (source == "none")
+        for training, value in (("standard", 0.2), ("robust", 50.0))
+        for source, target in itertools.product(paper_d.NORMS, repeat=2)
+    }
+
+
+def fig1():
+    accuracy = {"gaussian_noise": (60, 40), "shot_noise": (60, 40), "impulse_noise": (60, 40)}
+    accuracy |= {"fog": (30, 50), "contrast": (30, 50), "snow": (50, 50)}
+    better = {"none": 0, "bn": -1, "in": 1, "ln": 0, "gn": 0}
+    return {
+        (f"standard/{norm}", f"networks/run/accuracy/{name}/{level}"): pair[norm != "none"] + better[norm]
+        for norm in paper_d.NORMS
+        for name, pair in accuracy.items()
+        for level in range(5)
+    }
+
+
+def fig2():
+    values = {"none/early": 0.9, "none": 0.6, "bn/early": 0.7, "bn": 0.3}
+    shifts = ("gaussian", "uniform", "fgsm", "pgd")
+    return {(cell, LIGS.format(shift)): value for cell, value in values.items() for shift in shifts}
+
+
+def less_robust(*norms):
+    standard = both(**{f"standard/{norm}": (0.3, 10, 90) for norm in norms}, **{"standard/none": (0.6, 30, 85)})
+    return trend(**standard, **both(**{f"robust/{norm}": (0.97, 70, 80) for norm in ("none", *norms)}))
+
+
+def fig8():
+    factors = trend(**both(**dict.fromkeys(paper_d.FACTORS, (0.3, 10, 90)), base=(0.3, 10, 90)))
+    higher = ("width/2", "activation/selu", "optimizer/adam", "weight_decay/0.005/early", "lr/0.5/early")
+    lower = ("depth/34", "depth/50", "weight_decay/0.005", "lr/0.5")
+    moved = dict.fromkeys(higher, (0.32, 10, 90)) | dict.fromkeys(lower, (0.28, 10, 90))
+    return factors | trend(**moved, none=(0.6, 30, 85))
+
+
+def fig9():
+    shortcuts = {f"{model}{end}": (0.3, 10, 91) for model in paper_d.SHORTCUTS for end in ("", "_noshortcut")}
+    return trend(**shortcuts, **{f"fixup_{model}": (0.5, 20, 90) for model in paper_d.SHORTCUTS})
+
+
+def fig11():
+    clean = {"none": 66, "bn": 71, "in": 60, "ln": 68, "gn": 69}
+    models = ("resnet18", "resnet50")
+    return trend(**{f"{m}/{norm}": (0.5 + 0.3 * (norm == "none"), 1, clean[norm]) for m in models for norm in clean})
+
+
+def conflict(recipe):
+    aligned = {"bn/early": (70, 20), "bn": (20, 50), "none": (60, 10)}
+    kinds = ("robust", "non_robust")
+    return {
+        (f"{recipe}/{name}", f"aligned_with_{kind}_features/0"): value
+        for name, pair in aligned.items()
+        for kind, value in zip(kinds, pair)
+    }
+
+
+MADE_UP = {
+    "D/table2": table2,
+    "D/table3": table3,
+    "D/fig1": fig1,
+    "D/fig2": fig2,
+    "D/fig4": lambda: less_robust("bn"),
+    "D/fig5": lambda: trend(
+        **{"bn": (0.3, 10, 94), "bn/ligs": (0.9, 40, 92), "none": (0.6, 30, 90), "none/ligs": (0.9, 45, 89)}
+    ),
+    "D/fig6": lambda: trend(
+        **{"D_R/none": (0.95, 40, 75), "D_R/bn": (0.95, 45, 80), "D_rand/none": (0.9, 10, 10)},
+        **{"D_rand/bn/early": (0.8, 10, 10), "D_rand/bn": (0.2, 0, 60)},
+    ),
+    "D/fig7": lambda: conflict("D_conflict"),
+    "D/fig8": fig8,
+    "D/fig9": fig9,
+    "D/fig10": lambda: less_robust("in", "ln", "gn"),
+    "D/fig11": fig11,
+    "D/fig12": lambda: trend(**{"D_R/bn": (0.95, 0, 0), "D_NR/bn": (0.5, 0, 0), "D_rand/bn": (0.2, 0, 0)}),
+    "D/fig13": lambda: conflict("D_det"),
+    "D/fig14": lambda: smooth(none=10.0, bn=2.0, **{"in": 11.0, "ln": 12.0, "gn": 13.0}),
+    "D/fig15": lambda: smooth(none=10.0, bn=2.0, **{"in": 8.0, "ln": 7.0, "gn": 8.0}),
+    "D/fig16": lambda: smooth(resnet18=2.0, resnet18_noshortcut=3.0),
+    "D/fig17": lambda: smooth(resnet20=2.0, resnet56=2.0, fixup_resnet20=3.0, fixup_resnet56=4.0),
+}
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES} - {*PRINTED}))
+def test_values_as_the_paper_describes_them_bear_the_claim_out_and_their_opposite_does_not(name):
+    study = STUDIES.get(name)
+    values = MADE_UP[name]()
+    cells = {cell.name for cell in study.cells()}
+    assert {cell for cell, _ in values} <= cells
+    assert study.answer({place: [value, value] for place, value in values.items()}) == "confirmed"
+    upside_down = {place: [300 - 99 * value] for place, value in values.items()}
+    assert study.answer(upside_down) == "not confirmed"
+
+
+# -- smoke -------------------------------------------------------------------------------------------------------------
+
+
+def smoked(out, study, cell):
+    task = Task(study=study, cell=cell, seed=0, protocol="smoke", out=str(out), device="cpu")
+    return task, work(task)["values"]
+
+
+def test_a_cell_of_table_1_runs_and_measures_under_both_threats(tmp_path):
+    task, values = smoked(tmp_path, "D/table1", "svhn/vgg11/none")
+    wanted = {f"shared/{column}" for column in printed("D/table1")["columns"]}
+    assert wanted == {*values} and all(0 <= value <= 100 for value in values.values())
+    # each measure under its own threat
+    records = [path.read_text() for path in (task.run.folder / "measures").glob("benchmark-*.json")]
+    assert sorted(("L2" in text, "Linf" in text) for text in records) == [(False, True), (True, False)]
+
+
+@pytest.mark.slow
+def test_a_figure_along_training_has_values_for_its_check(tmp_path):
+    study = STUDIES.get("D/fig16")
+    for cell in study.cells():
+        smoked(tmp_path, study.name, cell.name)
+    values, problems = collected(study, protocol="smoke", out=tmp_path)
+    assert not problems and study.answer(values) in ("confirmed", "not confirmed")
+
+
+@pytest.mark.slow
+def test_conflicting_features_are_made_learned_and_judged(tmp_path):
+    study = STUDIES.get("D/fig7")
+    todo = [Task(study=study.name, cell=c.name, seed=0, protocol="smoke", out=str(tmp_path)) for c in study.cells()]
+    assert [outcome.error for outcome in run_all(todo, retries=0)] == [None] * len(todo)
+    values, _ = collected(study, protocol="smoke", out=tmp_path)
+    robust, other = (f"aligned_with_{kind}_features/0" for kind in ("robust", "non_robust"))
+    assert 0 <= mean(values, "D_conflict/bn", robust) + mean(values, "D_conflict/bn", other) <= 100
+    assert study.answer(values) in ("confirmed", "not confirmed")
+    by_recipe = {
+        folder.name.split("-")[-1 if folder.name.endswith("D_R") else -2]: folder for folder in features(tmp_path)
+    }
+    assert {*by_recipe} == {"D_R", "D_conflict"}
+    start = load("features", "train", by_recipe["D_R"])
+    made = load("features", "train", by_recipe["D_conflict"])
+    assert made.labels.tolist() == ((start.labels + 1) % start.num_classes).tolist()
+
+
+@pytest.mark.slow
+def test_features_are_judged_by_every_network_beside(tmp_path):
+    study = STUDIES.get("D/table3")
+    todo = [Task(study=study.name, cell=c.name, seed=0, protocol="smoke", out=str(tmp_path)) for c in study.cells()]
+    assert [outcome.error for outcome in run_all(todo, retries=0)] == [None] * len(todo)
+    values, _ = collected(study, protocol="smoke", out=tmp_path)
+    assert study.answer(values) in ("confirmed", "not confirmed")
+
+
+def features(out):
+    return sorted((out / "features").iterdir())
