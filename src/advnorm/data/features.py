@@ -6,7 +6,6 @@ shard is there whole or not at all, whoever made it; which images are in it is k
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from advnorm._core.errors import ConfigError, did_you_mean
-from advnorm._core.records import digest, read_json, write_json
+from advnorm._core.records import digest, read_json, write_json, write_whole
 from advnorm.data.files import reading
 from advnorm.data.sets import ImageData
 
@@ -85,18 +84,7 @@ class FeatureFolder:
             "labels": labels.long().cpu(),
             "starts": starts.long().cpu().clone(),  # may be the labels themselves
         }
-        content = safetensors.torch.save(tensors, {"digest": digest(*tensors.values())})
-        path = self._file(number)
-        part = path.with_name(f".{path.name}.{os.getpid()}.part")
-        try:
-            with part.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, path)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
+        write_whole(self._file(number), safetensors.torch.save(tensors, {"digest": digest(*tensors.values())}))
 
     def data(self, labels: Labels = "target") -> ImageData:
         """The whole split; refused with the shards that are missing or damaged."""
