@@ -11,7 +11,8 @@ from advnorm.engine.config import Named
 from advnorm.studies import STUDIES, paper_d, printed
 from advnorm.studies.base import mean
 from advnorm.studies.protocols import under
-from advnorm.studies.run import Task, collected, run_all, work
+from advnorm.studies.run import Task, run_all, work
+from advnorm.studies.summary import collected
 
 NAMES = [f"D/table{number}" for number in (1, 2, 3, 7, 8)]
 NAMES += [f"D/fig{number}" for number in (1, 2, *range(4, 18))]

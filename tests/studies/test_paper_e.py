@@ -6,7 +6,8 @@ from advnorm.engine.run import Run
 from advnorm.studies import paper_e
 from advnorm.studies.base import STUDIES, printed
 from advnorm.studies.protocols import under
-from advnorm.studies.run import collected, tasks, work
+from advnorm.studies.run import tasks, work
+from advnorm.studies.summary import collected
 
 NAMES = STUDIES.names("E/*")
 TABLES = [name for name in NAMES if "/table" in name]

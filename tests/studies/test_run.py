@@ -8,7 +8,8 @@ import pytest
 from advnorm import ConfigError
 from advnorm.studies import STUDIES, find, get, list_studies
 from advnorm.studies.base import mean
-from advnorm.studies.run import Outcome, attempt, collected, run_all, tasks, work
+from advnorm.studies.run import Outcome, attempt, run_all, tasks, work
+from advnorm.studies.summary import collected
 
 
 @pytest.fixture(scope="module")

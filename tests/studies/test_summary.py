@@ -9,8 +9,8 @@ import pytest
 from advnorm._core.errors import ConfigError
 from advnorm._core.records import write_json
 from advnorm.studies import STUDIES
-from advnorm.studies.run import FORMAT, Task, collected, tasks, work
-from advnorm.studies.summary import PAPERS, summary
+from advnorm.studies.run import FORMAT, Task, tasks, work
+from advnorm.studies.summary import PAPERS, collected, summary
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -13,6 +13,11 @@ from advnorm.engine.run import Run, Which
 from advnorm.threat import ThreatModel
 
 
+def default_device(device: str | torch.device | None) -> torch.device:
+    """The device that is asked for; else CUDA where there is one."""
+    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
 def subject_of(
     run: Run,
     *,
@@ -30,12 +35,11 @@ def subject_of(
     data = data_sets.load(config.data.name, "test", data_dir, **config.data.options)
     if isinstance(data, data_sets.FolderData):
         data = data.in_memory()
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     threat = ThreatModel(norm=config.threat, eps=eps or config.eps)
     chosen = attack_names.get(attack, threat=threat, seed=seed) if attack else config.attack.build(threat, seed=seed)
     return Subject(
         name=run.folder.name,
-        model=run.model(checkpoint, where),
+        model=run.model(checkpoint, default_device(device)),
         images=data.pixels(slice(0, limit)),
         labels=data.labels[:limit],
         attack=chosen,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean, stdev
 
 import torch
 from rich.table import Table
@@ -92,7 +93,7 @@ def studies(pattern: str) -> Table:
     table = Table("study", "cells", "claim", title="studies", title_justify="left")
     for name in _matching(STUDIES.names(pattern), pattern, "study"):
         found = STUDIES.get(name)
-        table.add_row(name, str(len(list(found.cells()))), found.printed["claim"])
+        table.add_row(name, str(len(found.by_name())), found.printed["claim"])
     return table
 
 
@@ -113,8 +114,8 @@ def study(found: Study, values: Values | None = None, protocol: str = "") -> Tab
         cell = "–" if number.printed is None else f"{number.printed:g}"
         ours = (values or {}).get((number.cell, number.value))
         if ours:
-            spread = f" ± {max(ours) - min(ours):.1f} (n={len(ours)})" if len(ours) > 1 else ""
-            cell += f" | {sum(ours) / len(ours):.1f}{spread}"
+            spread = f" ± {stdev(ours):.1f} (n={len(ours)})" if len(ours) > 1 else ""  # as the report has it
+            cell += f" | {fmean(ours):.1f}{spread}"
         elif values is not None:
             cell += " | not run"
         rows.setdefault(number.row, {})[number.column] = cell

@@ -14,7 +14,8 @@ from advnorm.cli import listing
 from advnorm.studies import STUDIES, Study
 from advnorm.studies.base import Protocol
 from advnorm.studies.launch import Launcher, launch
-from advnorm.studies.run import Outcome, collected, run_all, tasks
+from advnorm.studies.run import Outcome, run_all, tasks
+from advnorm.studies.summary import collected
 
 
 def whole(source: str | None) -> Study | None:

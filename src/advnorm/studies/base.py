@@ -102,9 +102,13 @@ class Study:
                 if placed is not None:
                     yield Number(row=label, column=column, cell=placed[0], value=placed[1], printed=value)
 
+    def by_name(self) -> Mapping[str, Cell]:
+        """Its cells by name, made once."""
+        return _by_name(self)
+
     def cell(self, name: str) -> Cell:
         """The cell called ``name``, or an error that suggests the nearest."""
-        cells = _cells(self)
+        cells = self.by_name()
         if name not in cells:
             raise ConfigError(f"{self.name} has no cell {name!r}{did_you_mean(name, cells)}")
         return cells[name]
@@ -118,9 +122,8 @@ class Study:
         return "not run" if held is None else "confirmed" if held else "not confirmed"
 
 
-@cache
-def _cells(study: Study) -> dict[str, Cell]:
-    """Its cells by name, made once: configurations are checked when they are made."""
+@cache  # hundreds of configurations, each checked when it is made
+def _by_name(study: Study) -> Mapping[str, Cell]:
     return {cell.name: cell for cell in study.cells()}
 
 
@@ -158,7 +161,7 @@ def get(name: str) -> Config:
     """The configuration of a cell: ``get("A/table3/dual_bn/eps16")``, for :func:`advnorm.train`."""
     study, cell = find(name)
     if cell is None:
-        raise ConfigError(f"{name} has several cells; name one: {', '.join(cell.name for cell in study.cells())}")
+        raise ConfigError(f"{name} has several cells; name one: {', '.join(study.by_name())}")
     return cell.config
 
 

@@ -9,23 +9,22 @@ import math
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
-
-import torch
 
 import advnorm.attacks as attack_names
 from advnorm._core.errors import AdvnormError, ConfigError
 from advnorm._core.records import digest, read_json, write_json
 from advnorm.analysis import ANALYSES, extract_features
-from advnorm.analysis.subject import subject_of
+from advnorm.analysis.subject import default_device, subject_of
 from advnorm.data import FolderData, add_split, load
 from advnorm.engine.config import Config, Named
 from advnorm.engine.evaluate import benchmark
 from advnorm.engine.partial import environment
 from advnorm.engine.run import Run
 from advnorm.engine.train import train
-from advnorm.studies.base import Cell, Measure, Protocol, Study, Values, find
+from advnorm.studies.base import STUDIES, Cell, Measure, Protocol, Study
 from advnorm.studies.protocols import under
 from advnorm.threat import ThreatModel
 
@@ -53,9 +52,7 @@ class Task:
         return Path(self.out) / "records" / self.study / self.cell / f"{self.protocol}-seed{self.seed}.json"
 
     def found(self) -> Cell:
-        _, cell = find(f"{self.study}/{self.cell}")
-        assert cell is not None
-        return under(self.protocol, cell)
+        return _found(self.study, self.cell, self.protocol)
 
     def of(self, cell: str) -> Task:
         """Another cell of the same study, with all else the same."""
@@ -104,6 +101,11 @@ class Task:
         return "done" if self.record.exists() else "started" if self.run.folder.exists() else "to do"
 
 
+@cache  # asked for at every turn, and a configuration is checked whenever it is made
+def _found(study: str, cell: str, protocol: Protocol) -> Cell:
+    return under(protocol, STUDIES.get(study).cell(cell))
+
+
 def tasks(
     study: Study,
     *,
@@ -117,7 +119,7 @@ def tasks(
     return [
         Task(
             study=study.name,
-            cell=cell.name,
+            cell=cell,
             seed=seed,
             protocol=protocol,
             out=str(Path(out).resolve()),  # a run's name depends on where its weights come from
@@ -125,7 +127,7 @@ def tasks(
             device=device,
         )
         for seed in seeds
-        for cell in study.cells()
+        for cell in study.by_name()
     ]
 
 
@@ -154,7 +156,7 @@ def work(task: Task) -> dict[str, Any]:
         "values": values,
         "measures": [asdict(measure) for measure in cell.measures],
         "run": {key: value for key, value in run.record.items() if key != "format"},
-        **environment(torch.device(task.device or ("cuda" if torch.cuda.is_available() else "cpu"))),
+        **environment(default_device(task.device)),
     }
     write_json(task.record, record)
     return record
@@ -179,9 +181,9 @@ def make_features_of(task: Task) -> None:
     if images := _images(cell):
         data[0] = load("features", "train", task.of(images).features)
     train_data, test_data = (part.in_memory() if isinstance(part, FolderData) else part for part in data)
-    device = torch.device(task.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     changes: dict[str, Any] = {"steps": 2} if task.protocol == "smoke" else {}
-    extract_features(source.model("last", device), train_data, _recipe(cell), folder, seed=task.seed, **changes)
+    network = source.model("last", default_device(task.device))
+    extract_features(network, train_data, _recipe(cell), folder, seed=task.seed, **changes)
     add_split(folder, test_data)  # what is there is not written again
 
 
@@ -273,25 +275,3 @@ def attempt(task: Task, retries: int) -> Outcome:
             if turn == retries:
                 return Outcome(task=task, error=f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
     raise AssertionError("a turn returns")
-
-
-def collected(
-    study: Study, *, seeds: Iterable[int] | None = None, protocol: Protocol, out: Path | str
-) -> tuple[Values, list[str]]:
-    """The measured values of a study over seeds, and what is wrong with records that cannot be read."""
-    values: dict[tuple[str, str], list[float]] = {}
-    problems = []
-    for cell in study.cells():
-        folder = Path(out) / "records" / study.name / cell.name
-        for path in sorted(folder.glob(f"{protocol}-seed*.json")):
-            try:
-                record = read_json(path)
-                if record.get("format") != FORMAT:
-                    raise ConfigError(f"{path} is no record of a cell")
-                if seeds is not None and record["seed"] not in seeds:
-                    continue
-                for name, value in record["values"].items():
-                    values.setdefault((cell.name, name), []).append(float(value))
-            except (AdvnormError, KeyError, TypeError, ValueError, AttributeError) as error:
-                problems.append(f"{path} is skipped: {error}")
-    return values, problems

@@ -13,7 +13,7 @@ from typing import Any, TypedDict, get_args
 
 from advnorm._core.errors import AdvnormError, ConfigError, did_you_mean, raise_all
 from advnorm._core.records import read_json
-from advnorm.studies.base import STUDIES, Answer, Cell, Number, Protocol, Study
+from advnorm.studies.base import STUDIES, Answer, Cell, Number, Protocol, Study, Values
 from advnorm.studies.protocols import under
 from advnorm.studies.run import FORMAT
 
@@ -115,7 +115,7 @@ def summary(out: Path | str) -> Summary:
     if not out.is_dir():
         raise ConfigError(f"{out} is no folder; name the one that `advnorm study` wrote its records to")
     names = sorted(STUDIES.names(), key=_order)
-    cells = {name: _cells(STUDIES.get(name)) for name in names}
+    cells = {name: STUDIES.get(name).by_name() for name in names}
     records, problems = read_records(out, cells)
     studies = []
     for name in cells:
@@ -147,11 +147,6 @@ def summary(out: Path | str) -> Summary:
     )
 
 
-@cache  # hundreds of configurations, each checked when it is made
-def _cells(study: Study) -> Mapping[str, Cell]:
-    return {cell.name: cell for cell in study.cells()}
-
-
 @cache
 def _numbers(study: Study) -> Sequence[Number]:
     return tuple(study.numbers())
@@ -174,8 +169,20 @@ def _others(out: Path) -> dict[str, int]:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def read_records(out: Path, cells: Mapping[str, Mapping[str, Cell]]) -> tuple[list[Record], list[str]]:
-    """The records of cells below ``out/records``, and what is wrong with the files that are none."""
+def collected(
+    study: Study, *, seeds: Iterable[int] | None = None, protocol: Protocol, out: Path | str
+) -> tuple[Values, list[str]]:
+    """The measured values of a study over seeds, and what is wrong with records that cannot be read."""
+    records, problems = read_records(Path(out), {study.name: study.by_name()}, within=study.name)
+    wanted = None if seeds is None else set(seeds)
+    chosen = [r for r in records if r["protocol"] == protocol and (wanted is None or r["seed"] in wanted)]
+    return _values(chosen), problems
+
+
+def read_records(
+    out: Path, cells: Mapping[str, Mapping[str, Cell]], within: str = ""
+) -> tuple[list[Record], list[str]]:
+    """The records of cells below ``out/records``, or one study's, and what is wrong with the files that are none."""
     folder = out / "records"
     problems: list[str] = []
     records = []
@@ -183,7 +190,8 @@ def read_records(out: Path, cells: Mapping[str, Mapping[str, Cell]]) -> tuple[li
     def closed(error: OSError) -> None:
         problems.append(f"{Path(error.filename).relative_to(out)} cannot be read: {error.strerror}")
 
-    walk = os.walk(folder, onerror=closed, followlinks=True) if folder.is_dir() else ()
+    start = folder / within
+    walk = os.walk(start, onerror=closed, followlinks=True) if start.is_dir() else ()
     # Hidden files are what a killed writer leaves (see write_whole); its cell counts as missing.
     paths = [Path(parent) / name for parent, _, names in walk for name in names if not name.startswith(".")]
     for path in sorted(paths):
@@ -250,10 +258,7 @@ def _changed(record: Record, cell: Cell) -> list[str]:
 
 
 def _result(study: Study, cells: Iterable[Cell], protocol: Protocol | None, records: Sequence[Record]) -> Result:
-    values: dict[tuple[str, str], list[float]] = {}
-    for record in records:
-        for name, value in record["values"].items():
-            values.setdefault((record["cell"], name), []).append(float(value))
+    values = _values(records)
     states, settings = _states(cells, protocol, records)
     # Two steps on synthetic images say nothing of a claim, whatever their numbers are.
     answer: Answer = "not run" if protocol == "smoke" else study.answer(values)
@@ -272,6 +277,15 @@ def _result(study: Study, cells: Iterable[Cell], protocol: Protocol | None, reco
         precision=_distinct(record["run"].get("precision") for record in records),
         commits=_distinct(record.get("commit") for record in records),
     )
+
+
+def _values(records: Iterable[Record]) -> dict[tuple[str, str], list[float]]:
+    """Numbers by cell and name, each a list over seeds."""
+    values: dict[tuple[str, str], list[float]] = {}
+    for record in records:
+        for name, value in record["values"].items():
+            values.setdefault((record["cell"], name), []).append(float(value))
+    return values
 
 
 def _placed(study: Study, values: Mapping[tuple[str, str], Sequence[float]]) -> list[Entry]:
