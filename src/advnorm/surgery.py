@@ -171,13 +171,16 @@ def convert_head(model: nn.Module, *, domains: Sequence[str] | None = None, name
     return _perform(model, {linear: _Replace(build, "Linear -> dual_linear")}, report)
 
 
-def strip(model: nn.Module, route: str | None = None, *, component: str | None = None) -> nn.Module:
+def strip(
+    model: nn.Module, route: str | None = None, *, component: str | None = None, linked: bool = False
+) -> nn.Module:
     """A copy of ``model`` with every routed module as the plain one that ``route`` uses, and the same outputs.
 
     The copy has no trace of routing: it exports, and where the model came from :func:`convert_norm` its state dict
     loads into the original architecture. The statistics are those that normalize ``route`` at test time.
     ``component``: of a mixture norm this domain's Gaussian alone; by default the one that an enclosing
-    :func:`advnorm.component` fixes, and outside of one the whole mixture.
+    :func:`advnorm.component` fixes, and outside of one the whole mixture. ``linked``: parameters and statistics are
+    those of ``model`` itself, so that the copy follows its training; a mixture has none of its own and is refused.
     """
     model = unwrapped(model)
     routed = [module for module in model.modules() if isinstance(module, Routed)]
@@ -191,13 +194,16 @@ def strip(model: nn.Module, route: str | None = None, *, component: str | None =
             problems.append(f"unknown component {component!r}{did_you_mean(component, module.plan.domains)}")
     if component is None and mixtures:
         component = mixtures[0].state.component
+    if linked and mixtures and component is None:
+        problems.append("a mixture's copy cannot be linked; say which component, or leave linked out")
     for plan in plans:
         if route is None and plan.routed and not plan.mixture:
             problems.append(f"{plan.name} has several branches; say which: strip(model, route={plan.domains[-1]!r})")
         elif route is not None and route not in plan.domains:
             problems.append(f"unknown domain {route!r}{did_you_mean(route, plan.domains)}")
     raise_all(sorted(set(problems)), "cannot strip")
-    model = copy.deepcopy(model)
+    own = (*model.parameters(), *model.buffers()) if linked else ()
+    model = copy.deepcopy(model, {id(tensor): tensor for tensor in own})
     if isinstance(model, Routed):
         return _plain(model, route, component)
     replacements: dict[nn.Module, _Replace] = {

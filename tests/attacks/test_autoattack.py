@@ -20,7 +20,8 @@ import advnorm
 from advnorm import attacks
 from advnorm._core.errors import AdvnormError, ConfigError
 from advnorm.attacks.apgd import APGD
-from advnorm.attacks.autoattack import VERSIONS, AutoAttack, AutoAttackResult, Record, _in_buckets
+from advnorm.attacks.autoattack import VERSIONS, AutoAttack, _in_buckets
+from advnorm.attacks.autoattack_record import AutoAttackResult, Record
 from advnorm.attacks.search import Grid, Halving
 from advnorm.threat import NORMS, ThreatModel
 

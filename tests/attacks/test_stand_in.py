@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from advnorm import create_model, route, strip
-from advnorm.attacks.stand_in import CAPTURE_AFTER, MOST_ROWS, _Fused, fast_stand_in, folded, with_fused_activations
+from advnorm.attacks.stand_in import CAPTURE_AFTER, MOST_ROWS, fast_stand_in
 from advnorm.norms import routed_modules
 
 X = torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -17,51 +17,6 @@ def branch(name, **options):
         model(X)
         model(X + 1)
     return model.eval()
-
-
-@pytest.mark.parametrize(
-    ("name", "norms", "fused"),
-    [("resnet18", 0, 17), ("resnet50", 0, 49), ("vgg11", 0, 8), ("preact_resnet18", 8, 8), ("resnet20", 0, 19)],
-)
-def test_norms_and_activations_go_into_the_convolutions(name, norms, fused):
-    plain = strip(branch(name), "adv")
-    small = folded(plain)
-    assert sum(isinstance(m, nn.BatchNorm2d) for m in small.modules()) == norms
-    fast = with_fused_activations(small)
-    assert sum(isinstance(m, _Fused) for m in fast.modules()) == fused
-    expected = gradient_of(plain, X)
-    for network in (small, fast):
-        torch.testing.assert_close(network(X), plain(X), rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(
-            gradient_of(network, X), expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item()
-        )
-
-
-@pytest.mark.parametrize("options", [{"stride": 2, "padding": 1}, {"padding": 2, "dilation": 2, "groups": 2}])
-@pytest.mark.parametrize("shortcut", [False, True])
-def test_a_fused_activation_has_the_gradients_of_its_parts(options, shortcut):
-    conv = nn.Conv2d(4, 6, 3, **options).double().requires_grad_(False)
-    x = torch.randn(2, 4, 7, 7, dtype=torch.float64, requires_grad=True)
-    inputs = (x, torch.randn_like(conv(x)).requires_grad_()) if shortcut else (x,)
-    assert torch.autograd.gradcheck(_Fused(conv), inputs)
-    expected = (conv(x) + inputs[1] if shortcut else conv(x)).relu()
-    torch.testing.assert_close(_Fused(conv)(*inputs), expected)
-
-
-def test_other_activations_stay_as_they_are():
-    plain = strip(branch("resnet18", activation="silu"), "adv")
-    fast = with_fused_activations(folded(plain))
-    assert not any(isinstance(m, _Fused) for m in fast.modules())
-    torch.testing.assert_close(fast(X), plain(X), rtol=1e-4, atol=1e-4)
-
-
-def test_a_model_that_cannot_be_traced_stays_as_it_is():
-    class Branching(nn.Module):
-        def forward(self, x):
-            return x if x.sum() > 0 else -x
-
-    model = Branching()
-    assert folded(model) is model and with_fused_activations(model) is model
 
 
 def test_there_is_none_without_a_gpu_or_stored_statistics():

@@ -16,6 +16,7 @@ from advnorm._core.errors import ConfigError
 from advnorm.cli import evaluate as cli
 from advnorm.engine import Verdict, audit
 from advnorm.engine.audit import _Audit
+from advnorm.engine.verdict import decide, weigh_gap
 
 THREAT = advnorm.ThreatModel(eps=0.2)
 IMAGES = 64
@@ -137,10 +138,8 @@ def test_the_papers_pairs_of_pgd_and_autoattack_are_judged_as_in_the_papers(pgd,
 
 
 def decided(pgd: float, worst: float, chance: float) -> str:
-    judge = _Audit.__new__(_Audit)
-    judge.evidence, judge.chance, judge.right = [], chance, torch.ones(1000, dtype=torch.bool)
-    judge._weigh_gap(pgd / 100, worst / 100)
-    return judge._decide(pgd / 100, worst / 100)[0]
+    numbers = pgd / 100, worst / 100
+    return decide(*numbers, [weigh_gap(*numbers)], chance=chance, images=1000)[0]
 
 
 @pytest.mark.parametrize(
@@ -382,10 +381,11 @@ def test_the_command_prints_the_verdict_and_returns_its_status(undefended, tmp_p
     )
     save_file(undefended.state_dict(), "w.safetensors")
     console = Console(record=True, width=160, file=open("/dev/null", "w"))  # noqa: SIM115
-    status = cli.audit(
-        console, "model_under_audit:build", weights=Path("w.safetensors"), eps="51/255", budget="quick", limit=40,
-        device="cpu", json=Path("v.json"), plot=Path("v.png"),
+    asked = cli.Asked(
+        target="model_under_audit:build", weights=Path("w.safetensors"), eps="51/255", limit=40, device="cpu",
+        json=Path("v.json"),
     )  # fmt: skip
+    status = cli.audit(console, asked, budget="quick", plot=Path("v.png"))
     assert status == 4 and json.loads(Path("v.json").read_text())["exit_code"] == 4 and Path("v.png").exists()
     text = console.export_text()
     assert "NONE: this model is not robust" in text and "record: v.json" in text

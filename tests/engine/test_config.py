@@ -76,6 +76,7 @@ GOOD = {
     "precision": ["float32", "tf32", "bf16"],
     "channels_last": [True, False],
     "compile": [True, False],
+    "deterministic": [True],
     "validate_every": [0, 5],
     "validation_attack": ["fgsm", "pgd20-restarts2", "training"],
     "validation_images": [500],

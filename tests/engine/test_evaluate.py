@@ -532,11 +532,11 @@ def test_evaluate_prints_the_table_of_ones_own_model(own_model, data):
     console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
     accuracies = []
     for name in ("d.npz", "d.safetensors"):
-        status = cli.evaluate(
-            console, "my_model_of_tests:build", weights=Path("w.safetensors"), data=name, eps="51/255",
-            attacks=["pgd10"], device="cpu", json=Path(f"{name}.json"),
+        asked = cli.Asked(
+            target="my_model_of_tests:build", weights=Path("w.safetensors"), data=name, eps="51/255", device="cpu",
+            json=Path(f"{name}.json"),
         )  # fmt: skip
-        assert status == 0
+        assert cli.evaluate(console, asked, attacks=["pgd10"]) == 0
         accuracies.append(json.loads(Path(f"{name}.json").read_text())["accuracy"]["as called"])
     assert accuracies[0] == accuracies[1] and accuracies[0]["clean"] > 0.9
     assert "pgd10" in console.export_text() and "as called" not in sys.path
@@ -562,34 +562,30 @@ def test_evaluate_prints_the_table_of_ones_own_model(own_model, data):
 )
 def test_a_command_that_cannot_work_says_why(own_model, target, weights, data, message):
     save_file({"a": torch.zeros(1)}, "other.safetensors")
+    asked = cli.Asked(target=target, weights=None if weights is None else Path(weights), data=data, device="cpu")
     with pytest.raises(ConfigError, match=message):
-        cli.evaluate(
-            Console(quiet=True), target, weights=None if weights is None else Path(weights), data=data,
-            attacks=["fgsm"], device="cpu",
-        )  # fmt: skip
+        cli.evaluate(Console(quiet=True), asked, attacks=["fgsm"])
 
 
 def test_all_that_is_wrong_with_a_command_is_told_at_once(own_model):
+    quiet = Console(quiet=True)
+    asked = cli.Asked(
+        target="my_model_of_tests:bild", data="digitz", eps="8", statistics="frozen", json=own_model, device="cpu"
+    )
     with pytest.raises(ConfigError) as error:
-        cli.evaluate(
-            Console(quiet=True), "my_model_of_tests:bild", data="digitz", eps="8", attacks=["pdg10", "pgd10-cv"],
-            statistics="frozen", json=own_model, device="cpu",
-        )  # fmt: skip
+        cli.evaluate(quiet, asked, attacks=["pdg10", "pgd10-cv"])
     for part in ("'pgd10'", "'cw'", "'build'", "'digitz'", "'8/255'", "mode 'frozen'", "is a folder"):
         assert part in str(error.value)
+    asked = cli.Asked(target="my_model_of_tests:build", norm="L3", device="cpu")
     with pytest.raises(ConfigError) as error:
-        cli.audit(
-            Console(quiet=True), "my_model_of_tests:build", norm="L3", budget="quik", plot=Path("v.xyz"), device="cpu",
-            surrogate="my_model_of_tests:number",
-        )  # fmt: skip
+        cli.audit(quiet, asked, budget="quik", plot=Path("v.xyz"), surrogate="my_model_of_tests:number")
     for part in ("norm 'L3'", "'quick'", "v.xyz names no known kind", "the surrogate: .*got int"):
         assert re.search(part, str(error.value)), part
     with pytest.raises(ConfigError) as error:
-        cli.evaluate(Console(quiet=True), "my_model_of_tests:broken", device="cpu")
+        cli.evaluate(quiet, cli.Asked(target="my_model_of_tests:broken", device="cpu"))
     assert isinstance(error.value.__cause__, KeyError)
-    assert cli.evaluate(
-        Console(quiet=True), "my_model_of_tests:build", norm="l2", attacks=["fgsm"], limit=4, device="cpu"
-    ) == 0  # fmt: skip
+    asked = cli.Asked(target="my_model_of_tests:build", norm="l2", limit=4, device="cpu")
+    assert cli.evaluate(quiet, asked, attacks=["fgsm"]) == 0
 
 
 def test_the_table_of_attacks_lists_every_one():

@@ -466,8 +466,8 @@ def test_an_interrupt_leaves_the_last_checkpoint_and_the_lock_is_free(tmp_path, 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(training.Loop, "_train_step", training.Loop._train_step)
-        patched(training.Loop, "_train_step", before=interrupt, at=6)
+        patch.setattr(training.Loop, "train_step", training.Loop.train_step)
+        patched(training.Loop, "train_step", before=interrupt, at=6)
         with pytest.raises(KeyboardInterrupt):
             train(small(), tmp_path)
     run = Run.open(next(tmp_path.iterdir()))
@@ -479,16 +479,16 @@ def test_a_first_interrupt_waits_for_a_checkpoint_and_a_second_one_does_not(tmp_
     def interrupts(times):
         return lambda *_: [os.kill(os.getpid(), signal.SIGINT) for _ in range(times)]
 
-    step = training.Loop._train_step
+    step = training.Loop.train_step
     for times, saved in ((1, 6), (2, 4)):
-        monkeypatch.setattr(training.Loop, "_train_step", step)
-        patched(training.Loop, "_train_step", before=interrupts(times), at=6)
+        monkeypatch.setattr(training.Loop, "train_step", step)
+        patched(training.Loop, "train_step", before=interrupts(times), at=6)
         with pytest.raises(KeyboardInterrupt):
             train(small(), tmp_path / str(times))
         run = Run.open(next((tmp_path / str(times)).iterdir()))
         assert checkpoint.load(run.checkpoints, "last")[1]["step"] == saved
         assert ("stopped at step 6" if times == 1 else "failed: Key") in (run.folder / "log.txt").read_text()
-        monkeypatch.setattr(training.Loop, "_train_step", step)
+        monkeypatch.setattr(training.Loop, "train_step", step)
         assert train(small(), tmp_path / str(times)).finished
 
 
@@ -569,8 +569,8 @@ def test_too_little_memory_is_told_with_the_cure(tmp_path, monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nlong advice")
 
-    monkeypatch.setattr(training.Loop, "_train_step", training.Loop._train_step)
-    patched(training.Loop, "_train_step", before=full, at=5)
+    monkeypatch.setattr(training.Loop, "train_step", training.Loop.train_step)
+    patched(training.Loop, "train_step", before=full, at=5)
     with pytest.raises(TrainingError, match="out of memory: .*9 GiB.; lower batch_size") as raised:
         train(small(), tmp_path)
     assert "long advice" not in str(raised.value)
@@ -663,8 +663,8 @@ def test_two_trainings_into_one_folder_at_once_are_refused(tmp_path, monkeypatch
         except ConfigError as error:
             errors.append(str(error))
 
-    monkeypatch.setattr(training.Loop, "_train_step", training.Loop._train_step)
-    patched(training.Loop, "_train_step", before=second, at=2)
+    monkeypatch.setattr(training.Loop, "train_step", training.Loop.train_step)
+    patched(training.Loop, "train_step", before=second, at=2)
     assert train(small(), tmp_path).finished
     assert len(errors) == 1 and "another process is training into" in errors[0]
 

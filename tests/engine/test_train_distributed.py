@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,6 @@ import torch
 import train_ranks
 from train_ranks import OWN, STEPS, SYNCHRONIZED, UNUSED, WORLD
 
-import advnorm
 from advnorm import Run
 from advnorm.data import load, make_loader
 from advnorm.engine import checkpoint
@@ -25,30 +21,14 @@ pytestmark = [
     pytest.mark.world_size(WORLD),
     pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed"),
 ]
-SOURCE = str(Path(advnorm.__file__).parent.parent)
-ENVIRONMENT = {**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[dict[str, Any]]]:
+def launched(launch, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[dict[str, Any]]]:
     """Folders of the runs of two processes and of one, and what each of the two saw; started at the same time."""
     folder, alone = tmp_path_factory.mktemp("ranks"), tmp_path_factory.mktemp("alone")
-    arguments = [[str(rank), str(WORLD), str(folder / "init"), str(folder)] for rank in range(WORLD)] + [[str(alone)]]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, train_ranks.__file__, *words],
-            env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for words in arguments
-    ]  # fmt: skip
-    logs = []
-    try:
-        for process in processes:
-            logs.append(process.communicate(timeout=300)[0])
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(process.returncode == 0 for process in processes), "\n".join(logs)
+    arguments = [[rank, WORLD, folder / "init", folder] for rank in range(WORLD)] + [[alone]]
+    launch(*([train_ranks.__file__, *words] for words in arguments), timeout=300)
     return folder, alone, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(WORLD)]
 
 
@@ -135,45 +115,31 @@ def test_processes_fail_together_and_each_says_why(launched, name, first, others
 
 
 FIVE = """
-import sys, advnorm
+import os, sys, advnorm
 from train_worker import SMALL
+out, rank, port = sys.argv[1:]
+os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=port)
 for number in range(5):
     config = advnorm.Config.from_dict({**SMALL, "epochs": 1, "name": f"number{number}"})
-    assert advnorm.train(config, out=sys.argv[1], device="cpu").record["processes"] == 2
+    assert advnorm.train(config, out=out, device="cpu").record["processes"] == 2
 """
 
 
-def test_several_trainings_in_the_same_processes_do_not_wait_for_each_other(tmp_path):
+def test_several_trainings_in_the_same_processes_do_not_wait_for_each_other(launch, tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    paths = os.pathsep.join([SOURCE, str(Path(__file__).parent)])
-    common = {**ENVIRONMENT, "PYTHONPATH": paths, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", FIVE, str(tmp_path)],
-            env={**common, "WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(WORLD)
-    ]  # fmt: skip
-    try:
-        logs = [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(process.returncode == 0 for process in processes), "\n".join(logs)
+    launch(*(["-c", FIVE, tmp_path, rank, port] for rank in range(WORLD)), timeout=120)
     assert len(list(tmp_path.glob("*/record.json"))) == 5
 
 
 @pytest.mark.slow
-def test_the_command_trains_under_torchrun_and_one_process_tells(tmp_path):
+def test_the_command_trains_under_torchrun_and_one_process_tells(launch, tmp_path):
     settings = ["name=two", "epochs=1", "batch_size=128", "norm=dual_bn", "attack.steps=1", "validation_attack=pgd1"]
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-        "-m", "advnorm", "train", "--device", "cpu", "--out", str(tmp_path), "--set", *settings,
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        "-m", "advnorm", "train", "--device", "cpu", "--out", tmp_path, "--set", *settings,
     ]  # fmt: skip
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("advnorm evaluate") == 1
+    (printed,) = launch(command, timeout=300)
+    assert printed.count("advnorm evaluate") == 1
     assert Run.open(tmp_path / "two-seed0").record["processes"] == 2

@@ -97,11 +97,11 @@ def trained(config: Config, out: Path, **settings: Any) -> dict[str, Any]:
 
 def stopped(config: Config, out: Path, rank: int) -> dict[str, Any]:
     """SIGTERM to the last rank in mid-epoch stops all; then all go on."""
-    original = training.Loop._train_step
+    original = training.Loop.train_step
     if rank == WORLD - 1:
-        patched(training.Loop, "_train_step", before=lambda *_: os.kill(os.getpid(), signal.SIGTERM), at=3)
+        patched(training.Loop, "train_step", before=lambda *_: os.kill(os.getpid(), signal.SIGTERM), at=3)
     first = trained(config, out)
-    training.Loop._train_step = original
+    training.Loop.train_step = original
     meta = checkpoint.load(Path(first["folder"]) / "checkpoints", "last")[1]
     dist.barrier()
     return {"first": first, "step": meta["step"], **trained(config, out, checkpoint_minutes=EVERY_STEP)}

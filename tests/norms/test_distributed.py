@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +11,6 @@ from norm_oracles import Oracle, domains_of
 from rank_worker import CASES, WORLD, Case, Objective, half, shares_of_data, small_network
 from torch import Tensor
 
-import advnorm
 from advnorm.norms import recalibrate, route
 
 pytestmark = [
@@ -25,29 +20,9 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(launch_ranks) -> list[dict[str, Any]]:
     """What each rank saw, from one launch of all ranks."""
-    folder = tmp_path_factory.mktemp("ranks")
-    source = str(Path(advnorm.__file__).parent.parent)
-    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    outputs = [folder / f"rank{rank}.pt" for rank in range(WORLD)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, rank_worker.__file__, str(rank), str(WORLD), str(folder / "init"), str(outputs[rank])],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(WORLD)
-    ]  # fmt: skip
-    logs = []
-    try:
-        for process in processes:
-            logs.append(process.communicate(timeout=180)[0])
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(process.returncode == 0 for process in processes), "\n".join(logs)
-    return [torch.load(output, weights_only=False) for output in outputs]
+    return launch_ranks(rank_worker.__file__, WORLD)
 
 
 def seen(ranks: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -695,25 +691,9 @@ two_processes = [
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(launch_ranks) -> list[dict[str, Any]]:
     """What each rank saw, from one launch of all ranks."""
-    folder = tmp_path_factory.mktemp("ranks")
-    source = str(Path(advnorm.__file__).parent.parent)
-    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    outputs = [folder / f"rank{rank}.pt" for rank in range(WORLD)]
-    commands = [
-        [sys.executable, second_pass_ranks.__file__, str(rank), str(WORLD), str(folder / "init"), str(output)]
-        for rank, output in enumerate(outputs)
-    ]
-    processes = [subprocess.Popen(command, env=environment) for command in commands]
-    try:
-        codes = [process.wait(timeout=180) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert codes == [0] * WORLD
-    return [torch.load(output, weights_only=True) for output in outputs]
+    return launch_ranks(second_pass_ranks.__file__, WORLD)
 
 
 def of_case(ranks: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:

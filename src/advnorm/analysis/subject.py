@@ -30,9 +30,14 @@ def subject_of(
     device: str | torch.device | None = None,
     seed: int = 0,
 ) -> Subject:
-    """A run's model with its test images and, unless another is named, its training's attack."""
+    """A run's model with its test images and, unless another is named, its training's attack.
+
+    ``limit``: so many images, spread evenly: folders of images have their classes one after another.
+    """
     config = run.config
     data = data_sets.load(config.data.name, "test", data_dir, **config.data.options)
+    if limit is not None and limit < len(data):
+        data = data.take(torch.arange(limit) * len(data) // limit)
     if isinstance(data, data_sets.FolderData):
         data = data.in_memory()
     threat = ThreatModel(norm=config.threat, eps=eps or config.eps)
@@ -40,10 +45,10 @@ def subject_of(
     return Subject(
         name=run.folder.name,
         model=run.model(checkpoint, default_device(device)),
-        images=data.pixels(slice(0, limit)),
-        labels=data.labels[:limit],
+        images=data.pixels(),
+        labels=data.labels,
         attack=chosen,
         batch_size=batch_size,
-        conditions={"config": config.to_dict(), "attack": repr(chosen), "images": min(len(data), limit or len(data))},
+        conditions={"config": config.to_dict(), "attack": repr(chosen), "images": len(data)},
         folder=run.folder,
     )

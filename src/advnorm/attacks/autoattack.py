@@ -1,4 +1,4 @@
-"""AutoAttack: a cascade of attacks without parameters to tune, and a record that a killed evaluation continues from.
+"""AutoAttack: a cascade of attacks without parameters to tune.
 
 Source: Croce & Hein 2020, "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free
 attacks"; settings and checks as in the authors' code (github.com/fra31/auto-attack).
@@ -7,26 +7,24 @@ attacks"; settings and checks as in the authors' code (github.com/fra31/auto-att
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal, get_args
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError, did_you_mean
 from advnorm._core.precision import float32_as
-from advnorm._core.records import digest, write_json, write_whole
+from advnorm._core.records import digest
 from advnorm._core.seeding import ImageNoise
 from advnorm.attacks.apgd import APGD
+from advnorm.attacks.autoattack_checks import flags_after, flags_before
+from advnorm.attacks.autoattack_record import AutoAttackResult, Batch, Flag, Record
 from advnorm.attacks.base import Attack, Option, Predict, attacked, check_images, checked, register
 from advnorm.attacks.fab import FAB
 from advnorm.attacks.losses import cross_entropy
@@ -44,6 +42,8 @@ VERSIONS: Mapping[str, tuple[str, ...]] = {
 }
 #: What decides the close calls of a fast search, and how many times the tolerance a margin is for that.
 FINISH, CLOSE = "float32", 8
+#: In place of the attack that fooled an image, where none did.
+ROBUST = -1
 #: Images for the checks before the attack.
 PROBE = 64
 #: Rows of a forward: on a CPU, and at most on a GPU, where more gain nothing.
@@ -171,89 +171,6 @@ class AutoAttack(Attack):
         }
 
 
-@dataclass(frozen=True)
-class Flag:
-    """A reason to doubt the number."""
-
-    name: str
-    message: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class AutoAttackResult:
-    """The answer of an evaluation, with its conditions."""
-
-    attack: AutoAttack
-    #: Adversarial images; for robust ones the point nearest to one that was seen.
-    x_adv: Tensor
-    #: Which attack fooled an image: the position in ``stages``; 0 for ``clean``: wrong without attack; -1: robust.
-    fooled_by: Tensor
-    stages: tuple[str, ...]
-    seconds: dict[str, float]
-    #: Forwards in images, backwards not counted.
-    forwards: dict[str, int]
-    warnings: tuple[Flag, ...]
-    batch_size: int
-    #: Batch sizes for which memory did not suffice.
-    halved: tuple[int, ...] = ()
-
-    @property
-    def robust(self) -> Tensor:
-        """The verdict on each image."""
-        return self.fooled_by < 0
-
-    @property
-    def accuracy(self) -> dict[str, float]:
-        """Clean accuracy, then robust accuracy after each attack of the cascade."""
-        return {
-            name: ((self.fooled_by < 0) | (self.fooled_by > place)).double().mean().item()
-            for place, name in enumerate(self.stages)
-        }
-
-    @property
-    def clean_accuracy(self) -> float:
-        return self.accuracy["clean"]
-
-    @property
-    def robust_accuracy(self) -> float:
-        return self.robust.double().mean().item()
-
-    def summary(self) -> dict[str, Any]:
-        """What a record keeps as JSON, but for the time it took."""
-        return {
-            "attack": repr(self.attack),
-            "images": len(self.x_adv),
-            "accuracy": self.accuracy,
-            "forwards": self.forwards,
-            "warnings": [dataclasses.asdict(flag) for flag in self.warnings],
-            "batch_size": self.batch_size,
-            "halved": list(self.halved),
-        }
-
-    def __str__(self) -> str:
-        lines = [f"AutoAttack {self.attack.version}, {self.attack.threat}, {len(self.x_adv)} images"]
-        width = max(map(len, self.stages))
-        for name, accuracy in self.accuracy.items():
-            lines.append(f"  {name:{width}} {100 * accuracy:6.2f} %  {self.seconds.get(name, 0):8.1f} s")
-        return "\n".join([*lines, *(f"  warning ({flag.name}): {flag.message}" for flag in self.warnings)])
-
-
-# -- the cascade -------------------------------------------------------------------------------------------------------
-
-ROBUST = -1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """What an attack of the cascade found for some of the images; ``images`` are their places."""
-
-    stage: str
-    images: Tensor
-    found: Found
-    seconds: float
-    forwards: int
-
-
 class _Cascade:
     """One evaluation under way. What belongs to all images is kept where they are, a batch where the model is."""
 
@@ -311,7 +228,7 @@ class _Cascade:
             stages=names,
             seconds=self.seconds,
             forwards=self.forwards,
-            warnings=(*self.flags, *_flags_after(names, self.fooled_by, self.no_gradient)),
+            warnings=(*self.flags, *flags_after(names, self.fooled_by, self.no_gradient)),
             batch_size=self.memory.size or 1,
             halved=tuple(self.memory.halved),
         )
@@ -325,7 +242,7 @@ class _Cascade:
         probe, labels = (v[:PROBE].to(self.device) for v in (self.x, self.y))
         stages = self.attack.stages()
         logits = self.strict.strict(probe)
-        self.flags += _flags_before(self.strict, self.attack, stages, probe, logits)
+        self.flags += flags_before(self.strict, self.attack, stages, probe, logits)
         try:
             self.victim.gradient(probe, lambda z, part: cross_entropy(z, labels[part]))
         except ConfigError as error:
@@ -464,208 +381,6 @@ def _progress_bar() -> Iterator[Callable[[str, float], None]]:
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as bar:
         task = bar.add_task("AutoAttack", total=1.0)
         yield lambda name, share: bar.update(task, description=f"AutoAttack: {name}", completed=share)
-
-
-# -- reasons to doubt --------------------------------------------------------------------------------------------------
-
-
-def _flags_before(
-    victim: Victim, attack: AutoAttack, stages: Mapping[str, Search], x: Tensor, logits: Tensor
-) -> list[Flag]:
-    """The authors' checks of the model before the attack, and whether images influence each other."""
-    flags = []
-    again = [victim.strict(x) for _ in range(4)]
-    scale = logits.norm(dim=1).clamp_min(1e-10)
-    randomized = max(((other - logits).norm(dim=1) / scale).max().item() for other in again) > 1e-4
-    if randomized and attack.version != "rand":
-        flags.append(Flag("randomized", "two forwards of the same images differ; use version='rand'"))
-    if not randomized and attack.version == "rand" and attack.samples > 1:
-        message = f"{attack.samples} samples per gradient on a model that is not randomized; use version='standard'"
-        flags.append(Flag("deterministic", message))
-    if not randomized and len(x) > 1:
-        alone = torch.cat([victim.strict(image) for image in x[:4].split(1)])
-        if (((alone - logits[:4]).norm(dim=1)) / scale[:4]).max().item() > 1e-3:
-            message = (
-                "the output for an image depends on the other images of its batch (batch statistics at test time?), "
-                "so that the verdict does too; use statistics='running', or fix a branch"
-            )
-            flags.append(Flag("batch-dependent", message))
-    if logits.min() > -1e-5 and logits.max() < 1 + 1e-5 and ((logits.sum(1) - 1).abs() < 1e-5).all():
-        message = "the outputs look like probabilities, whose gradients vanish; return the logits, without softmax"
-        flags.append(Flag("probabilities", message))
-    if _differentiates(victim, x):
-        message = "the forward computes gradients itself (a dynamic defence), against which AutoAttack may not suffice"
-        flags.append(Flag("dynamic", message))
-    flags += _flags_of_classes(stages, logits.shape[1])
-    return flags
-
-
-def _flags_of_classes(stages: Mapping[str, Search], classes: int) -> list[Flag]:
-    problems = []
-    for name, search in stages.items():
-        targets = getattr(search, "targets", 0)
-        if targets > classes - 1:
-            problems.append(f"{name} had {classes - 1} target classes in place of {targets}")
-        if getattr(search, "loss", "") == "dlr" and classes < (4 if targets else 3):
-            problems.append(f"{name} used the margin in place of the DLR loss")
-    message = f"with {classes} classes, " + "; ".join(problems)
-    return [Flag("few-classes", message)] if problems else []
-
-
-def _differentiates(victim: Victim, x: Tensor) -> bool:
-    """Whether the forward calls autograd: seen by a profiler for the length of one forward."""
-    entries = {function.__code__ for function in (torch.autograd.grad, torch.autograd.backward)}
-    called = False
-
-    def watch(frame: FrameType, event: str, _argument: object) -> None:
-        nonlocal called
-        called = called or (event == "call" and frame.f_code in entries)
-
-    before = sys.getprofile()
-    sys.setprofile(watch)
-    try:
-        victim.strict(x)
-    finally:
-        sys.setprofile(before)
-    return called
-
-
-def _flags_after(names: tuple[str, ...], fooled_by: Tensor, no_gradient: Mapping[str, int]) -> list[Flag]:
-    flags = []
-    without = ", ".join(f"{name} on {count} images" for name, count in no_gradient.items() if count)
-    if without:
-        message = (
-            f"zero gradients met {without}, where attacks by gradients cannot be trusted; "
-            "look for saturation, rounding or a huge scale of the logits"
-        )
-        flags.append(Flag("zero-gradients", message))
-    if "square" in names and len(names) > 2:
-        accuracy = [((fooled_by < 0) | (fooled_by > place)).double().mean().item() for place in range(len(names))]
-        square = accuracy.pop(names.index("square"))
-        if square < min(accuracy) - 0.002:
-            message = (
-                f"Square lowered the robust accuracy by another {100 * (min(accuracy) - square):.2f} points, "
-                "which points to masked gradients; try more queries and restarts, or an adaptive attack"
-            )
-            flags.append(Flag("square-better", message))
-    return flags
-
-
-# -- the record on disk ------------------------------------------------------------------------------------------------
-
-
-class Record:
-    """A folder: ``record.json`` (what was asked, at the end the answer), and the images in ``answer.safetensors``.
-
-    While the evaluation runs it holds a file for each finished batch. Every file is written whole or not at all.
-    """
-
-    FORMAT = 1
-
-    def __init__(self, folder: Path, asked: dict[str, Any]) -> None:
-        self.folder, self.asked = folder, asked
-        self._json = folder / "record.json"
-        self._count = 0
-        if not self._json.exists():
-            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-                raise ConfigError(f"{folder} is there and is no record of AutoAttack; give record= a folder of its own")
-            write_json(self._json, {"format": self.FORMAT, "asked": asked})
-        self._data = self._read()
-
-    def __str__(self) -> str:
-        return str(self.folder)
-
-    def _read(self) -> dict[str, Any]:
-        try:
-            data = json.loads(self._json.read_text(encoding="utf-8"))
-            found, known = data["asked"], data["format"] == self.FORMAT
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{self._json} is corrupt ({error!r}); remove the folder to start anew") from None
-        differing = [name for name in self.asked if name != "logits" and found.get(name) != self.asked[name]]
-        if not differing and known:
-            ours, theirs = (
-                torch.tensor(value, dtype=torch.float64) for value in (self.asked["logits"], found["logits"])
-            )
-            # A tolerance, since another device or batch size rounds differently.
-            if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=1e-2, atol=1e-3):
-                differing.append("model")
-        if differing or not known:
-            raise ConfigError(
-                f"{self._json} belongs to another evaluation (different: {', '.join(differing) or 'format'}); "
-                "give record= another folder, or remove this one"
-            )
-        return data
-
-    def add(self, batch: Batch) -> None:
-        """Keep a finished batch."""
-        found = batch.found
-        tensors = {
-            "images": batch.images,
-            "x_adv": found.x_adv,
-            "fooled": found.fooled,
-            "margin": found.margin,
-            "zero_gradient": found.zero_gradient,
-        }
-        facts = {"stage": batch.stage, "seconds": batch.seconds, "forwards": batch.forwards}
-        self._count += 1
-        _write_tensors(self.folder / f"batch-{self._count:06}.safetensors", tensors, facts)
-
-    def batches(self, stages: tuple[str, ...], device: torch.device) -> Iterator[Batch]:
-        """The batches that an earlier process finished, in order."""
-        for path in sorted(self.folder.glob("batch-*.safetensors")):
-            tensors, facts = _read_tensors(path, device)
-            stage = facts.pop("stage", None)
-            if stage not in stages:
-                raise ConfigError(f"{path} holds a batch of {stage!r}; this evaluation has {', '.join(stages)}")
-            images = tensors.pop("images")
-            self._count = int(path.stem.removeprefix("batch-"))
-            yield Batch(stage=stage, images=images, found=Found(**tensors), **facts)
-
-    def finish(self, result: AutoAttackResult) -> None:
-        """Write the answer and remove the batches."""
-        tensors = {"x_adv": result.x_adv, "fooled_by": result.fooled_by}
-        _write_tensors(self.folder / "answer.safetensors", tensors, {})
-        answer = {"result": result.summary(), "stages": list(result.stages), "seconds": result.seconds}
-        write_json(self._json, {**self._data, "answer": answer})
-        for path in self.folder.glob("batch-*.safetensors"):
-            path.unlink()
-
-    def answer(self, device: torch.device) -> dict[str, Any] | None:
-        """What :class:`AutoAttackResult` needs, of an evaluation that is finished."""
-        answer = self._data.get("answer")
-        if answer is None:
-            return None
-        tensors, _ = _read_tensors(self.folder / "answer.safetensors", device)
-        summary = answer["result"]
-        return {
-            **tensors,
-            "stages": tuple(answer["stages"]),
-            "seconds": answer["seconds"],
-            "forwards": summary["forwards"],
-            "warnings": tuple(Flag(**flag) for flag in summary["warnings"]),
-            "batch_size": summary["batch_size"],
-            "halved": tuple(summary["halved"]),
-        }
-
-
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """A safetensors file with facts and hashes in its header, whole or not at all."""
-    tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    header = {"facts": json.dumps(facts), "digests": json.dumps({name: digest(v) for name, v in tensors.items()})}
-    write_whole(path, save(tensors, metadata=header))
-
-
-def _read_tensors(path: Path, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            header = file.metadata()
-        if json.loads(header["digests"]) != {name: digest(value) for name, value in tensors.items()}:
-            raise ValueError("its content does not match its hash")
-        facts = json.loads(header["facts"])
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is corrupt ({error}); remove the folder {path.parent} to start anew") from None
-    return {name: value.to(device) for name, value in tensors.items()}, facts
 
 
 register(

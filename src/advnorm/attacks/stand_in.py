@@ -1,27 +1,22 @@
-"""A fast copy of a model for searching: bfloat16, channels-last, norms folded, replayed as CUDA graphs.
+"""A fast copy of a model for searching, replayed as CUDA graphs.
 
 What it finds counts only after a strict float32 forward of the model itself, so the copy may be a little off.
 """
 
 from __future__ import annotations
 
-import copy
-import operator
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.optimization import fuse
 
 from advnorm._core.errors import AdvnormError
 from advnorm.attacks.base import Predict, logits_of
+from advnorm.attacks.fast_copy import fast_copy
 from advnorm.attacks.search import bucket, filled
 from advnorm.norms import Mode, routed_modules
 from advnorm.surgery import strip
@@ -51,115 +46,24 @@ def fast_stand_in(model: nn.Module, *, route: str | None, statistics: Mode) -> S
         network = strip(model, route).eval().requires_grad_(False)
     except (AdvnormError, RuntimeError, TypeError):  # a route over several domains, or a model that cannot be copied
         return None
-    network = folded(network)
+    forward, fast = fast_copy(network, activations=False), fast_copy(network)
+    if forward is None or fast is None:  # a network that cannot be traced
+        return StandIn(*(_as_it_is(network),) * 2)
+    return StandIn(forward, fast)
+
+
+def _as_it_is(network: nn.Module) -> Predict:
+    """The network's own forward with bfloat16 weights."""
     for module in network.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             module.to(dtype=torch.bfloat16, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
-    def forward(x: Tensor, network: nn.Module = network) -> Tensor:
-        if x.dim() == 4:
-            x = x.contiguous(memory_format=torch.channels_last)
+    def forward(x: Tensor) -> Tensor:
+        x = x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
         with torch.autocast("cuda", torch.bfloat16):
             return logits_of(network(x), len(x)).float()
 
-    return StandIn(forward, partial(forward, network=with_fused_activations(network)))
-
-
-def folded(model: nn.Module) -> nn.Module:
-    """Batch norms folded into the convolutions before them, where the model can be traced."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return fuse(model)  # a traced copy
-    except Exception:  # tracing fails in as many ways as there are models; the copy then stays as it is
-        return model
-
-
-class _ConvReLU(torch.autograd.Function):
-    """``relu(conv(x) + z)``, by one kernel of cuDNN on a GPU; gradients for x and z alone."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, z: Tensor | None, conv: nn.Conv2d) -> Tensor:
-        settings: Any = (conv.stride, conv.padding, conv.dilation, conv.groups)
-        if not x.is_cuda:
-            out = torch.conv2d(x, conv.weight, conv.bias, *settings)
-            out = (out if z is None else out + z).relu()
-        elif z is None:
-            out = torch.cudnn_convolution_relu(x, conv.weight, conv.bias, *settings)
-        else:
-            out = torch.cudnn_convolution_add_relu(x, conv.weight, z, 1.0, conv.bias, *settings)
-        ctx.save_for_backward(x, out)
-        ctx.conv = conv
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (x, out), conv = ctx.saved_tensors, ctx.conv
-        grad = torch.ops.aten.threshold_backward(grads[0], out, 0)
-        of_x = None
-        if ctx.needs_input_grad[0]:
-            settings = (conv.stride, conv.padding, conv.dilation, False, (0, 0), conv.groups)
-            of_x = torch.ops.aten.convolution_backward(grad, x, conv.weight, None, *settings, (True, False, False))[0]
-        return of_x, grad if ctx.needs_input_grad[1] else None, None
-
-
-class _Fused(nn.Module):
-    """``relu(conv(x) + z)`` at once: bias, sum and ReLU need no pass over memory each."""
-
-    def __init__(self, conv: nn.Conv2d) -> None:
-        super().__init__()
-        # Tensor cores read 8 channels at once: images get empty ones.
-        self.added = -conv.in_channels % 8 if conv.groups == 1 else 0
-        if self.added:
-            conv = copy.copy(conv)
-            conv._parameters = dict(conv._parameters)
-            weight = F.pad(conv.weight, (0, 0, 0, 0, 0, self.added)).contiguous(memory_format=torch.channels_last)
-            conv.weight = nn.Parameter(weight, requires_grad=False)
-        self.conv = conv
-
-    def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
-        dtype = self.conv.weight.dtype
-        x, z = x.to(dtype), None if z is None else z.to(dtype)
-        if self.added:
-            x = F.pad(x, (0, 0, 0, 0, 0, self.added))
-        return _ConvReLU.apply(x, z, self.conv)  # pyright: ignore[reportReturnType]
-
-
-def with_fused_activations(model: nn.Module) -> nn.Module:
-    """The traced model with ``relu(conv)`` and ``relu(conv + shortcut)`` as single modules; others as they are."""
-    if not isinstance(model, GraphModule):
-        return model
-    modules = dict(model.named_modules())
-    graph = Graph()
-    graph.output(graph.graph_copy(model.graph, {}))
-
-    def conv_of(node: Any) -> nn.Conv2d | None:
-        module = modules.get(str(node.target)) if isinstance(node, Node) and node.op == "call_module" else None
-        plain = type(module) is nn.Conv2d and not isinstance(module.padding, str) and module.padding_mode == "zeros"
-        return module if plain and len(node.users) == 1 else None  # pyright: ignore[reportReturnType]
-
-    fused = GraphModule(model, graph)
-    for node in list(graph.nodes):
-        if node.op != "call_module" or type(modules.get(str(node.target))) is not nn.ReLU:
-            continue
-        source: Any = node.args[0]
-        convs, rest = [source], ()
-        if source.op == "call_function" and source.target in (operator.add, torch.add) and len(source.users) == 1:
-            convs = list(source.args)
-        chosen = next((conv for conv in convs if conv_of(conv) is not None), None)
-        if chosen is None or len(convs) > 2 or not all(isinstance(conv, Node) for conv in convs):
-            continue
-        rest = tuple(other for other in convs if other is not chosen)
-        name = f"fused_{node.name}"
-        conv = conv_of(chosen)
-        assert conv is not None
-        fused.add_submodule(name, _Fused(conv))
-        with graph.inserting_before(node):
-            node.replace_all_uses_with(graph.call_module(name, (chosen.args[0], *rest)))
-        for dead in dict.fromkeys((node, source, chosen)):
-            graph.erase_node(dead)
-    fused.recompile()
-    return fused
+    return forward
 
 
 class StandIn:

@@ -28,6 +28,35 @@ app.add_typer(bench, name="bench")
 console = Console()
 
 
+# Options that several verbs have.
+Source = Annotated[
+    str | None,
+    typer.Argument(help="A .yaml, .json or .py file, or a study's cell; default: a quick one on digits."),
+]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="key=value, one or several; parts by a dot: attack.steps=20.")
+]
+Target = Annotated[
+    str, typer.Argument(help="Folder of a run, or module:function that returns the model; looked up from here.")
+]
+Checkpoint = Annotated[str | None, typer.Option(help="Of a run: best (by held-out accuracy, the default) or last.")]
+Weights = Annotated[Path | None, typer.Option(help="Its weights, as .safetensors.")]
+Data = Annotated[
+    str | None,
+    typer.Option(help="NAME:FOLDER of a data set, or a .npz or .safetensors file with x and y; default: the run's."),
+]
+DataDir = Annotated[Path | None, typer.Option(help="Folder that holds the data set.")]
+Eps = Annotated[str | None, typer.Option(help="Radius in pixel scale; default: the run's, else 8/255.")]
+Norm = Annotated[str | None, typer.Option(help="Linf, L2 or L1; default: the run's, else Linf.")]
+Statistics = Annotated[str, typer.Option(help="What batch norms use: running, batch or batch_frozen.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="So many images at most.")]
+BatchSize = Annotated[int | None, typer.Option(min=1, help="Images at a time; default: as many as fit.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")]
+Seed = Annotated[int, typer.Option(help="Seed of the noise.")]
+Json = Annotated[Path | None, typer.Option(help="Record; a killed run continues from it.")]
+AlsoJson = Annotated[Path | None, typer.Option(help="Also write the record here.")]
+
+
 class Kind(StrEnum):
     """What `advnorm ls` can list."""
 
@@ -63,15 +92,6 @@ def list_things(
     console.print(getattr(listing, kind.value)(pattern))
 
 
-Source = Annotated[
-    str | None,
-    typer.Argument(help="A .yaml, .json or .py file, or a study's cell; default: a quick one on digits."),
-]
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", help="key=value, one or several; parts by a dot: attack.steps=20.")
-]
-
-
 @app.command()
 def show(source: Source = None, overrides: Overrides = None) -> None:
     """Print the full configuration that a file or a study's cell and overrides give, or a study with its numbers.
@@ -91,21 +111,22 @@ def show(source: Source = None, overrides: Overrides = None) -> None:
 
 @app.command()
 def study(
-    name: Annotated[str, typer.Argument(help="A table or figure; see `advnorm ls studies`.")],
+    name: Annotated[str, typer.Argument(help="A table or figure, or one cell of it; see `advnorm ls studies`.")],
     seeds: Annotated[list[int] | None, typer.Option(help="One or several.")] = None,
     protocol: Annotated[str, typer.Option(help="paper: as printed; fast: 30 epochs, batch 512, one cycle.")] = "paper",
     smoke: Annotated[bool, typer.Option(help="Two steps on synthetic images: does every part work?")] = False,
     dry_run: Annotated[bool, typer.Option(help="Only show the cells and what is done.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for runs and records; a killed study goes on.")] = Path("results"),
-    data_dir: Annotated[Path | None, typer.Option(help="Folder that holds the data set.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
+    data_dir: DataDir = None,
+    device: Device = None,
     launcher: Annotated[str, typer.Option(help="local processes, or ray for a cluster.")] = "local",
     address: Annotated[str | None, typer.Option(help="Of the Ray cluster; default: the one at hand.")] = None,
     processes: Annotated[int, typer.Option(min=1, help="Workers per device.")] = 1,
 ) -> None:
     """Run every cell of a table and print it, the paper's numbers beside ours. Exit status 1 where a cell failed.
 
-    Examples: `advnorm study A/table3 --protocol fast --seeds 0 1 2 --data-dir data`, `advnorm study A/table3 --smoke`
+    Examples: `advnorm study A/table3 --protocol fast --seeds 0 1 2 --data-dir data`, `advnorm study A/table3 --smoke`,
+    `advnorm study A/table3/dual_bn/eps16 --protocol fast --data-dir data`
     """
     from advnorm.cli.study import run
 
@@ -131,8 +152,8 @@ def train(
     overrides: Overrides = None,
     seed: Annotated[int | None, typer.Option(help="Seed of weights, batches and noise; default: the file's.")] = None,
     out: Annotated[Path, typer.Option(help="Folder that gets a folder for the run.")] = Path("runs"),
-    data_dir: Annotated[Path | None, typer.Option(help="Folder that holds the data set.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
+    data_dir: DataDir = None,
+    device: Device = None,
     download: Annotated[bool, typer.Option(help="Fetch a missing data set from its official address.")] = False,
     workers: Annotated[int | None, typer.Option(min=0, help="Processes that decode image files.")] = None,
     max_minutes: Annotated[float | None, typer.Option(help="Stop at a checkpoint by then; exit status 75.")] = None,
@@ -178,26 +199,6 @@ def demo(
     raise typer.Exit(run(console, out=out, seed=seed, quick=quick))
 
 
-Target = Annotated[
-    str, typer.Argument(help="Folder of a run, or module:function that returns the model; looked up from here.")
-]
-Checkpoint = Annotated[str | None, typer.Option(help="Of a run: best (by held-out accuracy, the default) or last.")]
-Weights = Annotated[Path | None, typer.Option(help="Its weights, as .safetensors.")]
-Data = Annotated[
-    str | None,
-    typer.Option(help="NAME:FOLDER of a data set, or a .npz or .safetensors file with x and y; default: the run's."),
-]
-DataDir = Annotated[Path | None, typer.Option(help="Folder that holds the data set.")]
-Eps = Annotated[str | None, typer.Option(help="Radius in pixel scale; default: the run's, else 8/255.")]
-Norm = Annotated[str | None, typer.Option(help="Linf, L2 or L1; default: the run's, else Linf.")]
-Statistics = Annotated[str, typer.Option(help="What batch norms use: running, batch or batch_frozen.")]
-Limit = Annotated[int | None, typer.Option(min=1, help="So many images at most.")]
-BatchSize = Annotated[int | None, typer.Option(min=1, help="Images at a time; default: as many as fit.")]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")]
-Seed = Annotated[int, typer.Option(help="Seed of the noise.")]
-Json = Annotated[Path | None, typer.Option(help="Record; a killed run continues from it.")]
-
-
 @app.command()
 def evaluate(
     target: Target,
@@ -224,24 +225,22 @@ def evaluate(
     """
     from advnorm.cli import evaluate as verbs
 
-    code = verbs.evaluate(
-        console,
-        target,
+    asked = verbs.Asked(
+        target=target,
         weights=weights,
-        checkpoint=checkpoint,  # pyright: ignore[reportArgumentType]
+        checkpoint=checkpoint,  # pyright: ignore[reportArgumentType]  # checked there, with a hint
         data=data,
         data_dir=data_dir,
         eps=eps,
-        norm=norm,  # pyright: ignore[reportArgumentType]  # checked there, with a hint
-        attacks=attacks or ("pgd10", "autoattack"),
-        route=route or (),
+        norm=norm,  # pyright: ignore[reportArgumentType]
+        statistics=statistics,  # pyright: ignore[reportArgumentType]
         limit=limit,
         batch_size=batch_size,
         device=device,
         seed=seed,
-        statistics=statistics,  # pyright: ignore[reportArgumentType]
         json=json,
     )
+    code = verbs.evaluate(console, asked, attacks=attacks or ("pgd10", "autoattack"), route=route or ())
     raise typer.Exit(code)
 
 
@@ -274,24 +273,27 @@ def audit(
     """
     from advnorm.cli import evaluate as verbs
 
-    code = verbs.audit(
-        console,
-        target,
+    asked = verbs.Asked(
+        target=target,
         weights=weights,
-        checkpoint=checkpoint,  # pyright: ignore[reportArgumentType]
+        checkpoint=checkpoint,  # pyright: ignore[reportArgumentType]  # checked there, with a hint
         data=data,
         data_dir=data_dir,
         eps=eps,
-        norm=norm,  # pyright: ignore[reportArgumentType]  # checked there, with a hint
-        route=route,
-        budget=budget,  # pyright: ignore[reportArgumentType]
-        surrogate=surrogate,
+        norm=norm,  # pyright: ignore[reportArgumentType]
+        statistics=statistics,  # pyright: ignore[reportArgumentType]
         limit=limit,
         batch_size=batch_size,
         device=device,
         seed=seed,
-        statistics=statistics,  # pyright: ignore[reportArgumentType]
         json=json,
+    )
+    code = verbs.audit(
+        console,
+        asked,
+        route=route,
+        budget=budget,  # pyright: ignore[reportArgumentType]  # checked there, with a hint
+        surrogate=surrogate,
         plot=plot,
     )
     raise typer.Exit(code)
@@ -355,12 +357,12 @@ def bench_norms(
     norms: Annotated[list[str] | None, typer.Argument(help="Norms to measure.")] = None,
     model: Annotated[str, typer.Option(help="Network; see `advnorm ls models`.")] = "resnet18",
     batch_size: Annotated[int | None, typer.Option(help="Default: 32 on the CPU, 512 on a GPU.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
+    device: Device = None,
     precision: Annotated[str, typer.Option(help="float32, tf32 or bf16 (autocast).")] = "float32",
     compiled: Annotated[bool, typer.Option("--compile", help="Compile every network, the plain one too.")] = False,
     rounds: Annotated[int | None, typer.Option(help="Repetitions; the median counts.")] = None,
     threads: Annotated[int, typer.Option(help="Threads on the CPU.")] = 1,
-    json: Annotated[Path | None, typer.Option(help="Also write the record here.")] = None,
+    json: AlsoJson = None,
 ) -> None:
     """Routed networks against the plain one: evaluation, and training on a concatenated batch.
 
@@ -388,6 +390,51 @@ def bench_norms(
     _write(json, result.record())
 
 
+@bench.command("train")
+def bench_train(
+    model: Annotated[list[str] | None, typer.Option(help="Network, one or several; default resnet18.")] = None,
+    norm: Annotated[str, typer.Option(help="Norm of the engine's networks.")] = "dual_bn",
+    batch_size: Annotated[
+        list[int] | None, typer.Option(min=2, help="One or several; default 128 and 512, on the CPU 16.")
+    ] = None,
+    attack_steps: Annotated[list[int] | None, typer.Option(min=1, help="One or several; default 10.")] = None,
+    mode: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="plain (a usual PyTorch loop with TF32), eager, compiled; default all, on the CPU without it."
+        ),
+    ] = None,
+    eps: Annotated[str, typer.Option(help="Linf radius.")] = "16/255",
+    data_dir: Annotated[Path | None, typer.Option(help="Folder of CIFAR-10; without: synthetic images.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Timed steps; default 50, on the CPU 3.")] = None,
+    device: Device = None,
+    json: AlsoJson = None,
+) -> None:
+    """Hybrid PGD training: the engine against a plain PyTorch loop, by batch size, attack steps and network.
+
+    Examples: `advnorm bench train`, `advnorm bench train --batch-size 512 --mode compiled --data-dir data`,
+    `advnorm bench train --model resnet18 --model wide_resnet34_10 --batch-size 512 --mode compiled --json train.json`
+    """
+    from advnorm.bench.train import bench_train as measure
+    from advnorm.cli import listing
+
+    with console.status("measuring") as status:
+        result = measure(
+            models=model or ("resnet18",),
+            norm=norm,
+            batch_sizes=batch_size or None,
+            attack_steps=attack_steps or (10,),
+            modes=mode or None,  # pyright: ignore[reportArgumentType]  # checked there, with a hint
+            eps=eps,
+            data_dir=data_dir,
+            device=device,
+            steps=steps,
+            on_row=lambda row: status.update(f"measuring {row}"),
+        )
+    console.print(listing.train_benchmark(result))
+    _write(json, result.record())
+
+
 @bench.command("autoattack")
 def bench_autoattack(
     weights: Annotated[
@@ -400,8 +447,8 @@ def bench_autoattack(
         list[str] | None, typer.Option(help="Of the search, one or several: float32, tf32, bf16.")
     ] = None,
     official: Annotated[bool, typer.Option(help="Run pyautoattack too, where it is installed.")] = True,
-    seed: Annotated[int, typer.Option(help="Seed of the noise.")] = 0,
-    json: Annotated[Path | None, typer.Option(help="Also write the record here.")] = None,
+    seed: Seed = 0,
+    json: AlsoJson = None,
 ) -> None:
     """AutoAttack standard: this package against the official code, on the same network and images.
 

@@ -18,37 +18,45 @@ import advnorm.data as data_sets
 from advnorm._core.errors import AdvnormError, ConfigError, did_you_mean, raise_all
 from advnorm.attacks.base import parse_name
 from advnorm.data import FolderData, ImageData
-from advnorm.engine.audit import Budget, budget_problems, plot_problems
+from advnorm.engine.audit import Budget, budget_problems
 from advnorm.engine.audit import audit as run_audit
 from advnorm.engine.case import branches, statistics_problems
 from advnorm.engine.checkpoint import load_weights
 from advnorm.engine.evaluate import benchmark
 from advnorm.engine.partial import unwritable
 from advnorm.engine.run import Run, Which
+from advnorm.engine.verdict import plot_problems
 from advnorm.norms import Mode
 from advnorm.threat import NORMS, Norm, ThreatModel
 
 _NAMES = ("x", "images"), ("y", "labels")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What both verbs are asked: a folder of a run or ``module:function``, and what goes before what the run says."""
+
+    target: str
+    weights: Path | None = None
+    checkpoint: Which | None = None
+    data: str | None = None
+    data_dir: Path | None = None
+    eps: str | None = None
+    norm: Norm | None = None
+    statistics: Mode = "running"
+    limit: int | None = None
+    batch_size: int | None = None
+    device: str | None = None
+    seed: int = 0
+    json: Path | None = None
+
+    def problems(self) -> list[str]:
+        """What is wrong with the statistics or keeps the record from being written."""
+        return [*statistics_problems(self.statistics), *(unwritable(self.json) if self.json else [])]
+
+
 def evaluate(
-    console: Console,
-    target: str,
-    *,
-    weights: Path | None = None,
-    checkpoint: Which | None = None,
-    data: str | None = None,
-    data_dir: Path | None = None,
-    eps: str | None = None,
-    norm: Norm | None = None,
-    attacks: Sequence[str] = ("pgd10", "autoattack"),
-    route: Sequence[str] = (),
-    limit: int | None = None,
-    batch_size: int | None = None,
-    device: str | None = None,
-    seed: int = 0,
-    statistics: Mode = "running",
-    json: Path | None = None,
+    console: Console, asked: Asked, *, attacks: Sequence[str] = ("pgd10", "autoattack"), route: Sequence[str] = ()
 ) -> int:
     """Print the table of a benchmark and write its record; the exit status is 0."""
     problems = Problems()
@@ -56,21 +64,11 @@ def evaluate(
         with problems.collected():
             parse_name(name)
     with problems.collected():
-        raise_all([*statistics_problems(statistics), *(unwritable(json) if json else [])], "bad command")
-    case = subject(
-        target,
-        problems,
-        weights=weights,
-        checkpoint=checkpoint,
-        data=data,
-        data_dir=data_dir,
-        eps=eps,
-        norm=norm,
-        device=device,
-    )
+        raise_all(asked.problems(), "bad command")
+    case = subject(asked, problems)
     known = branches(case.model)
     if known and not route:
-        if not Path(target).is_dir():
+        if not Path(asked.target).is_dir():
             raise ConfigError(f"the model has several branches; say which to judge: --route {' '.join(known)}")
         route = known
         console.print(f"branches: {', '.join(known)}; --route chooses", highlight=False)
@@ -80,60 +78,37 @@ def evaluate(
         case.threat,
         list(attacks),
         list(route) or None,
-        batch_size=batch_size,
-        record=json,
+        batch_size=asked.batch_size,
+        record=asked.json,
         progress=console.is_terminal,
-        seed=seed,
-        limit=limit,
-        statistics=statistics,
+        seed=asked.seed,
+        limit=asked.limit,
+        statistics=asked.statistics,
     )
     console.print(result.table(console.width))
-    if json is not None:
-        console.print(f"record: {json}", highlight=False)
+    if asked.json is not None:
+        console.print(f"record: {asked.json}", highlight=False)
     return 0
 
 
 def audit(
     console: Console,
-    target: str,
+    asked: Asked,
     *,
-    weights: Path | None = None,
-    checkpoint: Which | None = None,
-    data: str | None = None,
-    data_dir: Path | None = None,
-    eps: str | None = None,
-    norm: Norm | None = None,
     route: str | None = None,
     budget: Budget = "standard",
     surrogate: str | None = None,
-    limit: int | None = None,
-    batch_size: int | None = None,
-    device: str | None = None,
-    seed: int = 0,
-    statistics: Mode = "running",
-    json: Path | None = None,
     plot: Path | None = None,
 ) -> int:
     """Print the verdict with its evidence; the exit status is 0 real, 1 false, 3 inconclusive, 4 none."""
     problems, source = Problems(), None
-    wrong = [*budget_problems(budget), *statistics_problems(statistics)]
-    wrong += [*(unwritable(json) if json else []), *(plot_problems(plot) if plot else [])]
     with problems.collected():
+        wrong = [*budget_problems(budget), *asked.problems(), *(plot_problems(plot) if plot else [])]
         raise_all(wrong, "bad command")
     if surrogate is not None:
         with problems.collected("the surrogate: "):
-            source = load_model(surrogate, weights, device)
-    case = subject(
-        target,
-        problems,
-        weights=weights,
-        checkpoint=checkpoint,
-        data=data,
-        data_dir=data_dir,
-        eps=eps,
-        norm=norm,
-        device=device,
-    )
+            source = load_model(surrogate, asked.weights, asked.device)
+    case = subject(asked, problems)
     verdict = run_audit(
         case.model,
         case.data,
@@ -141,12 +116,12 @@ def audit(
         route=route,
         budget=budget,
         surrogate=source,
-        limit=limit,
-        batch_size=batch_size,
-        record=json,
+        limit=asked.limit,
+        batch_size=asked.batch_size,
+        record=asked.json,
         progress=console.is_terminal,
-        seed=seed,
-        statistics=statistics,
+        seed=asked.seed,
+        statistics=asked.statistics,
     )
     console.print(verdict.table())
     console.print(verdict.evidence_table())
@@ -156,7 +131,7 @@ def audit(
     console.print("\n".join(rest), highlight=False, markup=False)
     if plot is not None:
         verdict.plot(plot)
-    for label, path in (("record", json), ("plot", plot)):
+    for label, path in (("record", asked.json), ("plot", plot)):
         if path is not None:
             console.print(f"{label}: {path}", highlight=False)
     return verdict.exit_code
@@ -194,44 +169,36 @@ class Problems:
             raise ConfigError(text) from self.errors[0][1]
 
 
-def subject(
-    target: str,
-    problems: Problems,
-    *,
-    weights: Path | None = None,
-    checkpoint: Which | None = None,
-    data: str | None = None,
-    data_dir: Path | None = None,
-    eps: str | None = None,
-    norm: Norm | None = None,
-    device: str | None = None,
-) -> Subject:
+def subject(asked: Asked, problems: Problems) -> Subject:
     """A run's model with its own test images and threat model, or ``module:function`` with those that are given.
 
     What is given goes before what the run says. What is wrong comes in one error, with the ``problems`` so far.
     """
     config = model = images = threat = None
     with problems.collected():
-        config = Run.open(target).config if Path(target).is_dir() else None
+        config = Run.open(asked.target).config if Path(asked.target).is_dir() else None
         if config is None:
-            if checkpoint is not None:
+            if asked.checkpoint is not None:
                 raise ConfigError("a checkpoint is chosen for the folder of a run; for a module use --weights")
-            model = load_model(target, weights, device)
-        elif weights is not None:
-            raise ConfigError(f"{target} is a run with weights of its own; leave --weights out, or use --checkpoint")
+            model = load_model(asked.target, asked.weights, asked.device)
+        elif asked.weights is not None:
+            raise ConfigError(
+                f"{asked.target} is a run with weights of its own; leave --weights out, or use --checkpoint"
+            )
         else:
-            model = Run.open(target).model(checkpoint, place(device))
+            model = Run.open(asked.target).model(asked.checkpoint, place(asked.device))
     with problems.collected():
+        norm = asked.norm
         for known in NORMS:
             norm = known if known.lower() == str(norm).lower() else norm
         threat = ThreatModel(
-            norm=norm or (config.threat if config else "Linf"), eps=eps or (config.eps if config else "8/255")
+            norm=norm or (config.threat if config else "Linf"), eps=asked.eps or (config.eps if config else "8/255")
         )
     with problems.collected():
-        if data is None and config is not None:
-            images = pixels(data_sets.load(config.data.name, "test", data_dir, **config.data.options))
+        if asked.data is None and config is not None:
+            images = pixels(data_sets.load(config.data.name, "test", asked.data_dir, **config.data.options))
         else:
-            images = load_data(data or "digits", data_dir)
+            images = load_data(asked.data or "digits", asked.data_dir)
     problems.tell()
     assert model is not None and images is not None and threat is not None
     return Subject(model=model, data=images, threat=threat)

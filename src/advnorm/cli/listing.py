@@ -13,6 +13,7 @@ from advnorm.analysis import ANALYSES
 from advnorm.attacks import ATTACKS, list_attacks
 from advnorm.bench.autoattack import AutoAttackBenchmark
 from advnorm.bench.norms import LIMITS, NormBenchmark
+from advnorm.bench.train import TrainBenchmark
 from advnorm.data import DATASETS
 from advnorm.engine.config import Config, explain
 from advnorm.models import create_model, list_models
@@ -158,6 +159,33 @@ def norm_benchmark(result: NormBenchmark) -> Table:
     table.caption = (
         f"{result.precision}{', compiled' if result.compiled else ''}; median of {result.rounds} rounds; ± half the "
         f"interquartile range; promised of dual_bn: eval {LIMITS['eval']:.2f}, train {LIMITS['train']:.2f}"
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def train_benchmark(result: TrainBenchmark) -> Table:
+    """Speed of each mode, what it makes of the hardware, and what it needs."""
+    title = f"hybrid training, {result.norm}, eps {result.eps}, {result.data}, {result.device}"
+    table = Table("network", "mode", title=title, title_justify="left")
+    for column in ("batch", "attack", "images/s", "epoch", "of peak", "memory", "start-up", "× plain"):
+        table.add_column(column, justify="right")
+    for row in result.rows:
+        table.add_row(
+            row.model,
+            row.mode,
+            str(row.batch_size),
+            str(row.attack_steps),
+            f"{row.images_per_second:,.0f}",
+            f"{row.epoch_seconds:.2f} s",
+            f"{row.share_of_peak:.0%}",
+            "–" if row.memory is None else f"{row.memory / 2**30:.1f} GiB",
+            f"{row.start_up_seconds:.1f} s",
+            "–" if row.speedup is None else f"{row.speedup:.2f}",
+        )
+    table.caption = (
+        f"median over {result.steps} steps; epoch of 50,000 images; peak {result.peak_tflops:.3g} TFLOP/s of a large "
+        "matrix product in this run; start-up: compiling and choosing kernels, in the first steps"
     )
     table.caption_justify = "left"
     return table

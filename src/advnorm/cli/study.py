@@ -12,7 +12,7 @@ from rich.console import Console
 from advnorm._core.errors import ConfigError, did_you_mean
 from advnorm.cli import listing
 from advnorm.studies import STUDIES, Study
-from advnorm.studies.base import Protocol
+from advnorm.studies.base import Protocol, find
 from advnorm.studies.launch import Launcher, launch
 from advnorm.studies.run import Outcome, run_all, tasks
 from advnorm.studies.summary import collected
@@ -37,13 +37,14 @@ def run(
     address: str | None = None,
     processes: int = 1,
 ) -> int:
-    """Work through the cells and print the table; the exit status is 1 where one failed."""
-    study = STUDIES.get(name)
+    """Work through the cells, or the one that is named, and print the table; the exit status is 1 where one failed."""
+    study, cell = find(name)
     if protocol not in ("paper", "fast", "smoke"):
         raise ConfigError(f"unknown protocol {protocol!r}{did_you_mean(protocol, ('paper', 'fast'))}")
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) if protocol == "smoke" else out
-        todo = tasks(study, seeds=seeds, protocol=protocol, out=out, data_dir=data_dir, device=device)
+        only = None if cell is None else cell.name
+        todo = tasks(study, cell=only, seeds=seeds, protocol=protocol, out=out, data_dir=data_dir, device=device)
         console.print(listing.tasks(todo))
         if dry_run:
             return 0

@@ -1,25 +1,31 @@
-"""How a training computes: its precision, the network compiled, the attack's loop replayed as one CUDA graph.
+"""How a training computes: its precision, the network compiled, the attack and the step replayed as CUDA graphs.
 
-Compiling and capturing do not change what is computed; where a model does not allow it, training goes on without, and
+None of it changes what is computed but for rounding; where a model does not allow it, training goes on without, and
 says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from advnorm.objectives import Objective
+from advnorm._core.errors import AdvnormError
+from advnorm.attacks.base import attacked, logits_of
+from advnorm.attacks.fast_copy import FastCopy, fast_copy
+from advnorm.objectives import Objective, Step
+from advnorm.objectives.base import Images
+from advnorm.surgery import strip
 
 Precision = Literal["float32", "tf32", "bf16"]
 
 #: Variants of one network: a route, a statistics mode and a batch size each. PyTorch's own limit is 8 per process.
 VARIANTS = 64
-#: Runs of an attack before it is captured: the first compiles, the second lets the libraries settle.
+#: Runs of an attack or a step before it is captured: the first compiles, the second lets the libraries settle.
 WARM_UP = 2
 
 
@@ -42,23 +48,92 @@ def room_for_variants() -> AbstractContextManager[Any]:
     return torch._dynamo.config.patch(recompile_limit=limit)  # pyright: ignore
 
 
-def compile_network(objective: Objective, say: Say) -> None:
-    """Let the objective's forwards, in the attack and in training, go through a compiled network."""
-    eager = objective.through
+@contextmanager
+def kernels(*, deterministic: bool) -> Iterator[None]:
+    """Scope: cuDNN tries its convolutions and takes the fastest, or only ones that give the same bits every time."""
+    cudnn: Any = torch.backends.cudnn
+    before = cudnn.benchmark, cudnn.deterministic
+    cudnn.benchmark, cudnn.deterministic = not deterministic, deterministic
+    try:
+        yield
+    finally:
+        cudnn.benchmark, cudnn.deterministic = before
+
+
+def compiled_or_not(eager: Callable[[Tensor], Any], what: str, say: Say) -> Callable[[Tensor], Any]:
+    """A compiled function; what cannot be compiled runs as it is, which is said."""
     compiled: Callable[[Tensor], Any] = torch.compile(eager, dynamic=False)
 
-    def through(x: Tensor) -> Any:
+    def run(x: Tensor) -> Any:
         nonlocal compiled
         if compiled is eager:
             return eager(x)
         try:
             return compiled(x)
         except torch._dynamo.exc.TorchDynamoException as error:  # pyright: ignore
-            say(f"the network cannot be compiled and runs as it is: {str(error).splitlines()[0]}")
+            say(f"{what} cannot be compiled and runs as it is: {str(error).splitlines()[0]}")
             compiled = eager
             return eager(x)
 
-    objective.through = through
+    return run
+
+
+def compile_network(objective: Objective, say: Say) -> None:
+    """Let the objective's forwards, in the attack and in training, go through a compiled network."""
+    objective.through = compiled_or_not(objective.through, "the network", say)
+
+
+def attack_a_copy(objective: Objective, say: Say) -> None:
+    """Let the attack climb on a bfloat16 copy of its branch, with norms and activations inside the convolutions.
+
+    The copy takes the weights and statistics anew before every attack. Where there is nothing to gain (other norms,
+    attacks on batch statistics), or where a copy cannot be made or disagrees, the attack goes on as it was.
+    """
+    copy = _copy_of_branch(objective)
+    if copy is not None:
+        objective.adversarial = _AttackOnCopy(objective, copy, say)  # pyright: ignore
+
+
+def _copy_of_branch(objective: Objective) -> FastCopy | None:
+    if objective.attack is None or objective.attack.statistics != "running":
+        return None
+    try:
+        copy = fast_copy(strip(objective.model, objective.attacked_branch, linked=True).eval())
+    except (AdvnormError, RuntimeError, TypeError):  # a mixture, or a model that cannot be copied
+        return None
+    return copy if copy is not None and copy.folded else None
+
+
+class _AttackOnCopy:
+    """``adversarial(x, y, index)`` with the copy brought up to date; the first batch shows whether it agrees."""
+
+    #: Of the largest logit: what bfloat16 may differ by.
+    TOLERANCE = 0.05
+
+    def __init__(self, objective: Objective, copy: FastCopy, say: Say) -> None:
+        self._objective, self._adversarial, self._copy, self._say = objective, objective.adversarial, copy, say
+        self._checked = False
+        objective.climbed = compiled_or_not(copy, "the attack's copy of the network", say)
+
+    def __call__(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
+        if self._objective.climbed is not None:
+            self._copy.refresh()
+            if not self._checked:
+                self._checked = True
+                if not self._agrees(x):
+                    self._say("the attack's copy of the network gives other logits and is not used")
+                    self._objective.climbed = None
+        return self._adversarial(x, y, index)
+
+    def _agrees(self, x: Tensor) -> bool:
+        objective = self._objective
+        with attacked(objective.model, route=objective.attacked_branch), torch.no_grad():
+            expected = logits_of(objective.model(x.to(objective.dtype)), len(x)).float()
+            try:
+                gap = (self._copy(x) - expected).abs().max()
+            except RuntimeError:  # no such kernel for this device or shape
+                return False
+            return bool(gap <= self.TOLERANCE * (expected.abs().max() + 1))
 
 
 def capture_attack(objective: Objective, say: Say) -> None:
@@ -113,5 +188,74 @@ class CapturedAttack:
                 place.copy_(value)
             graph.replay()
             return outputs.clone()
+
+        return replay
+
+
+class CapturedStep:
+    """The loss of given images and the gradients of the parameters, by graph replay: hundreds of launches at once.
+
+    The first steps run as they are. Gradients lie where the replay writes them; what it returns is overwritten by the
+    next one.
+    """
+
+    def __init__(self, objective: Objective, precision: Precision, device: torch.device, say: Say) -> None:
+        self._objective, self._say = objective, say
+        self._forwards = partial(forwards, precision, device)
+        self._key: Any = None
+        self._seen = 0
+        self._replay: Callable[[Images], Step] | None = None
+        self._works = device.type == "cuda"
+
+    def __call__(self, images: Images) -> Step:
+        """Set every parameter's gradient, and feed the statistics once."""
+        if not self._works:
+            return self._step(images)
+        objective = self._objective
+        key = ([value if value is None else (value.shape, value.stride()) for value in images], objective.statistics)
+        if key != self._key:
+            self._key, self._seen, self._replay = key, 0, None
+        self._seen += 1
+        if self._seen <= WARM_UP:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):  # where gradients are accumulated is where they will be
+                step = self._step(images)
+            torch.cuda.current_stream().wait_stream(stream)
+            return step
+        if self._replay is None:
+            try:
+                self._replay = self._captured(images)
+            except RuntimeError as error:
+                self._works = False
+                self._say(f"the training step cannot be captured as a CUDA graph and runs as it is: {error}")
+                return self._step(images)
+        return self._replay(images)
+
+    def _step(self, images: Images) -> Step:
+        for parameter in self._objective.parameters():
+            parameter.grad = None
+        with self._forwards():
+            step = self._objective.measured(images)
+        step.loss.backward()
+        return step._replace(
+            loss=step.loss.detach(), logits={domain: logits.detach() for domain, logits in step.logits.items()}
+        )
+
+    def _captured(self, images: Images) -> Callable[[Images], Step]:
+        static = images.map(Tensor.clone)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step = self._step(static)
+        gradients = [(parameter, parameter.grad) for parameter in self._objective.parameters()]
+
+        def replay(images: Images) -> Step:
+            for place, value in zip(static, images):
+                if place is not None and value is not None:
+                    place.copy_(value)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            graph.replay()
+            return step
 
         return replay

@@ -146,7 +146,7 @@ class Config:
     budget: int = 1  # times the epochs, and all that counts in epochs (paper B, table 1)
     batch_size: int = 128  # of all ranks together; in training the rest of an epoch that fills no batch is left out
 
-    optimizer: Literal["sgd", "adam", "adagrad"] = "sgd"
+    optimizer: Literal["sgd", "adam", "adagrad", "rmsprop"] = "sgd"
     lr: float = 0.1
     momentum: float = 0.9
     nesterov: bool = False
@@ -170,6 +170,7 @@ class Config:
     precision: Literal["auto", "float32", "tf32", "bf16"] = "auto"
     channels_last: Literal["auto"] | bool = "auto"
     compile: Literal["auto"] | bool = "auto"
+    deterministic: bool = False  # on CUDA: the same bits every time, in place of the fastest kernels
 
     validate_every: int = 1
     validation_attack: str = "pgd10"  # a name, or "training": its own attack

@@ -12,7 +12,7 @@ from torch import nn
 from advnorm._core.errors import ConfigError, did_you_mean, raise_all
 from advnorm.norms.layers import norm_parameters
 
-OPTIMIZERS = ("sgd", "adam", "adagrad")
+OPTIMIZERS = ("sgd", "adam", "adagrad", "rmsprop")
 SCHEDULES = ("step", "cosine", "one_cycle", "constant")
 
 # One-cycle starts from lr / 25 and ends with a ten-thousandth of that: the defaults of torch.
@@ -60,9 +60,11 @@ def make_optimizer(
     weight_decay: float = 0.0,
     norm_weight_decay: bool = True,
 ) -> torch.optim.Optimizer:
-    """SGD, Adam (``momentum`` is its beta1) or Adagrad (which has none) over :func:`parameter_groups`.
+    """SGD, Adam (``momentum`` is its beta1), Adagrad (which has none) or RMSProp over :func:`parameter_groups`.
 
-    Weight decay adds ``weight_decay * w`` to the gradient in all three.
+    RMSProp is that of Inception and of the original ALP (paper E, table 3), decay 0.9 and ε = 1:
+    ``s = 0.9 s + 0.1 g²; b = momentum b + g / (√s + 1); w = w - lr b``. Weight decay adds ``weight_decay * w`` to the
+    gradient in all four.
     """
     problems = []
     if optimizer not in OPTIMIZERS:
@@ -77,12 +79,14 @@ def make_optimizer(
         problems.append("nesterov needs optimizer='sgd' and a momentum above 0")
     raise_all(problems, "bad optimizer")
     groups = parameter_groups(model, weight_decay=weight_decay, norm_weight_decay=norm_weight_decay)
-    # None leaves the choice to torch. Adagrad: not every torch >= 2.11 has a fused kernel for CUDA.
+    # None leaves the choice to torch. Adagrad: not every torch >= 2.11 has a fused kernel for CUDA; RMSProp: none has.
     fused = True if all(p.is_cuda and p.is_floating_point() for g in groups for p in g["params"]) else None
     if optimizer == "sgd":
         return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, fused=fused)
     if optimizer == "adam":
         return torch.optim.Adam(groups, lr=lr, betas=(momentum, 0.999), fused=fused)
+    if optimizer == "rmsprop":
+        return torch.optim.RMSprop(groups, lr=lr, alpha=0.9, eps=1.0, momentum=momentum)
     return torch.optim.Adagrad(groups, lr=lr)
 
 

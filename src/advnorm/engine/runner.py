@@ -17,7 +17,8 @@ from advnorm._core.errors import ConfigError
 from advnorm._core.precision import float32_as
 from advnorm._core.records import digest
 from advnorm.attacks import Attack, attacked
-from advnorm.attacks.autoattack import AutoAttack, AutoAttackResult
+from advnorm.attacks.autoattack import AutoAttack
+from advnorm.attacks.autoattack_record import AutoAttackResult
 from advnorm.attacks.base import Predict
 from advnorm.attacks.search import Halving, Search
 from advnorm.engine.partial import Partial

@@ -26,7 +26,16 @@ from advnorm.attacks import attacked
 from advnorm.data import FolderData, ImageData, load, make_loader, split_held_out
 from advnorm.data.loader import Batch
 from advnorm.engine import checkpoint
-from advnorm.engine.accelerate import Precision, capture_attack, compile_network, forwards, room_for_variants
+from advnorm.engine.accelerate import (
+    CapturedStep,
+    Precision,
+    attack_a_copy,
+    capture_attack,
+    compile_network,
+    forwards,
+    kernels,
+    room_for_variants,
+)
 from advnorm.engine.banks import leaves_banks_unused, routing
 from advnorm.engine.config import Config
 from advnorm.engine.ema import Ema
@@ -198,10 +207,15 @@ class Loop:
                 channels_last=channels_last,
                 workers=workers,
             )
+        self.captured: CapturedStep | None = None
         if self.compiled:
             compile_network(self.objective.bare, journal.say)
+            if self.precision == "bf16":
+                attack_a_copy(self.objective.bare, journal.say)
             if on_cuda and self.objective.attack is not None:
                 capture_attack(self.objective.bare, journal.say)
+            if on_cuda and ranks.world == 1 and self.objective is self.objective.bare:  # no second pass
+                self.captured = CapturedStep(self.objective, self.precision, device, journal.say)
         self.wrapped: nn.Module = self.objective
         if ranks.world > 1:
             # Statistics that are not synchronized are rank 0's before each step, as a checkpoint has them.
@@ -281,15 +295,15 @@ class Loop:
         self._introduce(environ)
         with ExitStack() as stack:
             stack.enter_context(self.stop.listening())
-            stack.enter_context(room_for_variants() if self.compiled else nullcontext())
+            stack.enter_context(self.speed())
             self.journal.open(stack, step=self.step, steps=steps, epochs=config.epochs, batch_size=config.batch_size)
             saved = time.monotonic()
             for epoch in range(self.step // steps, config.epochs):
                 seconds, first = self.clock.total, self.step
-                self._prepare(epoch)
+                self.prepare(epoch)
                 self.clock.start()
                 for batch in self.loader.epoch(epoch, self.step % steps):
-                    self._train_step(batch)
+                    self.train_step(batch)
                     now = time.monotonic()
                     wish = SAVE if now - saved >= checkpoint_seconds else GO_ON
                     wish = STOP if self.stop.told or now >= until else wish
@@ -316,7 +330,17 @@ class Loop:
             return GO_ON
         return self.ranks.agreed(wish)
 
-    def _prepare(self, epoch: int) -> None:
+    @contextmanager
+    def speed(self) -> Iterator[None]:
+        """Scope of the steps: how the libraries choose their kernels."""
+        with ExitStack() as stack:
+            if self.compiled:
+                stack.enter_context(room_for_variants())
+            if self.ranks.device.type == "cuda":
+                stack.enter_context(kernels(deterministic=self.config.deterministic))
+            yield
+
+    def prepare(self, epoch: int) -> None:
         """What changes from epoch to epoch: the attack's warm-up, and running statistics at the end (paper E)."""
         config = self.config
         if self.objective.needs_attack:
@@ -324,7 +348,7 @@ class Loop:
         self.objective.statistics = "running" if epoch >= config.epochs - config.running_epochs else "batch"
         self.model.train()
 
-    def _train_step(self, batch: Batch) -> None:
+    def train_step(self, batch: Batch) -> None:
         config = self.config
         lr = self._learning_rate()
         for group in self.optimizer.param_groups:
@@ -340,10 +364,7 @@ class Loop:
             seed=config.seed,
             step=self.step,
         )
-        with forwards(self.precision, self.ranks.device):
-            step: Step = self.wrapped(x, y, index=batch.index)
-        self.optimizer.zero_grad(set_to_none=True)
-        step.loss.backward()
+        step = self._differentiated(x, y, batch.index)
         if config.grad_clip is not None:
             torch.nn.utils.clip_grad_norm_(self.names, config.grad_clip)
         self.optimizer.step()
@@ -353,6 +374,18 @@ class Loop:
         self.step += 1
         self.clock.step()
         self.journal.show(self.step, seen, lr)
+
+    def _differentiated(self, x: Tensor, y: Tensor, index: Tensor) -> Step:
+        """The loss, with every parameter's gradient."""
+        if self.captured is not None:
+            with forwards(self.precision, self.ranks.device):
+                images = self.objective.images(x, y, index)
+            return self.captured(images)
+        with forwards(self.precision, self.ranks.device):
+            step: Step = self.wrapped(x, y, index=index)
+        self.optimizer.zero_grad(set_to_none=True)
+        step.loss.backward()
+        return step
 
     def _seed(self, seed: int) -> None:
         """Seed what this training draws from; other devices' generators are not its own."""

@@ -46,7 +46,11 @@ class Images(NamedTuple):
 
     def take(self, rows: Tensor) -> Images:
         """Some of them, by position."""
-        return Images(*(value[rows] for value in self if value is not None))
+        return self.map(lambda value: value[rows])
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Images:
+        """Each of its tensors changed."""
+        return Images(*(change(value) for value in self if value is not None))
 
 
 class Objective(nn.Module):
@@ -87,6 +91,8 @@ class Objective(nn.Module):
         self.statistics: TrainingStatistics = statistics
         #: Images to logits; an engine may put a compiled function of the model in its place.
         self.through: Callable[[Tensor], Any] = self._through_model
+        #: What the attack climbs on in place of :meth:`logits`; an engine may put a fast copy of its branch there.
+        self.climbed: Callable[[Tensor], Tensor] | None = None
         #: Of what the objective draws besides its attack: the images of a second pass, the noise of LIGS.
         self.seed = 0
         self._drawn = 0
@@ -197,12 +203,30 @@ class Objective(nn.Module):
         """Adversarial images for ``x``, inside ball and box; ``index`` is each image's identity for its noise."""
         assert self.attack is not None
         attack, extra = self.attack, {}
+        predict, clean = self.climbed or self.logits, self._branch("clean")
         if getattr(attack, "loss", None) == "kl":  # the clean output, once, through the branch it is trained in
-            with attacked(self.model, route=self._branch("clean"), statistics=attack.statistics), torch.no_grad():
-                extra["clean"] = self.logits(x)
-        branch = attack.route if attack.route is not None else self._branch("adv")
-        with attacked(self.model, route=branch, statistics=attack.statistics):
-            return attack.kept(attack.perturb(self.logits, x, y, attack.noise(index), **extra), x)
+            with attacked(self.model, route=clean, statistics=attack.statistics), torch.no_grad():
+                extra["clean"] = (predict if self._alike(clean, self.attacked_branch) else self.logits)(x)
+        with attacked(self.model, route=self.attacked_branch, statistics=attack.statistics):
+            return attack.kept(attack.perturb(predict, x, y, attack.noise(index), **extra), x)
+
+    @property
+    def attacked_branch(self) -> str | None:
+        """The route of the attack's forwards."""
+        own = None if self.attack is None else self.attack.route
+        return own if own is not None else self._branch("adv")
+
+    def _alike(self, one: str | None, other: str | None) -> bool:
+        """Whether two routes go through the same banks."""
+        if one is None or other is None:
+            return one == other
+        plans = [module.plan for module in routed_modules(self.model).values()]
+        return all(
+            banks[plan.index(one)] == banks[plan.index(other)]
+            for plan in plans
+            for banks in (plan.normalized_by, plan.affine)
+            if banks  # none without statistics, or without parameters
+        )
 
     def _branch(self, domain: str) -> str | None:
         return domain if domain in domains(self.model) else None

@@ -81,7 +81,7 @@ def chains(tasks: Iterable[Task]) -> list[list[Task]]:
     """Tasks that have a training in common, their own or one that they start from; each after those it needs."""
     joined: list[tuple[set[Path], list[Task]]] = []
     for task in dict.fromkeys(tasks):
-        folders, members = {step.run.folder for step in _lineage(task)}, [task]
+        folders, members = {step.run.folder for step in task.lineage}, [task]
         apart = []
         for others, chain in joined:
             if others & folders:
@@ -89,12 +89,7 @@ def chains(tasks: Iterable[Task]) -> list[list[Task]]:
             else:
                 apart.append((others, chain))
         joined = [*apart, (folders, members)]
-    return [sorted(chain, key=lambda task: len(_lineage(task))) for _, chain in joined]
-
-
-def _lineage(task: Task) -> list[Task]:
-    """The task and those that must be done before it."""
-    return list(dict.fromkeys([task, *(step for name in task.needs for step in _lineage(task.of(name)))]))
+    return [sorted(chain, key=lambda task: len(task.lineage)) for _, chain in joined]
 
 
 def _check(

@@ -101,6 +101,16 @@ def from_anywhere(config: Config) -> Config:
     return replace(config, attack=replace(config.attack, start="uniform"))
 
 
+def rmsprop(config: Config, rate: float = 0.1) -> Config:
+    """The optimizer of the original ALP (appendix A); its rate counts per 256 images, as the pipeline's 0.1 does."""
+    return replace(config, optimizer="rmsprop", nesterov=False, lr=rate * config.batch_size / 256)
+
+
+def exponential(config: Config) -> Config:
+    """The decay of the original ALP (appendix A): ×0.94 every two epochs, 220 epochs."""
+    return replace(config, epochs=220, gamma=0.94, milestones=tuple(float(epoch) for epoch in range(2, 220, 2)))
+
+
 def norms_tuned(objective: str) -> Config:
     """The norms alone, from another training's weights (sec. 4.4): "a few epochs" are 5 here, at a rate of 0.01."""
     return replace(
@@ -130,6 +140,10 @@ def name_of(config: Config) -> str:
     parts += ["running"] if config.running_epochs else []
     parts += ["uniform"] if config.attack.start == "uniform" else []
     parts += [f"batch{config.batch_size}"] if config.batch_size != 4096 else []
+    parts += [config.optimizer] if config.optimizer != "sgd" else []
+    rate = f"{config.lr * 256 / config.batch_size:g}"
+    parts += [f"lr{rate}"] if rate != "0.1" else []
+    parts += ["exponential"] if config.gamma != 0.1 else []
     network = config.model.name.removeprefix("imagenet_")
     return "/".join(parts + ([network] if network != "resnet152" else []))
 
@@ -386,16 +400,22 @@ def _deeper() -> list[Cell]:
 
 def _table3_configs() -> list[Config]:
     """Each with one more of the paper's own parameters; 32 images on each GPU."""
-    original = batch(depth(from_anywhere(alp(10)), 101), 48 * 32)
     own_start = batch(depth(alp(10), 101), 48 * 32)
-    return [original, own_start, depth(alp(10), 101), alp(10), alp(30)]
+    own_optimizer = from_anywhere(own_start)
+    own_decay = rmsprop(own_optimizer, rate=0.045)
+    small = [exponential(own_decay), own_decay, rmsprop(own_optimizer), own_optimizer, own_start]
+    return [*small, depth(alp(10), 101), alp(10), alp(30)]
 
 
-def _place3(label: Mapping[str, Any], column: str) -> tuple[str, str] | None:
-    if label["optimizer"] == "RMSProp":  # no optimizer of a configuration
-        return None
+def _place3(label: Mapping[str, Any], column: str) -> tuple[str, str]:
     config = batch(depth(alp(label["pgd_n"]), int(label["network"].removeprefix("ResNet-"))), 32 * label["gpus"])
-    return name_of(config if "P(clean)" in label["pgd_init"] else from_anywhere(config)), f"shared/{column}"
+    if "P(clean)" not in label["pgd_init"]:
+        config = from_anywhere(config)
+    if label["optimizer"] == "RMSProp":
+        config = rmsprop(config, label["initial_lr"])
+    if label["lr_decay"] == "exponential":
+        config = exponential(config)
+    return name_of(config), f"shared/{column}"
 
 
 def _check3(values: Values) -> bool:

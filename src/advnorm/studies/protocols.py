@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from advnorm.engine.config import Named
+from advnorm.engine.config import Config, Named
 from advnorm.studies.base import Cell, Measure, Protocol
 
 #: Of the shortened schedule.
@@ -30,6 +30,7 @@ def fast(cell: Cell) -> Cell:
             lr=config.lr * FAST_LR / 0.1,  # what a study varies stays apart, and Adam has rates of its own
             schedule="one_cycle",
             milestones=(),
+            gamma=Config.gamma,
             warmup_epochs=0.0,
             nesterov=config.optimizer == "sgd",
             running_epochs=min(config.running_epochs, min(FAST_EPOCHS, config.epochs) // 10),
@@ -43,19 +44,21 @@ def smoke(cell: Cell) -> Cell:
     config = cell.config
     small = {"width": 0.125} if not config.model.name.startswith("small") else {}
     name = "imagenet_resnet18" if config.model.name.startswith("imagenet_resnet") else config.model.name
+    held_out = 4 if config.held_out else 0
     smaller = replace(
         config,
         model=Named(name, **{**config.model.options, **small}),
         # Instance norm needs more than one position at the end of an ImageNet network.
-        data=Named("synthetic", size=24, image_size=64 if name.startswith("imagenet_") else 32),
+        data=Named("synthetic", size=16 + held_out, image_size=64 if name.startswith("imagenet_") else 32),
         augment="none",
-        held_out=0,
-        validate_every=0,
+        held_out=held_out,
+        validation_images=None,
         epochs=1,
         batch_size=8,
         lr=1e-3,  # batches of 8 diverge at the papers' rates
         schedule="constant",
         milestones=(),
+        gamma=Config.gamma,
         warmup_epochs=0.0,
         eps_warmup_epochs=0,
         steps_warmup_epochs=0,
@@ -82,10 +85,10 @@ def _smaller(measure: Measure) -> Measure:
         options["attacks"] = {name: spec if spec.startswith("noise") else "pgd2" for name, spec in attacks.items()}
     elif measure.name != "metrics":
         options["limit"] = 8
+    if "groups" in options:
+        options["groups"] = [1, 2]
     if measure.name == "transfer":
         options["steps"] = 2
     if measure.name == "corruptions":
         options |= {"corruptions": ["gaussian_noise", "fog"], "severities": [1]}
-        if "groups" in options:
-            options["groups"] = [1, 2]
     return replace(measure, options=options)

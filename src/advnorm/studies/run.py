@@ -59,6 +59,11 @@ class Task:
         return replace(self, cell=cell)
 
     @property
+    def lineage(self) -> list[Task]:
+        """The task and those that must be done before it, the nearest first."""
+        return list(dict.fromkeys([self, *(step for name in self.needs for step in self.of(name).lineage)]))
+
+    @property
     def needs(self) -> list[str]:
         """The cells that must be trained before this one can be done."""
         cell = self.found()
@@ -109,17 +114,18 @@ def _found(study: str, cell: str, protocol: Protocol) -> Cell:
 def tasks(
     study: Study,
     *,
+    cell: str | None = None,
     seeds: Iterable[int] = (0,),
     protocol: Protocol = "paper",
     out: Path | str = "results",
     data_dir: Path | str | None = None,
     device: str | None = None,
 ) -> list[Task]:
-    """The tasks of a study, in an order in which each comes after those it starts from."""
-    return [
+    """The tasks of a study, or of one cell and what it needs; each comes after those it starts from."""
+    whole = [
         Task(
             study=study.name,
-            cell=cell,
+            cell=name,
             seed=seed,
             protocol=protocol,
             out=str(Path(out).resolve()),  # a run's name depends on where its weights come from
@@ -127,8 +133,12 @@ def tasks(
             device=device,
         )
         for seed in seeds
-        for cell in study.by_name()
+        for name in study.by_name()
     ]
+    if cell is None:
+        return whole
+    wanted = {step for task in whole if task.cell == cell for step in task.lineage}
+    return [task for task in whole if task in wanted]
 
 
 def work(task: Task) -> dict[str, Any]:

@@ -1,0 +1,62 @@
+"""A training run as the subject of an analysis: which of its test images are looked at."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from advnorm import Config, train
+from advnorm.analysis.subject import subject_of
+from advnorm.engine.config import Named
+
+CLASSES, EACH = ("ant", "bee", "cat"), 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Images in folders, one class after another; every pixel of test image ``i`` of them all is ``10 i``."""
+    folder = tmp_path_factory.mktemp("pictures")
+    for split in ("train", "test"):
+        for label, name in enumerate(CLASSES):
+            (folder / split / name).mkdir(parents=True)
+            for number in range(EACH):
+                pixels = np.full((8, 8, 3), 10 * (EACH * label + number), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / split / name / f"{number}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(folder, tmp_path_factory):
+    config = Config(
+        data=Named("imagefolder", image_size=8, resize=8),
+        objective="standard",
+        epochs=1,
+        batch_size=4,
+        held_out=0,
+        validate_every=0,
+    )
+    return train(config, out=tmp_path_factory.mktemp("runs"), data_dir=folder, device="cpu", workers=0)
+
+
+@pytest.mark.parametrize(("limit", "chosen"), [(3, [0, 4, 8]), (5, [0, 2, 4, 7, 9]), (12, range(12)), (99, range(12))])
+def test_a_limit_takes_images_of_every_class_though_they_lie_one_after_another(run, folder, limit, chosen):
+    subject = subject_of(run, data_dir=folder, limit=limit, device="cpu")
+    assert subject.labels.tolist() == [i // EACH for i in chosen]
+    expected = torch.tensor([10 * i / 255 for i in chosen]).view(-1, 1, 1, 1).expand(-1, 3, 8, 8)
+    assert torch.allclose(subject.images, expected)
+    assert subject.conditions["images"] == len(chosen)
+
+
+def test_without_a_limit_all_images_are_looked_at_in_their_order(run, folder):
+    subject = subject_of(run, data_dir=folder, device="cpu")
+    assert subject.labels.tolist() == [i // EACH for i in range(12)]
+
+
+def test_images_that_are_not_taken_are_not_decoded(run, folder):
+    spoiled = folder / "test" / "ant" / "1.png"
+    whole = spoiled.read_bytes()
+    spoiled.write_bytes(b"no picture")
+    try:
+        assert len(subject_of(run, data_dir=folder, limit=3, device="cpu").labels) == 3
+    finally:
+        spoiled.write_bytes(whole)

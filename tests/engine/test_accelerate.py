@@ -1,0 +1,237 @@
+"""Speed changes nothing but rounding: compiled, on copies and by replays a training is the eager one."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from advnorm import Config
+from advnorm.data import load
+from advnorm.engine.accelerate import _AttackOnCopy, attack_a_copy, kernels
+from advnorm.engine.journal import Journal
+from advnorm.engine.ranks import Ranks
+from advnorm.engine.run import Run
+from advnorm.engine.train import Loop
+from advnorm.norms import routed_modules
+
+SETTINGS = {
+    "model": "small_cnn",
+    "data": {"name": "synthetic", "size": 256},
+    "norm": "dual_bn",
+    "objective": "hybrid",
+    "eps": "8/255",
+    "attack": {"steps": 3, "step_size": "4/255"},
+    "batch_size": 32,
+    "lr": 0.02,
+    "held_out": 0,
+    "validate_every": 0,
+}
+CASES = {
+    "hybrid": {},
+    "single": {"norm": "bn"},
+    "shared statistics": {"norm": "dual_affine_bn"},
+    "shared affine": {"norm": "dual_stats_bn"},
+    "heads": {"dual_head": True},
+    "sequential": {"objective": {"name": "hybrid", "layout": "sequential"}},
+    "half": {"objective": {"name": "hybrid", "clean_share": 0.5}},
+    "classical": {"objective": "classical"},
+    "trades": {"objective": "trades", "norm": "bn"},
+    "kl": {"objective": "kl", "norm": "bn"},
+    "alp": {"objective": "alp", "norm": "bn"},
+    "crossed": {"objective": "cross", "norm": "cross_bn"},
+    "mixture": {"norm": "gmm_bn"},
+    "groups": {"norm": "gn"},
+    "standard": {"objective": "standard", "norm": "bn"},
+    "shortcuts": {"model": {"name": "resnet20", "width": 0.5}},
+    "preact": {"model": {"name": "preact_resnet18", "width": 0.125}},
+    "averaged": {"ema": 0.9},
+    "clipped": {"grad_clip": 0.1},
+}
+
+
+def loop_of(tmp_path: Path, device: str = "cpu", **settings) -> Loop:
+    config = Config.from_dict({**SETTINGS, **settings})
+    data = load(config.data.name, "train", **config.data.options)
+    journal = Journal(tmp_path, active=True)
+    loop = Loop(Run(tmp_path), config, data, Ranks(device=torch.device(device)), journal, workers=0)
+    loop.prepare(0)
+    return loop
+
+
+def steps(loop: Loop, count: int) -> list[float]:
+    """The losses of so many steps."""
+    losses = []
+    with loop.speed():
+        for place, batch in enumerate(loop.loader.epoch(0, 0)):
+            if place < count:
+                before = loop.sums.get("loss", torch.zeros(())).item()
+                loop.train_step(batch)
+                losses.append(loop.sums["loss"].item() - before)
+    return losses
+
+
+def statistics_of(loop: Loop) -> dict[str, torch.Tensor]:
+    return {name: value.double().cpu() for name, value in loop.model.named_buffers()}
+
+
+def adversarial(loop: Loop) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first batch attacked, and the images it was."""
+    batch = next(iter(loop.loader.epoch(0, 0)))
+    with torch.autocast(loop.ranks.device.type, torch.bfloat16, enabled=loop.precision == "bf16"):
+        return loop.objective.bare.adversarial(batch.x, batch.y, batch.index), batch.x
+
+
+def snapshot(loop: Loop) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in loop.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("case", ["hybrid", "single", "shared affine", "heads", "shortcuts", "preact", "trades"])
+def test_an_attack_on_the_copy_is_as_strong_and_leaves_the_network_alone(tmp_path, case):
+    settings = CASES[case]
+    reference, loop = (loop_of(tmp_path, precision=p, **settings) for p in ("float32", "bf16"))
+    for each in (reference, loop):
+        steps(each, 3)
+    loop.model.load_state_dict(reference.model.state_dict())
+    attack_a_copy(loop.objective, print)
+    assert isinstance(loop.objective.adversarial, _AttackOnCopy)
+    loop.objective.climbed = loop.objective.adversarial._copy  # as it is, not compiled
+    before = snapshot(loop)
+    found, x = adversarial(loop)
+    assert loop.objective.climbed is not None
+    assert all(torch.equal(before[name], value) for name, value in loop.model.state_dict().items())
+    assert all(parameter.requires_grad for parameter in loop.model.parameters())
+    assert all(module.state.route is None for module in routed_modules(loop.model).values())
+    radius = 8 / 255
+    assert (found - x).abs().max() <= radius and found.min() >= 0 and found.max() <= 1
+    expected, _ = adversarial(reference)
+    losses = [_loss(reference, images) for images in (x, found, expected)]
+    assert losses[1] == pytest.approx(losses[2], rel=0.01) and losses[1] > losses[0]
+
+
+def _loss(loop: Loop, images: torch.Tensor) -> float:
+    """What the attack climbs, in float32, through the branch it attacks."""
+    from advnorm.attacks import attacked
+
+    batch = next(iter(loop.loader.epoch(0, 0)))
+    with attacked(loop.model, route=loop.objective.attacked_branch) as predict, torch.no_grad():
+        if loop.config.objective.name == "trades":
+            clean, adv = predict(batch.x).log_softmax(1), predict(images).log_softmax(1)
+            return torch.nn.functional.kl_div(adv, clean, log_target=True, reduction="batchmean").item()
+        return torch.nn.functional.cross_entropy(predict(images), batch.y).item()
+
+
+@pytest.mark.parametrize("case", ["mixture", "groups", "standard"])
+def test_where_a_copy_gains_nothing_there_is_none(tmp_path, case):
+    loop = loop_of(tmp_path, precision="bf16", **CASES[case])
+    attack_a_copy(loop.objective, print)
+    assert not isinstance(loop.objective.adversarial, _AttackOnCopy) and loop.objective.climbed is None
+
+
+def test_an_attack_on_batch_statistics_has_no_copy(tmp_path):
+    loop = loop_of(tmp_path, attack={"steps": 2, "step_size": "4/255", "statistics": "batch_frozen"})
+    attack_a_copy(loop.objective, print)
+    assert loop.objective.climbed is None
+
+
+def test_a_copy_that_disagrees_is_not_used_and_that_is_said(tmp_path):
+    loop, said = loop_of(tmp_path, precision="bf16"), []
+    attack_a_copy(loop.objective, said.append)
+    copy = loop.objective.adversarial._copy
+    refresh = copy.refresh
+
+    def wrong() -> None:
+        refresh()
+        copy._parts[-1].bias.add_(3)
+
+    copy.refresh = wrong
+    reference = loop_of(tmp_path, precision="bf16")
+    assert torch.equal(adversarial(loop)[0], adversarial(reference)[0])
+    assert loop.objective.climbed is None and len(said) == 1 and "other logits" in said[0]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_choice_of_kernels_is_left_as_it_was(deterministic):
+    cudnn = torch.backends.cudnn
+    before = cudnn.benchmark, cudnn.deterministic
+    with suppress(KeyError), kernels(deterministic=deterministic):
+        assert (cudnn.benchmark, cudnn.deterministic) == (not deterministic, deterministic)
+        raise KeyError
+    assert (cudnn.benchmark, cudnn.deterministic) == before
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------------------
+
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """Losses and statistics of the eager float32 training of a case, computed once."""
+    known: dict[str, tuple[list[float], dict[str, torch.Tensor]]] = {}
+
+    def of(case: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+        if case not in known:
+            folder = tmp_path_factory.mktemp("reference")
+            loop = loop_of(folder, "cuda", precision="float32", compile=False, channels_last=False, **CASES[case])
+            known[case] = steps(loop, 5), statistics_of(loop)
+        return known[case]
+
+    return of
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=on_gpu) for case in CASES])
+@pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-4), ("bf16", 0.01)])
+def test_a_fast_training_is_the_eager_one(tmp_path, reference, case, precision, tolerance):
+    losses, statistics = reference(case)
+    loop = loop_of(tmp_path, "cuda", precision=precision, compile=True, **CASES[case])
+    found = steps(loop, 5)
+    assert found == pytest.approx(losses, rel=tolerance)
+    for name, value in statistics_of(loop).items():
+        bound = 30 * tolerance * statistics[name].abs().max().item()
+        torch.testing.assert_close(value, statistics[name], rtol=30 * tolerance, atol=bound, msg=name)
+    log = (tmp_path / "log.txt").read_text() if (tmp_path / "log.txt").exists() else ""
+    assert "cannot" not in log and "other logits" not in log, log
+    if loop.captured is not None:
+        assert loop.captured._replay is not None
+    x_adv, x = adversarial(loop) if loop.objective.attack is not None else (None, None)
+    if x is not None and x_adv is not None:
+        assert (x_adv - x).abs().max() <= 8 / 255 and x_adv.min() >= 0 and x_adv.max() <= 1
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=on_gpu) for case in ("hybrid", "trades")])
+def test_a_replayed_attack_leaves_parameters_and_statistics_alone(tmp_path, case):
+    loop = loop_of(tmp_path, "cuda", precision="bf16", compile=True, **CASES[case])
+    steps(loop, 4)
+    before = snapshot(loop)
+    for _ in range(3):
+        adversarial(loop)
+    assert all(torch.equal(before[name], value) for name, value in loop.model.state_dict().items())
+
+
+@pytest.mark.parametrize("compiled", [pytest.param(value, marks=on_gpu) for value in (False, True)])
+def test_deterministic_kernels_give_the_same_bits_every_time(tmp_path, compiled):
+    def final() -> dict[str, torch.Tensor]:
+        loop = loop_of(tmp_path, "cuda", deterministic=True, compile=compiled, batch_size=64)
+        steps(loop, 4)
+        return snapshot(loop)
+
+    first, second = final(), final()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=on_gpu) for kind in ("apart", "sam", "apart_sam", "awp")])
+def test_second_passes_train_compiled_as_they_do_eagerly(tmp_path, kind):
+    settings = {"second_pass": kind, "norm": "bn", "objective": "standard", "eps": "8/255"}
+    slow = loop_of(tmp_path, "cuda", precision="float32", compile=False, channels_last=False, **settings)
+    fast = loop_of(tmp_path, "cuda", precision="float32", compile=True, **settings)
+    assert fast.captured is None
+    assert steps(fast, 4) == pytest.approx(steps(slow, 4), rel=1e-3)
+
+
+def test_no_case_is_called_by_a_name_that_config_refuses():
+    for settings in CASES.values():
+        assert dataclasses.replace(Config.from_dict({**SETTINGS, **settings})) is not None
