@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-import advnorm.attacks as attack_names
 from advnorm._core.errors import ConfigError, raise_all
 from advnorm._core.wrappers import unwrapped
 from advnorm.analysis.base import COLOURS, Finding, Subject, register
@@ -31,10 +30,12 @@ from advnorm.analysis.moments import (
     legend_below,
     look,
     moments_and_classes,
+    named_attack,
     norm_statistics,
     ns_name,
     under,
 )
+from advnorm.analysis.views import device_of
 from advnorm.attacks import Attack
 from advnorm.attacks.base import Progress
 from advnorm.engine.case import branches
@@ -494,7 +495,8 @@ def swap_table_of_run(
 ) -> SwapTable:
     """``attacks``: by name. Re-calibration takes the subject's images and what its attack makes of them."""
     names = [attacks] if isinstance(attacks, str) else list(attacks)
-    built = {n: attack_names.get(n, threat=subject.attack.threat, seed=subject.attack.seed) for n in names}
+    how = {"threat": subject.attack.threat, "seed": subject.attack.seed}
+    built = {name: named_attack(name, device_of(subject.model), **how) for name in names}
     x_adv = input_images(subject, ("adv",), progress=progress)["adv"]
     found = swap_table(
         subject.model,

@@ -122,6 +122,7 @@ def bench_train(
             augment="crop_flip",
             lr=0.01,
             nesterov=True,
+            epochs=10_000,
             held_out=0,
             validate_every=0,
         )

@@ -109,8 +109,6 @@ def train(
         start |= {"weights_fingerprint": loop.weights_fingerprint} if loop.weights_fingerprint else {}
         ranks.lead_does(lambda: stack.enter_context(run.claimed(config, about, **start)))
         stack.push(partial(_log_failure, journal))
-        if loop.precision != "bf16":
-            stack.enter_context(float32_as("tf32" if loop.precision == "tf32" else "ieee", ranks.device))
         loop.work(
             until=math.inf if max_minutes is None else began + 60 * max_minutes,
             checkpoint_seconds=60 * checkpoint_minutes,
@@ -332,8 +330,10 @@ class Loop:
 
     @contextmanager
     def speed(self) -> Iterator[None]:
-        """Scope of the steps: how the libraries choose their kernels."""
+        """Scope of all that is computed: how float32 is multiplied, and how the libraries choose their kernels."""
         with ExitStack() as stack:
+            if self.precision != "bf16":
+                stack.enter_context(float32_as("tf32" if self.precision == "tf32" else "ieee", self.ranks.device))
             if self.compiled:
                 stack.enter_context(room_for_variants())
             if self.ranks.device.type == "cuda":

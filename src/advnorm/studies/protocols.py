@@ -8,7 +8,9 @@ from advnorm.engine.config import Config, Named
 from advnorm.studies.base import Cell, Measure, Protocol
 
 #: Of the shortened schedule.
-FAST_EPOCHS, FAST_BATCH, FAST_LR = 30, 512, 0.2
+FAST_EPOCHS, FAST_BATCH = 30, 512
+#: Images that an analysis looks at; accuracies are of all of them.
+FAST_IMAGES = 1000
 
 
 def under(protocol: Protocol, cell: Cell) -> Cell:
@@ -19,15 +21,19 @@ def under(protocol: Protocol, cell: Cell) -> Cell:
 
 
 def fast(cell: Cell) -> Cell:
-    """One cycle of 30 epochs at batch 512: a recipe of its own, not the paper's. It is named wherever it appears."""
+    """One cycle of 30 epochs at batch 512, analyses on 1,000 images: a recipe of its own, named wherever it appears.
+
+    The learning rate is the paper's for batches of 128: with a larger one a single BN is not yet falsely robust after
+    30 epochs.
+    """
     config = cell.config
     return replace(
         cell,
+        measures=tuple(_on_fewer_images(measure) for measure in cell.measures),
         config=replace(
             config,
             epochs=min(FAST_EPOCHS, config.epochs),
             batch_size=max(FAST_BATCH, config.batch_size),
-            lr=config.lr * FAST_LR / 0.1,  # what a study varies stays apart, and Adam has rates of its own
             schedule="one_cycle",
             milestones=(),
             gamma=Config.gamma,
@@ -37,6 +43,11 @@ def fast(cell: Cell) -> Cell:
             validate_every=5 if config.validate_every else 0,
         ),
     )
+
+
+def _on_fewer_images(measure: Measure) -> Measure:
+    whole = measure.name not in ("benchmark", "metrics") and measure.options.get("limit", FAST_IMAGES) is None
+    return replace(measure, options={**measure.options, "limit": FAST_IMAGES}) if whole else measure
 
 
 def smoke(cell: Cell) -> Cell:

@@ -13,10 +13,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-import advnorm.attacks as attack_names
 from advnorm._core.errors import AdvnormError, ConfigError
 from advnorm._core.records import digest, read_json, write_json
 from advnorm.analysis import ANALYSES, extract_features
+from advnorm.analysis.moments import named_attack
 from advnorm.analysis.subject import default_device, subject_of
 from advnorm.data import FolderData, add_split, load
 from advnorm.engine.config import Config, Named
@@ -209,11 +209,10 @@ def measured(run: Run, measure: Measure, task: Task) -> dict[str, float]:
         limit = options.get("limit")
         subject = subject_of(run, checkpoint=measure.checkpoint, data_dir=data_dir, limit=limit, device=task.device)
         threat = ThreatModel(norm=options.get("threat", run.config.threat), eps=options.get("eps", run.config.eps))
-        on_cuda = next(subject.model.parameters()).is_cuda
-        attacks = {}
-        for name, spec in options["attacks"].items():
-            precision = {"precision": "bf16"} if on_cuda and spec == "autoattack" else {}
-            attacks[name] = attack_names.get(spec, threat=threat, seed=task.seed, **precision)
+        where = default_device(task.device)
+        attacks = {
+            name: named_attack(spec, where, threat=threat, seed=task.seed) for name, spec in options["attacks"].items()
+        }
         routes = options.get("route") or None
         result = benchmark(
             subject.model, (subject.images, subject.labels), threat, attacks, routes, seed=task.seed, record=path
