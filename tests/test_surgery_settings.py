@@ -168,8 +168,9 @@ def test_an_average_of_weights_has_a_rule_for_the_banks(name):
     average = AveragedModel(model, use_buffers=True)
     snapshots = []
     for step in range(3):
-        with route(model, {"clean": 3, "adv": 3}):
-            model(torch.rand(6, 3, 16, 16) + step)
+        forwarded = {"clean": 3, "adv": 3} if name == "cross_bn" else None
+        with route(model, {"clean": 3, "adv": 3}, forwarded=forwarded):
+            model(torch.rand(12 if forwarded else 6, 3, 16, 16) + step)
         average.update_parameters(model)
         snapshots.append({key: value.double() for key, value in model.state_dict().items()})
     for key, value in average.module.state_dict().items():

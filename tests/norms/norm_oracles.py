@@ -13,19 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from advnorm.norms import NORMS, RoutedNorm, make_norm, make_plan
+from advnorm.norms import NORMS, RoutedNorm, make_norm, make_plan, route
 
 #: Domains for the norms that have none of their own.
 SOME_DOMAINS = ("clean", "adv", "noise")
 
 MODES = ("batch", "batch_frozen", "running")
 
+#: Marks the part of a batch that is forwarded for its statistics: ``clean*`` beside ``clean``.
+FORWARDED = "*"
+
 
 @dataclass(frozen=True)
 class Row:
     """A norm as the papers describe it: whose statistics normalize a sample, and whose affine parameters scale it."""
 
-    statistics: str  # mixed | own | other | mixture | sample | nothing
+    statistics: str  # mixed | own | other (of forwarded samples) | mixture | sample | nothing
     affine: str  # one | own
     channel_groups: Any = None  # for per-sample statistics: number of channel groups from the number of channels
 
@@ -57,6 +60,28 @@ def domains_of(name: str) -> tuple[str, ...]:
     return make_plan(name, **needed(name)).domains
 
 
+def parts_of(name: str) -> tuple[str, ...]:
+    """The parts of a batch: a norm of the other domain's statistics needs forwarded samples in front (A, sec. 3)."""
+    domains = domains_of(name)
+    first = [domain + FORWARDED for domain in domains] if PAPER[name].statistics == "other" else []
+    return (*first, *domains)
+
+
+def along(model: nn.Module, counts: Mapping[str, int]) -> Any:
+    """The route of a batch of such parts."""
+    forwarded = {part.removesuffix(FORWARDED): n for part, n in counts.items() if part.endswith(FORWARDED)}
+    return route(
+        model, {part: n for part, n in counts.items() if not part.endswith(FORWARDED)}, forwarded=forwarded or None
+    )
+
+
+def turned(counts: Mapping[str, int]) -> dict[str, int]:
+    """The same parts in the reverse order, the forwarded ones in front."""
+    parts = list(reversed(counts))
+    first = [part for part in parts if part.endswith(FORWARDED)]
+    return {part: counts[part] for part in dict.fromkeys([*first, *parts])}
+
+
 def needed(name: str) -> dict[str, Any]:
     """What make_norm must be told besides the name."""
     return {"domains": SOME_DOMAINS} if NORMS.get(name).domains is None else {}
@@ -80,10 +105,10 @@ def randomized(module: nn.Module, seed: int = 0) -> Any:
 
 
 def shares(name: str, *, unit: int = 1) -> dict[str, int]:
-    """Unequal shares of a batch, one per domain: ``unit`` times (5, 3) or (4, 3, 2)."""
-    domains = domains_of(name)
-    counts = {1: (5,), 2: (5, 3), 3: (4, 3, 2)}[len(domains)]
-    return {domain: unit * count for domain, count in zip(domains, counts)}
+    """Unequal shares of a batch, one per part: ``unit`` times (5, 3), (4, 3, 2) or, two of them forwarded, 3 to 6."""
+    parts = parts_of(name)
+    counts = {1: (5,), 2: (5, 3), 3: (4, 3, 2), 4: (4, 6, 5, 3)}[len(parts)]
+    return {part: unit * count for part, count in zip(parts, counts)}
 
 
 def batch(counts: Mapping[str, int], channels: int = 4, spatial: Sequence[int] = (3, 2), *, seed: int = 1) -> Tensor:
@@ -109,7 +134,7 @@ def bank(prefix: str, kind: str, domain: str) -> str:
 class Oracle:
     """What the papers say a norm computes, differentiable by plain autograd, on float64 copies of the norm's state."""
 
-    def __init__(self, name: str, norm: RoutedNorm, *, other_gradient: bool = False) -> None:
+    def __init__(self, name: str, norm: RoutedNorm, *, other_gradient: bool = True) -> None:
         self.row = PAPER[name]
         self.domains = norm.plan.domains
         self.channels = norm.shape[0]
@@ -121,12 +146,21 @@ class Oracle:
 
     # Who normalizes whom.
 
-    def sources(self, domain: str) -> list[str]:
+    def sources(self, part: str) -> list[str]:
+        """The parts of the batch whose values make the statistics."""
         if self.row.statistics == "mixed":
             return list(self.domains)
-        if self.row.statistics == "other":
-            return [other for other in self.domains if other != domain]
-        return [domain]
+        if self.row.statistics == "other" and not part.endswith(FORWARDED):
+            return [self.other(part) + FORWARDED]
+        return [part]
+
+    def other(self, domain: str) -> str:
+        (other,) = (name for name in self.domains if name != domain)
+        return other
+
+    def bank_of(self, part: str) -> str:
+        """The domain whose statistics bank normalizes a part."""
+        return self.sources(part)[0].removesuffix(FORWARDED)
 
     def lift(self, value_C: Tensor, x: Tensor) -> Tensor:
         return value_C.reshape(1, -1, *(1,) * (x.dim() - 2))
@@ -176,11 +210,10 @@ class Oracle:
     def statistics(self, domain: str, here: Mapping[str, Tensor], mode: str) -> tuple[Tensor, Tensor]:
         sources = self.sources(domain)
         if mode == "running":
-            return tuple(
-                self.buffers[bank(k, self.row.statistics, sources[0])] for k in ("running_mean", "running_var")
-            )
+            stored = self.bank_of(domain)
+            return tuple(self.buffers[bank(k, self.row.statistics, stored)] for k in ("running_mean", "running_var"))
         mean, var = self.moments(torch.cat([here[source] for source in sources if source in here]))
-        if self.row.statistics == "other" and not self.other_gradient:
+        if self.row.statistics == "other" and sources != [domain] and not self.other_gradient:
             mean, var = mean.detach(), var.detach()
         return mean, var
 
@@ -191,7 +224,7 @@ class Oracle:
         return self.lift((1 + delta_std) / std, x) * (x - self.lift((1 + delta_mean) * mean, x))
 
     def delta(self, domain: str, deltas: Mapping[str, tuple[Tensor, Tensor]] | None) -> tuple[Any, Any]:
-        key = "shared" if self.row.statistics == "mixed" else self.sources(domain)[0]
+        key = "shared" if self.row.statistics == "mixed" else self.bank_of(domain)
         return (0.0, 0.0) if deltas is None else deltas[key]
 
     def mixture(
@@ -226,6 +259,8 @@ class Oracle:
         return ((values - mean) / (var + self.eps) ** 0.5).reshape(x.shape)
 
     def affine(self, z: Tensor, domain: str) -> Tensor:
+        if domain.endswith(FORWARDED):  # BN_clean is one module: its AP is that of the branch it normalizes
+            domain = self.other(domain.removesuffix(FORWARDED))
         weight = self.parameters.get(bank("weight", self.row.affine, domain))
         bias = self.parameters.get(bank("bias", self.row.affine, domain))
         z = z if weight is None else z * self.lift(weight, z)
@@ -233,8 +268,11 @@ class Oracle:
 
     def feed(self, pieces: Mapping[str, Tensor]) -> None:
         """Exponential (with momentum None: cumulative) average of the batch's mean and unbiased variance."""
-        mixed = self.row.statistics == "mixed"
-        fed = {"": torch.cat(list(pieces.values()))} if mixed else {d: p for d, p in pieces.items() if len(p)}
+        fed = {part: piece for part, piece in pieces.items() if len(piece)}
+        if self.row.statistics == "mixed":
+            fed = {"": torch.cat(list(pieces.values()))}
+        elif self.row.statistics == "other":
+            fed = {part.removesuffix(FORWARDED): p for part, p in fed.items() if part.endswith(FORWARDED)}
         for domain, x in fed.items():
             names = [
                 bank(k, self.row.statistics, domain) for k in ("running_mean", "running_var", "num_batches_tracked")

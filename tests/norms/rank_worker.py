@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from norm_oracles import BANKED, batch, build, domains_of, randomized
+from norm_oracles import BANKED, along, batch, build, parts_of, randomized
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -26,12 +26,12 @@ from advnorm.norms import make_norm, recalibrate, route, routed_modules, statist
 WORLD = 2
 CHANNELS = 3
 
-#: Samples of each domain on rank 0 and rank 1, for norms with two domains and with three.
+#: Samples of each part on rank 0 and rank 1, for norms with two domains, with three, and with two and forwarded ones.
 SHARES: dict[str, dict[int, tuple[tuple[int, ...], tuple[int, ...]]]] = {
-    "equal": {2: ((3, 3), (3, 3)), 3: ((2, 2, 2), (2, 2, 2))},
-    "unequal": {2: ((4, 2), (1, 3)), 3: ((3, 1, 2), (1, 4, 2))},
-    "without": {2: ((4, 0), (2, 3)), 3: ((3, 0, 2), (1, 4, 0))},
-    "apart": {2: ((4, 0), (0, 3)), 3: ((4, 0, 0), (0, 3, 2))},
+    "equal": {2: ((3, 3), (3, 3)), 3: ((2, 2, 2), (2, 2, 2)), 4: ((3, 3, 2, 2), (3, 3, 2, 2))},
+    "unequal": {2: ((4, 2), (1, 3)), 3: ((3, 1, 2), (1, 4, 2)), 4: ((4, 2, 1, 3), (1, 3, 2, 2))},
+    "without": {2: ((4, 0), (2, 3)), 3: ((3, 0, 2), (1, 4, 0)), 4: ((4, 0, 2, 3), (2, 3, 0, 3))},
+    "apart": {2: ((4, 0), (0, 3)), 3: ((4, 0, 0), (0, 3, 2)), 4: ((4, 0, 3, 0), (0, 3, 0, 2))},
 }
 
 
@@ -45,34 +45,34 @@ class Case:
     mode: str | None = None
 
     def counts(self, rank: int) -> dict[str, int]:
-        domains = domains_of(self.name)
-        return dict(zip(domains, SHARES[self.shares][len(domains)][rank]))
+        parts = parts_of(self.name)
+        return dict(zip(parts, SHARES[self.shares][len(parts)][rank]))
 
     def norm(self, *, sync: bool) -> nn.Module:
         norm = build(self.name, CHANNELS, dim=max(1, len(self.spatial)), sync=sync, **self.options)
         return randomized(norm.to(self.dtype))
 
     def whole(self, step: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Inputs and loss weights of all ranks, by domain; rank 0's samples come first."""
-        total = {d: sum(self.counts(rank)[d] for rank in range(WORLD)) for d in domains_of(self.name)}
+        """Inputs and loss weights of all ranks, by part; rank 0's samples come first."""
+        total = {part: sum(self.counts(rank)[part] for rank in range(WORLD)) for part in parts_of(self.name)}
         sizes = list(total.values())
         x = batch(total, CHANNELS, self.spatial, seed=step).to(self.dtype)
         weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(step), dtype=torch.float64).to(x.dtype)
         return dict(zip(total, x.split(sizes))), dict(zip(total, weights.split(sizes)))
 
-    def mine(self, by_domain: dict[str, Tensor], rank: int) -> Tensor:
-        """A rank's part of a whole batch, as the rank concatenates it."""
+    def mine(self, by_part: dict[str, Tensor], rank: int) -> Tensor:
+        """A rank's share of a whole batch, as the rank concatenates it."""
         pieces = []
-        for domain, whole in by_domain.items():
-            first = self.counts(0)[domain]
+        for part, whole in by_part.items():
+            first = self.counts(0)[part]
             pieces.append(whole[:first] if rank == 0 else whole[first:])
         return torch.cat(pieces)
 
 
-VARIANTS = [(name, {}) for name in BANKED] + [("cross_bn", {"other_gradient": True})]
+VARIANTS = [(name, {}) for name in BANKED] + [("cross_bn", {"other_gradient": False})]
 CASES: dict[str, Case] = {}
 for _name, _options in VARIANTS:
-    _id = _name + ("_other_gradient" if _options else "")
+    _id = _name + ("_constant" if _options else "")
     for _shares in SHARES:
         CASES[f"{_id}-{_shares}"] = Case(_name, _shares, _options)
     CASES[f"{_id}-cumulative"] = Case(_name, "without", {**_options, "momentum": None})
@@ -89,7 +89,7 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
         norm.zero_grad()
         x, weights = (case.mine(values, rank).clone() for values in case.whole(step))
         x.requires_grad_()
-        with route(norm, case.counts(rank)), statistics(norm, mode=case.mode):
+        with along(norm, case.counts(rank)), statistics(norm, mode=case.mode):
             y = norm(x)
         (y * weights).sum().backward()
     gradients = {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in norm.named_parameters()}
@@ -223,9 +223,10 @@ def collectives_per_forward(rank: int) -> dict[str, int]:
     x = half(rank)
     for name in ("dual_bn", "cross_bn", "gmm_bn"):
         norm = make_norm(name, 3, sync=True).double()
+        counts = dict(zip(parts_of(name), (1, 1, 1, 0) if name == "cross_bn" else (2, 1)))
         for mode in ("running", "batch_frozen", "batch"):
             before = CALLS["all_reduce"]
-            with route(norm, {"clean": 2, "adv": 1}), statistics(norm, mode=mode):
+            with along(norm, counts), statistics(norm, mode=mode):
                 norm(x)
             found[f"{name}-{mode}"] = CALLS["all_reduce"] - before
     norm = make_norm("dual_bn", 3, sync=False).double()

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from norm_oracles import BANKED, PAPER, batch, build, changed, domains_of, randomized, shares, snapshot
+from norm_oracles import BANKED, PAPER, along, batch, build, changed, domains_of, randomized, shares, snapshot
 from torch import nn
 
 from advnorm.norms import RoutedNorm, list_norms, make_norm, route, statistics
@@ -231,7 +231,7 @@ def test_none_is_the_identity_and_has_no_state(training):
 def test_a_concatenated_batch_keeps_channels_last(name, mode):
     norm, counts = randomized(build(name)), shares(name)
     x = batch(counts, spatial=(3, 4)).float().contiguous(memory_format=torch.channels_last)
-    with route(norm, counts), statistics(norm, mode=mode):
+    with along(norm, counts), statistics(norm, mode=mode):
         y = norm(x)
         expected = norm(x.contiguous())
     assert y.stride() == x.stride()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from norm_oracles import BANKED, PAPER, batch, build, changed, domains_of, randomized, shares, snapshot
+from norm_oracles import BANKED, PAPER, along, batch, build, changed, domains_of, randomized, shares, snapshot
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
@@ -81,7 +81,7 @@ def cases(name: str) -> dict[str, Scopes]:
     counts = shares(name, unit=2)
 
     def concatenated(model: nn.Module) -> Any:
-        return route(model, counts)
+        return along(model, counts)
 
     def single(model: nn.Module) -> Any:
         return route(model, domains_of(name)[-1])
@@ -153,7 +153,7 @@ def test_scopes_may_be_opened_inside_the_compiled_function(name):
         def step(x: Tensor) -> Tensor:
             with route(network, last), statistics(network, mode="running"):
                 y = network(x)
-            with route(network, counts):
+            with along(network, counts):
                 return y + network(x)
 
         return step
@@ -217,7 +217,7 @@ def test_a_cumulative_average_is_the_same_compiled(name):
     run, counts = compiled(model), shares(name)
     for step in range(3):
         x = batch(counts, channels=3, spatial=(2, 2), seed=step)
-        enter = scopes(lambda network: route(network, counts))
+        enter = scopes(lambda network: along(network, counts))
         assert_same(outcome(model, run, x, enter), outcome(eager, eager, x, enter), f"step {step}")
     assert graphs() == 1
     for key, value in model.norm.named_buffers():
@@ -246,7 +246,7 @@ def test_bfloat16_autocast_and_channels_last_survive_compilation(name):
     x = batch(counts, channels=3, spatial=(4, 4)).float().contiguous(memory_format=torch.channels_last)
     outputs = []
     for network, forward in ((model, run), (eager, eager)):
-        with torch.autocast("cpu", torch.bfloat16), route(network, counts):
+        with torch.autocast("cpu", torch.bfloat16), along(network, counts):
             outputs.append(forward(x))
     assert outputs[0].dtype == outputs[1].dtype
     assert outputs[0].stride() == outputs[1].stride()

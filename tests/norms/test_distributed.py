@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import rank_worker
 import torch
-from norm_oracles import Oracle, domains_of
+from norm_oracles import Oracle, parts_of
 from rank_worker import CASES, WORLD, Case, Objective, half, shares_of_data, small_network
 from torch import Tensor
 
@@ -33,14 +33,14 @@ def seen(ranks: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
 
 
 def one_process(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor], Oracle]:
-    """The same two steps by the papers' formulas on the whole batch: outputs and input gradients by domain."""
+    """The same two steps by the papers' formulas on the whole batch: outputs and input gradients by part."""
     norm = case.norm(sync=False)
-    oracle = Oracle(case.name, norm, other_gradient=case.options.get("other_gradient", False))
+    oracle = Oracle(case.name, norm, other_gradient=case.options.get("other_gradient", True))
     for step in range(2):
         for parameter in oracle.parameters.values():
             parameter.grad = None
         inputs, weights = case.whole(step)
-        counts = {domain: len(piece) for domain, piece in inputs.items()}
+        counts = {part: len(piece) for part, piece in inputs.items()}
         x = torch.cat(list(inputs.values())).double().requires_grad_()
         y = oracle.forward(x, counts, mode=case.mode or "batch")
         (y * torch.cat(list(weights.values())).double()).sum().backward()
@@ -72,7 +72,7 @@ def test_synchronized_ranks_equal_one_process_on_the_whole_batch(ranks, key):
 def test_the_cases_cover_ranks_without_samples_of_a_domain():
     missing = {case.name for case in CASES.values() for rank in range(WORLD) if 0 in case.counts(rank).values()}
     assert missing == {case.name for case in CASES.values()}
-    assert all(set(case.counts(0)) == set(domains_of(case.name)) for case in CASES.values())
+    assert all(set(case.counts(0)) == set(parts_of(case.name)) for case in CASES.values())
 
 
 def whole_objective() -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -8,7 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from norm_oracles import BANKED, PAPER, build, changed, domains_of, randomized, shares, snapshot
+from norm_oracles import (
+    BANKED,
+    FORWARDED,
+    PAPER,
+    along,
+    build,
+    changed,
+    domains_of,
+    parts_of,
+    randomized,
+    shares,
+    snapshot,
+)
 from torch import nn
 
 from advnorm._core.errors import AdvnormError, ConfigError, RouteError
@@ -290,7 +302,7 @@ def test_a_route_of_another_size_than_the_batch_is_refused(name):
     total = sum(counts.values())
     for batch_size in (total - 1, total + 2, 1):
         words = (f"covers {total}", f"batch has {batch_size}", "sum to the batch size")
-        with refused(RouteError, *words, unchanged=norm), route(norm, counts):
+        with refused(RouteError, *words, unchanged=norm), along(norm, counts):
             norm(torch.randn(batch_size, 4, 2, 2))
 
 
@@ -313,13 +325,14 @@ def test_an_empty_batch_is_refused(name, mode):
 def test_one_value_per_channel_of_a_domain_is_refused_before_any_bank_is_fed(name, lonely, groups):
     """The variance of one value is nothing to normalize by; the banks fed before the error would be off for good."""
     norm = randomized(build(name, dim=1))
-    domains = domains_of(name)
-    counts = {domain: groups if domain == domains[lonely] else 3 * groups for domain in domains}
-    words = ("more than one value per channel", "at least two samples", "mode='running'", domains[lonely])
-    scopes = route(norm, counts), statistics(norm, groups=groups)
+    feeding = parts_of(name)[: len(domains_of(name))]
+    counts = {part: groups if part == feeding[lonely] else 3 * groups for part in parts_of(name)}
+    bank = feeding[lonely].removesuffix(FORWARDED)
+    words = ("more than one value per channel", "at least two samples", "mode='running'", f"bank {bank!r}")
+    scopes = along(norm, counts), statistics(norm, groups=groups)
     with refused(RouteError, *words, unchanged=norm), scopes[0], scopes[1]:
         norm(torch.randn(sum(counts.values()), 4))
-    with route(norm, counts), statistics(norm, mode="running"):
+    with along(norm, counts), statistics(norm, mode="running"):
         assert torch.isfinite(norm(torch.randn(sum(counts.values()), 4))).all()
 
 
@@ -354,18 +367,51 @@ def test_batch_statistics_of_a_domain_that_is_not_there_are_refused(name, mode):
             assert torch.isfinite(norm(x)).all()
 
 
+@pytest.mark.parametrize("mode", ["batch", "batch_frozen"])
+def test_a_crossed_norm_takes_no_statistics_of_samples_that_are_not_forwarded(mode):
+    """Theirs would be those of crossed samples: the ratio of the domains' variances would grow from norm to norm."""
+    norm = randomized(make_norm("cross_bn", 4))
+    x = torch.randn(8, 4, 2, 2)
+    cure = "route(model, {'clean': n0, 'adv': n1}, forwarded={'clean': n0, 'adv': n1})"
+    for routed, forwarded, missing in (
+        ({"clean": 4, "adv": 4}, None, "adv, clean"),
+        ({"clean": 4, "adv": 2}, {"clean": 2}, "adv"),
+        ({"clean": 2, "adv": 4}, {"adv": 2}, "clean"),
+        ("adv", {"adv": 4}, "clean"),
+        ("adv", {"clean": 0, "adv": 4}, "clean"),
+    ):
+        words = ("cross_bn", f"statistics of {missing},", "forwarded for them", cure, "mode='running'")
+        scope = route(norm, routed, forwarded=forwarded)
+        with refused(RouteError, *words, unchanged=norm), scope, statistics(norm, mode=mode):
+            norm(x)
+
+
+def test_forwarded_samples_that_do_not_fit_the_batch_or_the_domains_are_refused():
+    norm = randomized(make_norm("cross_bn", 4))
+    for routed, forwarded, covered in (
+        ({"clean": 2, "adv": 2}, {"clean": 2, "adv": 3}, 9),
+        ("adv", {"clean": 10}, 10),
+    ):
+        words = (f"behind the forwarded {forwarded} covers {covered} samples", "the batch has 8")
+        with refused(RouteError, *words, unchanged=norm), route(norm, routed, forwarded=forwarded):
+            norm(torch.randn(8, 4, 2, 2))
+    with refused(ConfigError, "unknown domain 'claen', did you mean 'clean'"):
+        route(norm, "adv", forwarded={"claen": 4})
+    with refused(ConfigError, "number of 'clean' samples", "-1"):
+        route(norm, "adv", forwarded={"clean": -1})
+
+
 @pytest.mark.parametrize("perturbed", [False, True])
 @pytest.mark.parametrize("mode", ["batch", "batch_frozen"])
 @pytest.mark.parametrize("name", BANKED)
 def test_groups_that_do_not_divide_a_domains_share_are_refused(name, mode, perturbed):
     norm = randomized(build(name))
-    counts = dict.fromkeys(domains_of(name), 4)
-    last = domains_of(name)[-1]
-    counts[last] = 3
-    counts[domains_of(name)[0]] += 1  # the whole batch would be divisible
+    counts = dict.fromkeys(parts_of(name), 4)
+    counts[parts_of(name)[-1]] = 3
+    counts[parts_of(name)[0]] += 1  # the whole batch would be divisible
     perturbation = zero_perturbation(norm) if perturbed else None
     scope = statistics(norm, mode=mode, groups=2, perturbation=perturbation)
-    with refused(RouteError, "groups", "2", "divides", unchanged=norm), route(norm, counts), scope:
+    with refused(RouteError, "groups", "2", "divides", unchanged=norm), along(norm, counts), scope:
         norm(torch.randn(sum(counts.values()), 4, 2, 2))
 
 
@@ -400,7 +446,7 @@ def test_a_norm_without_running_statistics_refuses_mode_running(name):
     counts = shares(name)
     words = ("no running statistics", "track_running_stats=False", "batch_frozen")
     x = torch.randn(sum(counts.values()), 4, 2, 2)
-    with route(norm, counts):
+    with along(norm, counts):
         with refused(RouteError, *words), statistics(norm, mode="running"):
             norm(x)
         trained, evaluated = norm.train()(x), norm.eval()(x)

@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 import torch._dynamo
+from norm_oracles import along, parts_of
 from torch import nn
 
-from advnorm.norms import domains, list_norms, make_norm, route, statistics
+from advnorm.norms import list_norms, make_norm, route, statistics
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,12 +60,12 @@ def test_a_concatenated_batch_equals_float64_on_the_cpu(name, mode):
             if value.is_floating_point():
                 value.uniform_(0.5, 1.5)
     gpu = copy.deepcopy(cpu).float().cuda()
-    counts = {domain: 4 + index for index, domain in enumerate(domains(cpu))}
+    counts = {part: 4 + index for index, part in enumerate(parts_of(name))}
     x = torch.randn(sum(counts.values()), 16, 6, 6, dtype=torch.float64) * 2 + 1
     results = []
     for norm, inputs in ((cpu, x), (gpu, x.float().cuda().to(memory_format=torch.channels_last))):
         inputs = inputs.clone().requires_grad_()
-        with route(norm, counts), statistics(norm, mode=mode):
+        with along(norm, counts), statistics(norm, mode=mode):
             out = norm(inputs)
         out.square().sum().backward()
         results.append([out, inputs.grad, *(p.grad for p in norm.parameters()), *norm.buffers()])
@@ -79,13 +80,13 @@ def test_inductor_equals_eager(name):
     model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), make_norm(name, 16), nn.ReLU()).cuda()
     eager = copy.deepcopy(model)
     compiled = torch.compile(model, fullgraph=True, dynamic=False)
-    counts = dict.fromkeys(domains(model), 8)
+    counts = dict.fromkeys(parts_of(name), 8)
     x = torch.rand(sum(counts.values()), 3, 8, 8, device="cuda")
     for mode in ("batch", "running"):
         outputs = []
         for network, forward in ((model, compiled), (eager, eager)):
             network.zero_grad()
-            with route(network, counts), statistics(network, mode=mode):
+            with along(network, counts), statistics(network, mode=mode):
                 out = forward(x)
             out.square().sum().backward()
             outputs.append([out, *(p.grad for p in network.parameters()), *network.buffers()])

@@ -10,16 +10,30 @@ import pytest
 import scipy.special
 import scipy.stats
 import torch
-from norm_oracles import BANKED, MODES, Oracle, batch, build, changed, domains_of, randomized, shares, snapshot
+from norm_oracles import (
+    BANKED,
+    FORWARDED,
+    MODES,
+    Oracle,
+    along,
+    batch,
+    build,
+    changed,
+    parts_of,
+    randomized,
+    shares,
+    snapshot,
+    turned,
+)
 from torch import Tensor, nn
 from torch.autograd.gradcheck import GradcheckError
 
 from advnorm.norms import RoutedNorm, likelihood, list_norms, make_norm, route, statistics, zero_perturbation
 
 TIGHT = {"rtol": 1e-9, "atol": 1e-11}
-#: (name, options of its own): every registered norm, cross_bn with both of its gradients.
+#: (name, options of its own): every registered norm, cross_bn with and without the gradient of its statistics.
 VARIANTS = {name: (name, {}) for name in list_norms()}
-VARIANTS["cross_bn_other_gradient"] = ("cross_bn", {"other_gradient": True})
+VARIANTS["cross_bn_constant"] = ("cross_bn", {"other_gradient": False})
 BANKED_VARIANTS = {key: variant for key, variant in VARIANTS.items() if variant[0] in BANKED}
 each_variant = pytest.mark.parametrize(("name", "options"), VARIANTS.values(), ids=VARIANTS)
 each_banked_variant = pytest.mark.parametrize(("name", "options"), BANKED_VARIANTS.values(), ids=BANKED_VARIANTS)
@@ -44,7 +58,7 @@ def compare(
     mode: str = "batch",
     groups: int = 1,
     deltas: dict[str, tuple[Tensor, Tensor]] | None = None,
-    other_gradient: bool = False,
+    other_gradient: bool = True,
     tolerance: dict[str, float] = TIGHT,
 ) -> None:
     """Run norm and oracle on the same batch and loss; compare everything either of them produces."""
@@ -57,7 +71,7 @@ def compare(
     )
     weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     perturbation = None if deltas is None else {"": deltas}
-    with route(norm, counts), statistics(norm, mode=mode, groups=groups, perturbation=perturbation):
+    with along(norm, counts), statistics(norm, mode=mode, groups=groups, perturbation=perturbation):
         y = norm(ours)
     assert y.dtype == x.dtype
     expected = oracle.forward(theirs, counts, mode=mode, groups=groups, deltas=twins)
@@ -109,7 +123,7 @@ def test_options_reach_every_bank(name, options, extra):
 @each_variant
 def test_the_order_of_the_route_is_the_order_of_the_concatenation(name, options):
     norm = randomized(build(name, **options).double())
-    counts = dict(reversed(shares(name).items()))
+    counts = turned(shares(name))
     compare(name, norm, batch(counts), counts, **options)
 
 
@@ -128,7 +142,7 @@ def test_running_statistics_of_bfloat16_activations_are_those_of_float32(name, o
     norm = randomized(build(name, **options))
     x = batch(shares(name), spatial=(6, 6)).bfloat16()
     twin = copy.deepcopy(norm)
-    with route(norm, shares(name)), route(twin, shares(name)):
+    with along(norm, shares(name)), along(twin, shares(name)):
         norm(x)
         twin(x.float())
     for key, value in norm.named_buffers():
@@ -141,7 +155,7 @@ def test_a_large_offset_does_not_ruin_the_variance(name, options):
     norm = randomized(build(name, **options))
     x = (batch(shares(name)) + 1000).float()
     oracle = Oracle(name, norm)
-    with route(norm, shares(name)):
+    with along(norm, shares(name)):
         y = norm(x)
     torch.testing.assert_close(y.double(), oracle.forward(x.double(), shares(name)), rtol=1e-2, atol=1e-2)
     for key, value in norm.named_buffers():
@@ -207,17 +221,29 @@ def test_cross_bn_in_running_mode_equals_a_builtin_norm_with_the_others_statisti
             torch.testing.assert_close(norm(x), plain(x), **TIGHT)
 
 
-# -- cross_bn: where gradients flow ----------------------------------------------------------------------------
+# -- cross_bn: what is forwarded and where gradients flow -------------------------------------------------------
+
+CROSSED = {"clean*": 4, "adv*": 6, "clean": 5, "adv": 3}
+ROWS = {"clean*": slice(0, 4), "adv*": slice(4, 10), "clean": slice(10, 15), "adv": slice(15, 18)}
 
 
 def cross_in_numpy(x: np.ndarray, x_statistics: np.ndarray, norm: RoutedNorm) -> np.ndarray:
-    """A, sec. 3: each half of ``x``, standardized by the moments of the other half of ``x_statistics``."""
+    """A, sec. 3: BN_clean has the moments of the forwarded clean samples and the affine map of the adversarial branch.
+
+    Forwarded clean and all adversarial samples go through BN_clean, the others through BN_adv. ``x_statistics`` are
+    what the crossed samples take their statistics from: ``x`` itself, or what stays when ``x`` is moved.
+    """
     state = {key: value.detach().numpy() for key, value in norm.state_dict().items()}
     outputs = []
-    for own, piece, other in (("clean", x[:5], x_statistics[5:]), ("adv", x[5:], x_statistics[:5])):
-        mean, var = other.mean((0, 2, 3)), other.var((0, 2, 3))
-        z = (piece - mean[:, None, None]) / np.sqrt(var + norm.eps)[:, None, None]
-        outputs.append(z * state[f"weight_{own}"][:, None, None] + state[f"bias_{own}"][:, None, None])
+    for part, source, branch in (
+        ("clean*", x[ROWS["clean*"]], "adv"),
+        ("adv*", x[ROWS["adv*"]], "clean"),
+        ("clean", x_statistics[ROWS["adv*"]], "clean"),
+        ("adv", x_statistics[ROWS["clean*"]], "adv"),
+    ):
+        mean, var = source.mean((0, 2, 3)), source.var((0, 2, 3))
+        z = (x[ROWS[part]] - mean[:, None, None]) / np.sqrt(var + norm.eps)[:, None, None]
+        outputs.append(z * state[f"weight_{branch}"][:, None, None] + state[f"bias_{branch}"][:, None, None])
     return np.concatenate(outputs)
 
 
@@ -232,11 +258,11 @@ def central_difference(function: Callable[[np.ndarray], float], x: np.ndarray, s
 
 
 @pytest.mark.parametrize("other_gradient", [False, True])
-def test_cross_gradients_flow_through_the_other_statistics_only_when_asked(other_gradient):
+def test_cross_gradients_flow_through_the_other_statistics_or_take_them_for_constants(other_gradient):
     norm = randomized(make_norm("cross_bn", 2, other_gradient=other_gradient).double())
-    x = batch({"clean": 5, "adv": 3}, channels=2).requires_grad_()
+    x = batch(CROSSED, channels=2).requires_grad_()
     weights = np.random.default_rng(0).normal(size=x.shape)
-    with route(norm, {"clean": 5, "adv": 3}):
+    with along(norm, CROSSED):
         y = norm(x)
     (y * torch.from_numpy(weights)).sum().backward()
     x0 = x.detach().numpy()
@@ -249,16 +275,59 @@ def test_cross_gradients_flow_through_the_other_statistics_only_when_asked(other
     np.testing.assert_allclose(x.grad.numpy(), central_difference(loss, x0), rtol=1e-6, atol=1e-7)
 
 
-def test_in_cross_at_the_clean_samples_get_no_gradient_when_only_the_adversarial_ones_have_a_loss():
-    """A, sec. 3: in Cross-AT clean samples are used only for forward propagation, to get the statistics."""
+@pytest.mark.parametrize("domain", ["clean", "adv"])
+def test_forwarded_samples_get_a_gradient_from_what_they_normalize_unless_told_otherwise(domain):
     for other_gradient in (False, True):
         norm = make_norm("cross_bn", 4, other_gradient=other_gradient)
-        x = batch({"clean": 5, "adv": 3}).float().requires_grad_()
-        with route(norm, {"clean": 5, "adv": 3}):
-            norm(x)[5:].square().sum().backward()
+        x = batch(CROSSED).float().requires_grad_()
+        with along(norm, CROSSED):
+            norm(x)[ROWS[domain]].square().sum().backward()
         assert x.grad is not None
-        assert bool(x.grad[:5].any()) is other_gradient
-        assert x.grad[5:].any()
+        reached = {part for part, rows in ROWS.items() if x.grad[rows].any()}
+        source = {"clean": "adv", "adv": "clean"}[domain] + FORWARDED
+        assert reached == ({domain, source} if other_gradient else {domain})
+
+
+def test_only_forwarded_samples_feed_a_crossed_norm():
+    norm, twin = (randomized(make_norm("cross_bn", 4).double()) for _ in range(2))
+    x = batch(CROSSED)
+    with along(norm, CROSSED), along(twin, CROSSED):
+        norm(x)
+        twin(torch.cat([x[:10], 3 * x[10:] + 1]))
+    assert changed(norm, snapshot(twin)) == set()
+    for domain in ("clean", "adv"):
+        values = x[ROWS[domain + FORWARDED]].transpose(0, 1).flatten(1)
+        before = randomized(make_norm("cross_bn", 4).double()).statistics_bank(domain)
+        for new, old, moment in zip(norm.statistics_bank(domain), before, (values.mean(1), values.var(1))):
+            torch.testing.assert_close(new, 0.9 * old + 0.1 * moment, **TIGHT)
+
+
+def test_one_crossed_domain_needs_the_forwarded_samples_of_the_other_alone():
+    """Cross-AT: clean samples are forwarded, adversarial ones follow; the other bank and affine map play no part."""
+    norm = randomized(make_norm("cross_bn", 4).double())
+    both, alone = (copy.deepcopy(norm) for _ in range(2))
+    x = batch(CROSSED)
+    with along(both, CROSSED):
+        expected = both(x)
+    with route(alone, "adv", forwarded={"clean": 4}):
+        found = alone(torch.cat([x[ROWS["clean*"]], x[ROWS["adv"]]]))
+    torch.testing.assert_close(found, torch.cat([expected[ROWS["clean*"]], expected[ROWS["adv"]]]), **TIGHT)
+    moved = changed(alone, snapshot(norm))
+    assert moved == {f"{name}_clean" for name in ("running_mean", "running_var", "num_batches_tracked")}
+    assert all(torch.equal(alone.get_buffer(name), both.get_buffer(name)) for name in moved)
+
+
+def test_forwarded_samples_are_any_samples_of_their_domain_to_a_norm_that_crosses_nothing():
+    for name in ("bn", "dual_bn", "dual_affine_bn", "dual_stats_bn", "gmm_bn", "dual_affine_gn"):
+        norm = randomized(build(name).double())
+        twin = copy.deepcopy(norm)
+        x = batch({"all": 12})
+        with route(norm, {"clean": 3, "adv": 2}, forwarded={"clean": 7}):
+            found = norm(x)
+        with route(twin, {"clean": 10, "adv": 2}):
+            torch.testing.assert_close(found, twin(x), **TIGHT)
+        for key, value in twin.named_buffers():
+            torch.testing.assert_close(norm.get_buffer(key), value, **TIGHT)
 
 
 # -- gmm_bn ----------------------------------------------------------------------------------------------------
@@ -419,9 +488,9 @@ def test_at_zero_a_perturbation_changes_nothing_and_has_the_oracles_gradient(nam
     compare(name, copy.deepcopy(norm), batch(counts), counts, mode=mode, deltas=dict(zero[""]), **options)
     plain, perturbed = copy.deepcopy(norm), copy.deepcopy(norm)
     x = batch(counts)
-    with route(plain, counts), statistics(plain, mode=mode):
+    with along(plain, counts), statistics(plain, mode=mode):
         y_plain = plain(x)
-    with route(perturbed, counts), statistics(perturbed, mode=mode, perturbation=zero_perturbation(perturbed)):
+    with along(perturbed, counts), statistics(perturbed, mode=mode, perturbation=zero_perturbation(perturbed)):
         y_perturbed = perturbed(x)
     torch.testing.assert_close(y_plain, y_perturbed, **TIGHT)
     for key, value in plain.named_buffers():
@@ -483,7 +552,7 @@ def test_groups_without_a_route_equal_a_builtin_norm_per_group_and_one_update_of
 def test_per_sample_norms_ignore_groups_and_perturbation_and_batch_norms_ignore_groups_when_running(name, options):
     norm, counts = randomized(build(name, **options).double()), shares(name)
     x = batch(counts)
-    with route(norm, counts), statistics(norm, mode="running"):
+    with along(norm, counts), statistics(norm, mode="running"):
         y = norm(x)
         with statistics(norm, groups=7):  # does not divide: no batch statistic is cut, so nothing to refuse
             assert torch.equal(norm(x), y)
@@ -531,7 +600,7 @@ def test_a_perturbation_takes_none_for_a_bank_that_took_no_part():
 
 def differentiable(norm: RoutedNorm, counts: dict[str, int], mode: str) -> Callable[..., Tensor]:
     def function(x: Tensor, *_parameters: Tensor) -> Tensor:  # gradcheck moves the norm's own parameters in place
-        with route(norm, counts), statistics(norm, mode=mode):
+        with along(norm, counts), statistics(norm, mode=mode):
             return norm(x)
 
     return function
@@ -542,7 +611,7 @@ def differentiable(norm: RoutedNorm, counts: dict[str, int], mode: str) -> Calla
 def test_gradcheck(name, options, mode):
     norm, counts = randomized(build(name, 2, **options).double()), shares(name)
     x = batch(counts, channels=2, spatial=(2, 1)).requires_grad_()
-    if name == "cross_bn" and mode == "batch" and not options:  # stops the input's gradient on purpose, tested above
+    if options and mode == "batch":  # stops the input's gradient on purpose, tested above
         with pytest.raises(GradcheckError, match="respect to input 0"):
             torch.autograd.gradcheck(differentiable(norm, counts, mode), (x, *norm.parameters()))
         x = x.detach()
@@ -555,7 +624,7 @@ def test_gradcheck(name, options, mode):
         ("bn", {}),
         ("dual_bn", {}),
         ("dual_affine_bn", {}),
-        ("cross_bn", {"other_gradient": True}),
+        ("cross_bn", {}),
         ("gmm_bn", {}),
         ("dual_affine_gn", {}),
     ],
@@ -563,7 +632,7 @@ def test_gradcheck(name, options, mode):
 )
 @pytest.mark.parametrize("mode", ["batch", "running"])
 def test_gradgradcheck(name, options, mode):
-    norm, counts = randomized(build(name, 2, **options).double()), {"clean": 3, "adv": 2}
+    norm, counts = randomized(build(name, 2, **options).double()), dict(zip(parts_of(name), (3, 2, 2, 2)))
     x = batch(counts, channels=2, spatial=(2, 1)).requires_grad_()
     assert torch.autograd.gradgradcheck(differentiable(norm, counts, mode), (x, *norm.parameters()))
 
@@ -582,21 +651,19 @@ def test_gradcheck_of_perturbations_and_groups(name, groups):
     assert torch.autograd.gradcheck(function, (x, *(t for pair in deltas.values() for t in pair)))
 
 
-@pytest.mark.parametrize("name", [name for name in list_norms() if len(domains_of(name)) > 1])
-def test_a_domains_output_does_not_depend_on_its_place_in_the_batch_when_running(name):
+@pytest.mark.parametrize("name", [name for name in list_norms() if len(parts_of(name)) > 1])
+def test_a_parts_output_does_not_depend_on_its_place_in_the_batch_when_running(name):
     norm, counts = randomized(build(name).double()), shares(name)
     x = batch(counts)
     pieces = dict(zip(counts, x.split(list(counts.values()))))
-    with statistics(norm, mode="running"):
-        with route(norm, counts):
-            whole = norm(x)
-        with route(norm, dict(reversed(counts.items()))):
-            turned = norm(torch.cat(list(reversed(pieces.values()))))
-    start = 0
-    for domain, piece in pieces.items():
-        with route(norm, domain), statistics(norm, mode="running"):
+    outputs = []
+    for order in (counts, turned(counts)):
+        with along(norm, order), statistics(norm, mode="running"):
+            whole = norm(torch.cat([pieces[part] for part in order]))
+        outputs.append(dict(zip(order, whole.split(list(order.values())))))
+    for part, piece in pieces.items():
+        first = {part.removesuffix(FORWARDED): len(piece)} if part.endswith(FORWARDED) else None
+        with route(norm, part.removesuffix(FORWARDED), forwarded=first), statistics(norm, mode="running"):
             alone = norm(piece)
-        torch.testing.assert_close(whole[start : start + len(piece)], alone, **TIGHT)
-        stop = len(x) - start
-        torch.testing.assert_close(turned[stop - len(piece) : stop], alone, **TIGHT)
-        start += len(piece)
+        for output in outputs:
+            torch.testing.assert_close(output[part], alone, **TIGHT)

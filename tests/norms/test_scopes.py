@@ -14,7 +14,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from norm_oracles import BANKED, MODES, PAPER, batch, build, changed, domains_of, randomized, shares, snapshot
+from norm_oracles import (
+    BANKED,
+    MODES,
+    PAPER,
+    along,
+    batch,
+    build,
+    changed,
+    domains_of,
+    parts_of,
+    randomized,
+    shares,
+    snapshot,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -285,7 +298,7 @@ def test_a_mode_means_the_same_in_train_and_eval(name, mode):
     outcomes = []
     for training in (True, False):
         model = network(name).train(training)
-        with route(model, counts), statistics(model, mode=mode):
+        with along(model, counts), statistics(model, mode=mode):
             outcomes.append((model(x), snapshot(model)))
         assert all(module.training is training for module in model.modules())
     (y_train, state_train), (y_eval, state_eval) = outcomes
@@ -299,9 +312,9 @@ def test_without_a_mode_train_uses_and_feeds_the_batch_and_eval_uses_what_is_sto
     counts = shares(name)
     x = images(counts)
     implicit, explicit = network(name).train(training), network(name)
-    with route(implicit, counts):
+    with along(implicit, counts):
         y = implicit(x)
-    with route(explicit, counts), statistics(explicit, mode="batch" if training else "running"):
+    with along(explicit, counts), statistics(explicit, mode="batch" if training else "running"):
         assert torch.equal(explicit(x), y)
     assert changed(implicit, explicit.state_dict()) == set()
 
@@ -332,7 +345,7 @@ def test_only_mode_batch_moves_the_running_statistics_and_only_of_the_banks_it_f
     x = images(counts)
     before = snapshot(model)
     outputs = {}
-    with route(model, counts):
+    with along(model, counts):
         for mode in ("running", "batch_frozen", "batch"):
             with statistics(model, mode=mode):
                 outputs[mode] = model(x)
@@ -365,7 +378,7 @@ def test_scopes_touch_no_flag_of_any_module(name, mode):
     model[2].eval()
     model[3].weight.requires_grad_(False)
     flags = [(m.training, [p.requires_grad for p in m.parameters()]) for m in model.modules()]
-    with route(model, counts), statistics(model, mode=mode):
+    with along(model, counts), statistics(model, mode=mode):
         model(images(counts)).sum().backward()
         assert [(m.training, [p.requires_grad for p in m.parameters()]) for m in model.modules()] == flags
     assert [(m.training, [p.requires_grad for p in m.parameters()]) for m in model.modules()] == flags
@@ -377,7 +390,7 @@ def test_a_frozen_norm_in_a_training_model_keeps_its_statistics_and_the_others_l
     model, counts = network(name).train(), shares(name)
     model[1].eval()
     before = snapshot(model)
-    with route(model, counts):
+    with along(model, counts):
         model(images(counts))
     moved = changed(model, before)
     assert not any(key.startswith("1.") for key in moved)
@@ -393,7 +406,7 @@ def test_a_graph_survives_the_end_of_its_scope_and_an_attack_in_between(name):
     expected = None
     for interrupted in (False, True):
         model, x = network(name), images(counts).requires_grad_()
-        with route(model, counts):
+        with along(model, counts):
             y = model(x)
             if interrupted:
                 with statistics(model, mode="running"), route(model, domains_of(name)[0]):
@@ -419,11 +432,11 @@ def test_a_graph_keeps_its_gradient_when_a_later_forward_feeds_the_banks(name, f
     """
     counts = shares(name)
     model, x = network(name), images(counts).requires_grad_()
-    with route(model, counts), statistics(model, mode=first):
+    with along(model, counts), statistics(model, mode=first):
         loss = model(x).square().sum()
     wanted = [x, *model.parameters()]
     before = torch.autograd.grad(loss, wanted, retain_graph=True)
-    with route(model, counts), statistics(model, mode="batch"), torch.no_grad():
+    with along(model, counts), statistics(model, mode="batch"), torch.no_grad():
         model(3 * images(counts, seed=5) + 1)
     after = torch.autograd.grad(loss, wanted)
     for a, b in zip(before, after):
@@ -435,11 +448,11 @@ def test_a_graph_keeps_its_gradient_when_a_later_forward_feeds_the_banks(name, f
 
 @pytest.mark.parametrize("name", BANKED)
 def test_batches_are_normalized_by_the_biased_variance_and_banks_store_the_unbiased_one(name):
-    """Samples 0 and 2 of every domain: mean 1, biased variance 1, unbiased n / (n - 1) for n values in a bank."""
+    """Samples 0 and 2 of every part: mean 1, biased variance 1, unbiased n / (n - 1) for n values in a bank."""
     norm = build(name, 3, dim=1, momentum=1.0, eps=0.0).double()
-    known = domains_of(name)
-    x = torch.tensor([[0.0] * 3, [2.0] * 3] * len(known), dtype=torch.float64)
-    with route(norm, dict.fromkeys(known, 2)):
+    known, parts = domains_of(name), parts_of(name)
+    x = torch.tensor([[0.0] * 3, [2.0] * 3] * len(parts), dtype=torch.float64)
+    with along(norm, dict.fromkeys(parts, 2)):
         y = norm(x)
     torch.testing.assert_close(y, x - 1)
     values = 2 * len(known) if PAPER[name].statistics == "mixed" else 2
@@ -447,7 +460,7 @@ def test_batches_are_normalized_by_the_biased_variance_and_banks_store_the_unbia
     assert len(variances) == (1 if PAPER[name].statistics == "mixed" else len(known))
     for variance in variances:
         torch.testing.assert_close(variance, torch.full((3,), values / (values - 1), dtype=torch.float64))
-    with route(norm, dict.fromkeys(known, 2)), statistics(norm, mode="running"):
+    with along(norm, dict.fromkeys(parts, 2)), statistics(norm, mode="running"):
         torch.testing.assert_close(norm(x), (x - 1) / (values / (values - 1)) ** 0.5)
 
 
@@ -463,7 +476,7 @@ def step_with_checkpoint(
     head, tail = model[:5], model[5:]
     scope = contextlib.ExitStack()
     with scope:
-        scope.enter_context(route(model, counts))
+        scope.enter_context(along(model, counts))
         scope.enter_context(statistics(model, mode=mode, groups=groups))
         if perturbed:
             deltas = zero_perturbation(model, requires_grad=False).map(lambda delta: delta + 0.1)

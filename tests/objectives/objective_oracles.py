@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from norm_oracles import Oracle, Row, randomized
+from norm_oracles import FORWARDED, Oracle, randomized
 from torch import Tensor, nn
 
 from advnorm._core.seeding import ImageNoise
@@ -88,11 +88,11 @@ def pgd(**settings: Any) -> PGD:
 class Network:
     """The forward of :class:`Tiny` by hand, on float64 copies of its state; differentiable by plain autograd."""
 
-    def __init__(self, model: Tiny, *, other_gradient: bool = False, one_way: bool = False) -> None:
+    def __init__(self, model: Tiny, *, other_gradient: bool = True) -> None:
         self.norms: dict[str, Oracle] = {}
         for name in ("norm1", "norm2"):
             norm = routed(getattr(model, name))
-            self.norms[name] = OneWay(norm) if one_way else Oracle(norm.plan.name, norm, other_gradient=other_gradient)
+            self.norms[name] = Oracle(norm.plan.name, norm, other_gradient=other_gradient)
         self.weights = {
             name: value.detach().double().clone().requires_grad_()
             for name, value in model.named_parameters()
@@ -101,7 +101,7 @@ class Network:
         self.likelihoods: list[Tensor] = []
 
     def forward(self, parts: Mapping[str, Tensor], *, mode: str = "batch") -> dict[str, Tensor]:
-        """Logits by domain of one forward: of one domain's images, or of several concatenated in this order."""
+        """Logits by part of one forward: of one domain's images, or of several concatenated in this order."""
         counts = {domain: len(x) for domain, x in parts.items()}
         x = torch.cat([part.double() for part in parts.values()])
         for conv, norm in (("conv1", "norm1"), ("conv2", "norm2")):
@@ -117,8 +117,13 @@ class Network:
     def head(self, features: Tensor, domain: str) -> Tensor:
         """A, table 7: with Dual Linear each domain has its own."""
         own = "fc.weight" not in self.weights
+        domain = domain.removesuffix(FORWARDED)
         weight, bias = (self.weights[f"fc.{k}_{domain}" if own else f"fc.{k}"] for k in ("weight", "bias"))
         return torch.stack([(features * row).sum(1) for row in weight], 1) + bias
+
+    @property
+    def crosses(self) -> bool:
+        return any(norm.row.statistics == "other" for norm in self.norms.values())
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -140,17 +145,6 @@ class Network:
                 if value.grad is not None:
                     value -= rate * value.grad
                 value.grad = None
-
-
-class OneWay(Oracle):
-    """A, sec. 3, fig. 1: BN_clean in both branches, with the statistics of the clean samples, which are constants."""
-
-    def __init__(self, norm: Any) -> None:
-        super().__init__("cross_bn", norm)
-        self.row = Row("other", "one")
-
-    def sources(self, domain: str) -> list[str]:
-        return ["clean"]
 
 
 def routed(norm: Any) -> Any:
@@ -176,7 +170,14 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def forwards(
     network: Network, x: Tensor, x_adv: Tensor, *, layout: str = "concatenated", mode: str = "batch"
 ) -> dict[str, Tensor]:
-    """C, sec. 3.1: one concatenated batch, or the clean and then the adversarial one in forwards of their own."""
+    """C, sec. 3.1: one concatenated batch, or the clean and then the adversarial one in forwards of their own.
+
+    A, sec. 3: crossed images are normalized by the statistics of forwarded ones of the other domain.
+    """
+    if network.crosses:
+        first = {"clean" + FORWARDED: x, "adv" + FORWARDED: x_adv}
+        out = network.forward({**first, "clean": x, "adv": x_adv}, mode=mode)
+        return {domain: out[domain] for domain in ("clean", "adv")}
     if layout == "concatenated":
         return network.forward({"clean": x, "adv": x_adv}, mode=mode)
     return {**network.forward({"clean": x}, mode=mode), **network.forward({"adv": x_adv}, mode=mode)}

@@ -56,7 +56,8 @@ def _cases() -> dict[str, Case]:
     )
     cases["share-dual_bn"] = Case("hybrid", "dual_bn", {"clean_share": 0.5})
     cases["running-dual_bn"] = Case("hybrid", "dual_bn", {"statistics": "running"})
-    cases["cross-one_way"] = Case("cross", "cross_bn", {}, {"one_way": True})
+    cases["constant-cross_bn"] = Case("hybrid", "cross_bn", {}, {"other_gradient": False})
+    cases["share-cross_bn"] = Case("hybrid", "cross_bn", {"clean_share": 0.5})
     cases["classical-bn"] = Case("classical", "bn")
     return cases
 

@@ -299,7 +299,7 @@ def test_any_objective_can_be_regularized(wrap):
 
 
 def test_cross_at_can_be_regularized():
-    model = tiny("cross_bn", one_way=True)
+    model = tiny("cross_bn")
     Ligs(Cross(model, Given()))(X32, Y).loss.backward()
     assert model.conv1.weight.grad.isfinite().all()
 

@@ -64,9 +64,8 @@ def test_the_network_by_hand_is_the_built_in_one(layout):
         torch.testing.assert_close(network.buffers[name].to(buffer.dtype), buffer, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("norm", [name for name in CONCATENATED if name != "cross_bn"])
+@pytest.mark.parametrize("norm", CONCATENATED)
 def test_gradients_of_the_oracle_are_finite_differences(norm):
-    """Not for cross_bn: where no gradient flows through the other domain's statistics, none is that of a function."""
     network = Network(tiny(norm, dual_head=True))
 
     def loss() -> torch.Tensor:

@@ -16,7 +16,7 @@ from advnorm._core.errors import ConfigError, did_you_mean, raise_all
 from advnorm._core.precision import float32_as
 from advnorm.bench.timing import Timing, side_by_side
 from advnorm.models import create_model, list_models
-from advnorm.norms import domains, list_norms, route
+from advnorm.norms import domains, list_norms, route, routed_modules
 from advnorm.surgery import strip
 
 Precision = Literal["float32", "tf32", "bf16"]
@@ -130,11 +130,13 @@ def _phases(
     if images.is_cuda:
         network = network.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     names = domains(network)
-    share = [len(part) for part in labels.tensor_split(len(names) or 1)]
+    counts = {name: len(part) for name, part in zip(names, labels.tensor_split(len(names) or 1))}
+    crosses = any(module.plan.crosses for module in routed_modules(network).values())
+    batch, forwarded = (torch.cat([images, images]), counts) if crosses else (images, None)
     forward = torch.compile(network, dynamic=False) if compiled else network
 
-    def scope(target: Any) -> Any:
-        return route(network, target) if names else nullcontext()
+    def scope(target: Any, **options: Any) -> Any:
+        return route(network, target, **options) if names else nullcontext()
 
     def autocast() -> Any:
         return torch.autocast(images.device.type, torch.bfloat16) if precision == "bf16" else nullcontext()
@@ -146,8 +148,8 @@ def _phases(
 
     def train() -> None:
         network.train()
-        with scope(dict(zip(names, share))), autocast():
-            logits = forward(images)
+        with scope(counts, forwarded=forwarded), autocast():
+            logits = forward(batch)[-len(labels) :]
         F.cross_entropy(logits.float(), labels).backward()
         network.zero_grad(set_to_none=True)
 

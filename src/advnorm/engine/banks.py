@@ -24,20 +24,24 @@ def routing(objective: Objective) -> list[dict[str, Any]]:
     plans: dict[Plan, int] = {}
     for module in routed_modules(objective.model).values():
         plans[module.plan] = plans.get(module.plan, 0) + 1
-    seen = objective.trained_domains()
+    trained = objective.trained_domains()
     return [
-        {"norm": plan.name, "layers": layers, "domains": {name: _banks(plan, name, seen) for name in plan.domains}}
+        {"norm": plan.name, "layers": layers, "domains": {name: _banks(plan, name, trained) for name in plan.domains}}
         for plan, layers in plans.items()
     ]
 
 
-def _banks(plan: Plan, domain: str, seen: tuple[str, ...]) -> dict[str, str | None]:
-    """The banks that a domain's images meet in training; None where training has no such images."""
-    if domain not in seen:
+def _banks(plan: Plan, domain: str, trained: tuple[str, ...]) -> dict[str, str | None]:
+    """The banks that a domain's images meet in training; None where training has no such images.
+
+    Images that are trained on and forwarded too feed their bank while they are forwarded.
+    """
+    forwarded = domain in plan.forwarded_for(trained)
+    if domain not in trained and not forwarded:
         return {"normalized_by": None, "feed": None, "scaled_by": None}
-    index = plan.index(domain)
-    banks = {}
-    if plan.statistics == "batch":
-        by = "mixture of " + ", ".join(plan.statistics_banks) if plan.mixture else plan.normalized_by[index]
-        banks = {"normalized_by": by, "feed": plan.feeds[index]}
-    return {**banks, "scaled_by": plan.affine[index]}
+    by, _, affine = plan.banks(domain, forwarded=domain not in trained)
+    if plan.statistics != "batch":
+        return {"scaled_by": affine}
+    if plan.mixture:
+        by = "mixture of " + ", ".join(plan.statistics_banks)
+    return {"normalized_by": by, "feed": plan.banks(domain, forwarded=forwarded)[1] or None, "scaled_by": affine}

@@ -54,7 +54,7 @@ _register("dual_stats_bn", partial(separate, affine=False), summary="own statist
 _register(
     "cross_bn",
     crossed,
-    options=("other_gradient", "one_way"),
+    options=("other_gradient",),
     summary="the other domain's statistics, own affine",
     paper="Cross-AT, Cross-Hybrid-AT (A)",
 )
@@ -133,10 +133,8 @@ def make_norm(
 
     ``domains`` renames the defaults (or lists any number for ``multi_bn``). ``num_groups`` belongs to ``gn`` (default
     32, or its greatest common divisor with the channels), ``other_gradient`` to ``cross_bn``: whether gradients flow
-    through the other domain's statistics (default no: in paper A the other domain is only forwarded), and ``one_way``:
-    only the second domain takes the other's statistics, and both share the affine parameters (Cross-AT). Every norm
-    takes ``eps``, ``momentum`` (None: cumulative average), ``affine``, ``track_running_stats``, ``sync`` and
-    ``process_group``.
+    through the other domain's statistics (default), or take them for constants. Every norm takes ``eps``, ``momentum``
+    (None: cumulative average), ``affine``, ``track_running_stats``, ``sync`` and ``process_group``.
     """
     own = {key: value for key, value in options.items() if key not in MODULE_OPTIONS}
     plan = make_plan(name, domains=domains, **own)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,6 +18,10 @@ SHARED = "shared"
 class Plan:
     """Statistics banks × affine banks × who feeds what, one entry per domain.
 
+    Where a domain is normalized by another bank than it feeds, its samples feed theirs while they are *forwarded*: a
+    second time, beside those that the loss is taken of, normalized by their own statistics and scaled as what the bank
+    normalizes.
+
     ``statistics`` says what a normalization is computed from: the ``batch`` (banks), the channel ``group`` of one
     sample (layer, group and instance norm), the ``last`` dimensions of one sample (the layer norm of transformers), or
     ``none``. For all but ``batch`` the statistics banks are empty.
@@ -30,13 +34,15 @@ class Plan:
     feeds: tuple[str, ...] = ()
     affine: tuple[str, ...] = ()
     mixture: bool = False
-    other_gradient: bool = False
+    other_gradient: bool = True
 
     #: Names of the banks, in order of first use.
     statistics_banks: tuple[str, ...] = field(init=False, repr=False, compare=False)
     affine_banks: tuple[str, ...] = field(init=False, repr=False, compare=False)
     #: Whether two domains are treated differently, so that a forward must know where its samples come from.
     routed: bool = field(init=False, repr=False, compare=False)
+    #: Whether a domain is normalized by another bank than it feeds.
+    crosses: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         problems = []
@@ -61,6 +67,7 @@ class Plan:
             "statistics_banks": tuple(dict.fromkeys(self.feeds)),
             "affine_banks": tuple(dict.fromkeys(self.affine)),
             "routed": any(len(set(banks)) > 1 for banks in (self.normalized_by, self.feeds, self.affine)),
+            "crosses": self.normalized_by != self.feeds,
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
@@ -69,6 +76,21 @@ class Plan:
     def example_route(self) -> str:
         """A route over all domains, as one would type it, for messages."""
         return "{" + ", ".join(f"'{domain}': n{index}" for index, domain in enumerate(self.domains)) + "}"
+
+    def banks(self, domain: str, *, forwarded: bool = False) -> tuple[str, str, str]:
+        """Which banks normalize a domain's samples, are fed by them and scale them; empty: none."""
+        index = self.domains.index(domain)
+        by, feeds = (self.normalized_by[index], self.feeds[index]) if self.feeds else ("", "")
+        if not forwarded:
+            return by, feeds if by == feeds else "", self.affine[index]
+        crossed = by != feeds and feeds in self.normalized_by
+        return feeds, feeds, self.affine[self.normalized_by.index(feeds) if crossed else index]
+
+    def forwarded_for(self, routed: Collection[str]) -> tuple[str, ...]:
+        """The domains whose samples must be forwarded for the batch statistics that normalize the ``routed`` ones."""
+        rows = list(zip(self.domains, self.normalized_by, self.feeds))
+        needed = {by for domain, by, feeds in rows if domain in routed and by != feeds}
+        return tuple(d for d, by, feeds in rows if feeds in needed and not (d in routed and by == feeds))
 
     def index(self, domain: str) -> int:
         """Position of ``domain``, or an error that suggests the nearest name."""
@@ -85,11 +107,16 @@ def separate(name: str, domains: Sequence[str], *, statistics: bool = True, affi
     return Plan(name=name, domains=domains, normalized_by=bank, feeds=bank, affine=domains if affine else shared)
 
 
-def crossed(name: str, domains: Sequence[str], *, other_gradient: bool = False, one_way: bool = False) -> Plan:
+def crossed(name: str, domains: Sequence[str], *, other_gradient: bool = True) -> Plan:
     """Each of two domains is normalized by the statistics of the other (paper A, sec. 3: Cross-BN).
 
-    ``one_way``: both are normalized by the statistics of the first and share one affine bank, as in Cross-AT (paper A,
-    fig. 1), where only the second is trained on; what the second feeds is kept beside, and normalizes nothing.
+    BN_clean of the paper is the statistics bank ``clean`` with the affine bank ``adv``, which the adversarial branch
+    trains. Its statistics are those of clean samples that go through BN_clean themselves, "used only for forward
+    propagation to get the BN statistics" (Cross-AT). With those of the crossed samples the ratio of the domains'
+    variances would about square from norm to norm, and with another affine bank it would drift.
+
+    ``other_gradient``: gradients flow through these statistics; to constants the weights pay no heed, and run away
+    (Ioffe & Szegedy 2015, sec. 2).
     """
     domains = tuple(domains)
     if len(domains) != 2:
@@ -97,9 +124,9 @@ def crossed(name: str, domains: Sequence[str], *, other_gradient: bool = False, 
     return Plan(
         name=name,
         domains=domains,
-        normalized_by=(domains[0],) * 2 if one_way else domains[::-1],
+        normalized_by=domains[::-1],
         feeds=domains,
-        affine=(SHARED,) * 2 if one_way else domains,
+        affine=domains,
         other_gradient=other_gradient,
     )
 

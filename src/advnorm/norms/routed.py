@@ -285,12 +285,16 @@ class RoutedNorm(Routed):
         needed = plan.statistics_banks if self._mixes else tuple(dict.fromkeys(run.normalized_by for run in runs))
         present = {run.feeds for run in runs}
         if self.synchronized and self.state.route is not None:  # a domain's samples may all be on other ranks
-            present |= {plan.feeds[plan.domains.index(domain)] for domain, _ in self.state.route}
+            present |= {plan.banks(domain, forwarded=True)[1] for domain, _ in self.state.forwarded}
+            present |= {plan.banks(domain)[1] for domain, _ in self.state.route}
         missing = [bank for bank in needed if bank not in present]
         if missing:
+            which, again = "such samples", ""
+            if plan.crosses:
+                which, again = "samples that are forwarded for them", f", forwarded={plan.example_route}"
             raise RouteError(
-                f"{plan.name} normalizes by the batch statistics of {', '.join(missing)}, and this batch has no such "
-                f"samples; concatenate under `with advnorm.route(model, {plan.example_route}):`, or use stored "
+                f"{plan.name} normalizes by the batch statistics of {', '.join(missing)}, and this batch has no "
+                f"{which}; concatenate under `with advnorm.route(model, {plan.example_route}{again}):`, or use stored "
                 "statistics: `with advnorm.statistics(model, mode='running'):`"
             )
 

@@ -29,7 +29,7 @@ class Run(NamedTuple):
     """Consecutive samples that are treated alike: their banks and their rows of the batch."""
 
     normalized_by: str
-    feeds: str
+    feeds: str  # empty: none
     affine: str
     start: int
     stop: int
@@ -43,6 +43,7 @@ class State(NamedTuple):
     """What the enclosing scopes say; the defaults are what holds outside of any."""
 
     route: tuple[tuple[str, int | None], ...] | None = None  # domains and counts in order; None is the whole batch
+    forwarded: tuple[tuple[str, int], ...] = ()  # samples in front of the route's, for the statistics of their banks
     pair: tuple[str, str] | None = None  # the domain whose statistics bank, the domain whose affine bank
     component: str | None = None  # the domain whose Gaussian alone normalizes in a mixture norm
     mode: Mode | None = None
@@ -96,7 +97,7 @@ class Routed(nn.Module):
                 "this forward runs in another thread than the one that opened the scope, which would share its route; "
                 "give each thread its own copy of the model (copy.deepcopy), or one process per device (torchrun)"
             )
-        key = (state.route, state.pair, state.component, state.groups, batch, needs_route)
+        key = (state.route, state.forwarded, state.pair, state.component, state.groups, batch, needs_route)
         if self._last[0] != key:
             self._last = (key, cut(self.plan, state, batch, needs_route))
         return self._last[1]
@@ -126,19 +127,18 @@ def cut(plan: Plan, state: State, batch: int, needs_route: bool) -> tuple[Run, .
         route = ((plan.domains[0], None),)
     runs: list[Run] = []
     start = 0
-    for domain, count in route:
-        index = plan.domains.index(domain)
-        stop = batch if count is None else start + count
-        by, feeds = (plan.normalized_by[index], plan.feeds[index]) if plan.feeds else ("", "")
-        run = Run(by, feeds, plan.affine[index], start, stop)
+    for position, (domain, count) in enumerate((*state.forwarded, *route)):
+        stop = max(start, batch) if count is None else start + count
+        run = Run(*plan.banks(domain, forwarded=position < len(state.forwarded)), start, stop)
         if runs and runs[-1][:3] == run[:3] and state.groups == 1:  # a group is the n-th of every domain's samples
             runs[-1] = runs[-1]._replace(stop=stop)
         elif stop > start:
             runs.append(run)
         start = stop
     if start != batch:
+        behind = f" behind the forwarded {dict(state.forwarded)}" if state.forwarded else ""
         raise RouteError(
-            f"the route {dict(route)} covers {start} samples and the batch has {batch}; "
+            f"the route {dict(route)}{behind} covers {start} samples and the batch has {batch}; "
             "give one count per domain that sum to the batch size, in the order of the concatenation"
         )
     return tuple(runs)
@@ -285,14 +285,21 @@ def _set_state(module: Routed, state: State) -> None:
         module.__dict__["state"] = state  # the general way of a module checks for parameters first
 
 
-def route(model: nn.Module, route: Route) -> Scope:
+def route(model: nn.Module, route: Route, *, forwarded: Mapping[str, int] | None = None) -> Scope:
     """Scope: the whole batch comes from one domain, or its parts from several, in the order given.
+
+    ``forwarded`` samples lie in front of them, and are there for the statistics of their banks alone: where a norm
+    crosses domains, they are normalized by their own and scaled as what their bank normalizes (paper A, sec. 3); other
+    norms treat them as any of their domain.
 
     >>> with route(model, "adv"): ...
     >>> with route(model, {"clean": 128, "adv": 128}): ...
+    >>> with route(model, "adv", forwarded={"clean": 128}): ...
     """
     segments = ((route, None),) if isinstance(route, str) else parse_route(route)
-    return Scope(model, {"route": segments, "pair": None}, wanted=[domain for domain, _ in segments])
+    first = () if forwarded is None else parse_route(forwarded)
+    wanted = [domain for domain, _ in (*first, *segments)]
+    return Scope(model, {"route": segments, "forwarded": first, "pair": None}, wanted=wanted)
 
 
 def parse_route(route: Mapping[str, int]) -> tuple[tuple[str, int], ...]:

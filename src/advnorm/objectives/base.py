@@ -175,10 +175,6 @@ class Objective(nn.Module):
         """The domains whose parameters get a gradient in each step."""
         return self.domains
 
-    def learned_domains(self) -> tuple[str, ...]:
-        """The domains whose loss is trained on."""
-        return self.trained_domains()
-
     @property
     def bare(self) -> Objective:
         """The objective inside all wrappers, which makes the forwards."""
@@ -253,22 +249,41 @@ class Objective(nn.Module):
         return next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
 
     def passed(self, images: Mapping[str, Tensor], layout: Layout = "concatenated") -> dict[str, Tensor]:
-        """Logits of each domain's images in training, in one forward or in one after the other."""
+        """Logits of each domain's images in training, in one forward or in one after the other.
+
+        What is not trained on, or gives others its statistics, is forwarded for them in the same batch.
+        """
         images = {domain: x for domain, x in images.items() if len(x)}
+        trained = {domain: x for domain, x in images.items() if domain in self.trained_domains()}
+        needed = self._forwarded(set(trained))
+        forwarded = {domain: x for domain, x in images.items() if domain in needed}
         with self.training_statistics():
-            if layout == "sequential" or len(images) == 1:
+            if not forwarded and (layout == "sequential" or len(images) == 1):
                 logits = {}
                 for domain, x in images.items():
                     with self._routed(domain):
                         logits[domain] = self.logits(x)
                 return logits
-            counts = {domain: len(x) for domain, x in images.items()}
-            with self._routed(counts):
-                together = self.logits(torch.cat(list(images.values())))
-            return dict(zip(images, together.split(list(counts.values()))))
+            first, counts = ({domain: len(x) for domain, x in part.items()} for part in (forwarded, trained))
+            with self._routed(counts, first):
+                together = self.logits(torch.cat([*forwarded.values(), *trained.values()]))
+            pieces = together.split([*first.values(), *counts.values()])
+            by_domain = dict(zip([*forwarded, *trained], pieces))  # of what went along twice, the second
+            return {domain: by_domain[domain] for domain in images}
 
-    def _routed(self, where: str | Mapping[str, int]) -> AbstractContextManager[Any]:
-        return route(self.model, where) if routed_modules(self.model) else nullcontext()  # pyright: ignore[reportArgumentType, reportReturnType]
+    def _forwarded(self, trained: set[str]) -> set[str]:
+        """The domains whose images are forwarded for the statistics of their banks, beside the ``trained`` ones."""
+        found = set(self.domains) - trained
+        if self.statistics == "batch":
+            found.update(*(module.plan.forwarded_for(trained) for module in routed_modules(self.model).values()))
+        return found
+
+    def _routed(
+        self, where: str | Mapping[str, int], forwarded: Mapping[str, int] | None = None
+    ) -> AbstractContextManager[Any]:
+        if not routed_modules(self.model):
+            return nullcontext()
+        return route(self.model, where, forwarded=forwarded or None)  # pyright: ignore[reportReturnType]
 
     @contextmanager
     def training_statistics(self) -> Iterator[None]:
@@ -309,7 +324,7 @@ class Objective(nn.Module):
 
 def needs_both(plan: Plan) -> bool:
     """Whether a batch of one domain cannot be normalized: it takes the other's statistics too."""
-    return plan.statistics == "batch" and (plan.mixture or plan.normalized_by != plan.feeds)
+    return plan.mixture or plan.crosses
 
 
 OBJECTIVES: Registry[type[Objective]] = Registry("objective")

@@ -206,7 +206,7 @@ class Cross(DualDomain):
     """Cross-AT: ``max_δ L_CE(x + δ, y)`` with the adversarial images normalized by the clean ones' statistics.
 
     The clean images are only forwarded, the weights learn from the adversarial ones (paper A, sec. 3, fig. 1). The norm
-    is ``cross_bn``; with its option ``one_way`` the clean images keep their own statistics, as the figure has it.
+    is ``cross_bn``, of which the branch ``adv`` alone is trained: BN_clean of the paper, for images of either domain.
     """
 
     summary, paper = "adversarial images normalized by clean statistics (Cross-AT)", "A (fig. 1, 2)"
@@ -217,14 +217,12 @@ class Cross(DualDomain):
         problems = super().plan_problems(plans, **options)
         if not any(_crosses(plan) for plan in plans):
             problems.append("Cross-AT normalizes adversarial images by clean statistics; use norm='cross_bn'")
-        if any(_crosses(plan) and plan.other_gradient for plan in plans):
-            problems.append("in Cross-AT the clean images are only forwarded; leave other_gradient out")
         return problems
 
     def weights(self, clean: int, adv: int) -> dict[str, float]:
         return {"adv_ce": 1.0}
 
-    def learned_domains(self) -> tuple[str, ...]:
+    def trained_domains(self) -> tuple[str, ...]:
         return ("adv",)
 
 

@@ -54,9 +54,6 @@ class Wrapper(Objective):
     def trained_domains(self) -> tuple[str, ...]:
         return self.objective.trained_domains()
 
-    def learned_domains(self) -> tuple[str, ...]:
-        return self.objective.learned_domains()
-
     @property
     def bare(self) -> Objective:
         return self.objective.bare
