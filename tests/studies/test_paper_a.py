@@ -1,68 +1,15 @@
-"""The studies of paper A: every number has its place, every cell can be run, and the checks say what the paper says."""
+"""The studies of paper A: what is special to them; what all studies have in common is in test_registry."""
 
 import json
 from dataclasses import replace
 
 import pytest
 
-from advnorm.analysis import ANALYSES
 from advnorm.attacks import get as get_attack
-from advnorm.studies import STUDIES, list_studies, paper_a, printed
+from advnorm.studies import STUDIES, paper_a, printed
 from advnorm.studies.base import Measure
-from advnorm.studies.protocols import under
 from advnorm.studies.run import Task, measured, work
 from advnorm.threat import ThreatModel
-
-NAMES = list_studies("A/*")
-TABLES = [name for name in NAMES if "rows" in printed(name)]
-
-
-def values_of(name):
-    """The printed numbers of a table as if they had been measured, by one seed."""
-    return {(n.cell, n.value): [n.printed] for n in STUDIES.get(name).numbers() if n.printed is not None}
-
-
-# -- the registry ------------------------------------------------------------------------------------------------------
-
-
-def test_every_table_and_every_measured_figure_is_a_study():
-    measured_figures = [f"A/fig{number}" for number in (2, 4, 5, 6, 7)]  # 1 and 3 are drawings
-    assert sorted(NAMES) == sorted([*(f"A/table{number}" for number in range(1, 9)), *measured_figures])
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_every_printed_number_has_a_cell_and_a_place_of_its_own(name):
-    study = STUDIES.get(name)
-    numbers = list(study.numbers())
-    entry = printed(name)
-    assert len(numbers) == len(entry["rows"]) * len(entry["columns"])
-    for number in numbers:
-        assert study.cell(number.cell)
-    same = {(number.cell, number.value) for number in numbers}
-    assert len(same) == len(numbers) - (name == "A/table6")  # where both rows have the accuracy without perturbation
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("protocol", ["paper", "fast", "smoke"])
-def test_cells_have_names_of_their_own_and_are_valid_under_every_protocol(name, protocol):
-    cells = [under(protocol, cell) for cell in STUDIES.get(name).cells()]  # a wrong configuration cannot be made
-    assert len({cell.name for cell in cells}) == len(cells)
-    for cell in cells:
-        assert cell.measures
-        for measure in cell.measures:
-            assert measure.name in ("benchmark", "metrics") or measure.name in ANALYSES
-            attacks = measure.options.get("attacks", {})
-            for attack in attacks.values() if isinstance(attacks, dict) else attacks:
-                assert get_attack(attack, threat=ThreatModel(eps=cell.config.eps))
-
-
-def test_cells_of_the_same_name_are_the_same_training_in_all_studies():
-    trainings = {}
-    for name in NAMES:
-        for cell in STUDIES.get(name).cells():
-            trainings.setdefault(cell.name, set()).add(cell.config.digest)
-    assert all(len(digests) == 1 for digests in trainings.values())
-    assert len({digest for digests in trainings.values() for digest in digests}) == len(trainings)
 
 
 def test_pgd10_takes_steps_of_2_255_in_training_and_everywhere_at_test_time():
@@ -76,17 +23,8 @@ def test_pgd10_takes_steps_of_2_255_in_training_and_everywhere_at_test_time():
 # -- the claims --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_the_printed_numbers_confirm_the_printed_claim(name):
-    values = values_of(name)
-    if name == "A/table7":  # the check needs nothing of what this table lost
-        assert ("dual_bn/eps16", "adv/clean") not in values
-    assert STUDIES.get(name).answer(values) == "confirmed"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_study_without_numbers_is_not_run(name):
-    assert STUDIES.get(name).answer({}) == "not run"
+def test_the_check_of_table_7_needs_nothing_of_what_the_text_lost(as_printed):
+    assert ("dual_bn/eps16", "adv/clean") not in as_printed("A/table7")
 
 
 @pytest.mark.parametrize(
@@ -107,8 +45,8 @@ def test_a_study_without_numbers_is_not_run(name):
         ("A/table8", "single_kl/eps16", "shared/autoattack", 1.0),
     ],
 )
-def test_a_number_that_contradicts_the_claim_is_not_confirmed(name, cell, value, other):
-    values = values_of(name)
+def test_a_number_that_contradicts_the_claim_is_not_confirmed(as_printed, name, cell, value, other):
+    values = as_printed(name)
     assert (cell, value) in values
     assert STUDIES.get(name).answer({**values, (cell, value): [other]}) == "not confirmed"
 
@@ -169,26 +107,6 @@ def out(tmp_path_factory):
 
 def smoke(study, cell, out):
     return Task(study=study, cell=cell, seed=0, protocol="smoke", out=out)
-
-
-@pytest.mark.parametrize(
-    ("name", "cell"),
-    [("A/table6", "standard/eps16"), ("A/fig4", "dual_bn/eps16"), ("A/fig6", "dual_bn/eps16")],
-)
-def test_a_cell_measures_what_its_table_and_its_check_ask_for(name, cell, out):
-    study = STUDIES.get(name)
-    values = {(cell, value): [found] for value, found in work(smoke(name, cell, out))["values"].items()}
-    for number in study.numbers():
-        if number.cell == cell:
-            assert 0 <= values[number.cell, number.value][0] <= 100
-    if name != "A/table6":  # it has two cells
-        assert study.answer(values) in ("confirmed", "not confirmed")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "cell"), [(name, cell.name) for name in NAMES for cell in STUDIES.get(name).cells()])
-def test_every_cell_runs(name, cell, out):
-    assert work(smoke(name, cell, out))["values"]
 
 
 def test_the_rows_of_table_5_are_those_of_the_swap_table(out):

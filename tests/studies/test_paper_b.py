@@ -1,45 +1,12 @@
-"""The studies of paper B: every number has its place, every cell can be run, and the checks say what the paper says."""
-
-import json
+"""The studies of paper B: trainings that they share, budgets, and checks that say what the paper says."""
 
 import pytest
 
-from advnorm.studies import STUDIES, list_studies, paper_b, printed
-from advnorm.studies.protocols import under
-from advnorm.studies.run import Task, work
+from advnorm.studies import STUDIES, printed
 
 TABLES = ["B/table1", "B/table2", "B/table3"]
-NAMES = [*TABLES, "B/fig1", "B/fig2"]
 
-
-def values_of(name):
-    """The printed numbers of a table as if they had been measured, by one seed."""
-    return {(n.cell, n.value): [n.printed] for n in STUDIES.get(name).numbers()}
-
-
-# -- the registry ------------------------------------------------------------------------------------------------------
-
-
-def test_every_table_and_figure_is_a_study():
-    assert sorted(list_studies("B/*")) == sorted(NAMES)
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_every_printed_accuracy_has_a_cell_of_its_own(name):
-    study, entry = STUDIES.get(name), printed(name)
-    numbers = list(study.numbers())
-    accuracies = [c for c in entry["columns"] if not c.endswith(("std", "gain"))]  # those follow from accuracies
-    assert len(numbers) == len(entry["rows"]) * len(accuracies)
-    assert {number.column for number in numbers} == set(accuracies)
-    # Every cell has a place in the table, and no two numbers the same.
-    assert sorted(number.cell for number in numbers) == sorted(cell.name for cell in study.cells())
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("protocol", ["paper", "fast", "smoke"])
-def test_cells_have_names_of_their_own_and_are_valid_under_every_protocol(name, protocol):
-    cells = [under(protocol, cell) for cell in STUDIES.get(name).cells()]  # a wrong configuration cannot be made
-    assert len({cell.name for cell in cells}) == len(cells)
+# -- the trainings -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -78,16 +45,6 @@ def test_the_budget_that_is_printed_is_what_the_training_costs(name):
 # -- the claims --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_the_printed_numbers_confirm_the_printed_claim(name):
-    assert STUDIES.get(name).answer(values_of(name)) == "confirmed"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_study_without_numbers_is_not_run(name):
-    assert STUDIES.get(name).answer({}) == "not run"
-
-
 @pytest.mark.parametrize(
     ("name", "cell", "other"),
     [
@@ -102,8 +59,8 @@ def test_a_study_without_numbers_is_not_run(name):
         ("B/table3", "apart/N128/eps0.1/n1", 77.0),
     ],
 )
-def test_a_number_that_contradicts_the_claim_is_not_confirmed(name, cell, other):
-    values = values_of(name)
+def test_a_number_that_contradicts_the_claim_is_not_confirmed(name, cell, other, as_printed):
+    values = as_printed(name)
     assert (cell, "shared/clean") in values
     assert STUDIES.get(name).answer({**values, (cell, "shared/clean"): [other]}) == "not confirmed"
 
@@ -161,35 +118,3 @@ def fig2_values(changed=None):
 )
 def test_robustness_to_perturbed_statistics_is_judged_by_accuracy_and_by_what_is_lost(changed, answer):
     assert STUDIES.get("B/fig2").answer(fig2_values(changed)) == answer
-
-
-# -- cells that run ----------------------------------------------------------------------------------------------------
-
-
-def smoked(name, cell, tmp_path):
-    return work(Task(study=name, cell=cell, seed=0, protocol="smoke", out=str(tmp_path), device="cpu"))["values"]
-
-
-@pytest.mark.parametrize(
-    ("name", "cell"),
-    [
-        ("B/table1", "preact_resnet18/cifar100/sam/2x"),
-        ("B/table2", "imagenet/standard/1x"),
-        ("B/table3", "apart/N24/eps0.1/n2"),
-    ],
-)
-def test_a_cell_of_a_table_runs_and_gives_its_number(name, cell, tmp_path):
-    values = smoked(name, cell, tmp_path)
-    places = [number.value for number in STUDIES.get(name).numbers() if number.cell == cell]
-    assert places and all(0 <= values[place] <= 100 for place in places)
-
-
-@pytest.mark.slow
-def test_a_cell_of_a_figure_runs_and_gives_the_curves_that_the_check_reads(tmp_path):
-    values = smoked("B/fig2", "standard/1.00x", tmp_path)
-    collected = {("standard/1.00x", path): [value] for path, value in values.items()}
-    for line in ("means perturbed", "standard deviations perturbed"):
-        curve = paper_b._curve(collected, "standard/1.00x", line)
-        assert len(curve) == len(paper_b.RADII) and all(0 <= value <= 1 for value in curve)
-    record = next((tmp_path / "records" / "B" / "fig2").rglob("*.json"))
-    assert json.loads(record.read_text())["measures"][0]["name"] == "perturbed_statistics"

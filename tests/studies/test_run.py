@@ -67,7 +67,7 @@ def test_a_failed_cell_is_tried_again_and_then_told_and_the_others_go_on(tmp_pat
 
     tried = []
 
-    def fails(task):
+    def fails(task, *, progress):
         tried.append(task.cell)
         if task.cell.startswith("dual"):
             raise OSError("no space")

@@ -58,7 +58,7 @@ def run(
                 console.print(outcome.error, highlight=False, markup=False)
 
         if launcher == "local" and processes == 1 and torch.cuda.device_count() < 2:
-            run_all(todo, on_outcome=told)
+            run_all(todo, on_outcome=told, progress=protocol != "smoke")
         else:
             launch(todo, launcher=launcher, address=address, processes=processes, on_outcome=told)
         values, problems = collected(study, seeds=seeds, protocol=protocol, out=out)

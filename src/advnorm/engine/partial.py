@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
+@cache  # asked for by every record; what a process runs is what it found at first
 def _commit() -> str | None:
     """The commit of this package's own repository, ``+`` where files differ.
 

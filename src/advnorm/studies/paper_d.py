@@ -97,7 +97,7 @@ TWENTY = (
     ),
 )
 FGSM = Measure(options={"threat": "Linf", "eps": "4/255", "attacks": {"fgsm linf 4/255": "fgsm"}})
-#: 10 steps on 1000 images (app. B.2). The paper takes 100 of each class, here they are the first ones.
+#: 10 steps on 1000 images (app. B.2). The paper takes 100 of each class, here they are spread evenly over the test set.
 TEN = Measure(options={"threat": "L2", "eps": 0.25, "attacks": {"pgd10": "pgd10"}, "limit": 1000})
 #: Gaussian noise of deviation 0.01 (app. B.4), and all four kinds.
 LIGS = Measure(name="ligs", options={"shifts": ["gaussian"], "size": 0.01, "limit": 1000})

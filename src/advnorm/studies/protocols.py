@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from advnorm.engine.config import Config, Named
@@ -23,7 +24,8 @@ def under(protocol: Protocol, cell: Cell) -> Cell:
 def fast(cell: Cell) -> Cell:
     """One cycle of 30 epochs at batch 512, analyses on 1,000 images: a recipe of its own, named wherever it appears.
 
-    The learning rate of SGD grows with the batch, that of adaptive optimizers with its root.
+    The learning rate of SGD grows with the batch, that of adaptive optimizers with its root; groups of a second pass
+    stay as large as they are.
     """
     config = cell.config
     batch_size = max(FAST_BATCH, config.batch_size)
@@ -36,6 +38,7 @@ def fast(cell: Cell) -> Cell:
             epochs=min(FAST_EPOCHS, config.epochs),
             batch_size=batch_size,
             lr=config.lr * (larger if config.optimizer == "sgd" else larger**0.5),
+            second_pass=_with_groups(config.second_pass, lambda groups: round(groups * larger)),
             schedule="one_cycle",
             milestones=(),
             gamma=Config.gamma,
@@ -78,16 +81,15 @@ def smoke(cell: Cell) -> Cell:
         running_epochs=0,
         budget=1,
         attack=replace(config.attack, steps=2, restarts=1),
-        second_pass=_few_groups(config.second_pass),
+        second_pass=_with_groups(config.second_pass, lambda groups: min(2, groups)),  # of a batch of eight
     )
     return replace(cell, config=smaller, measures=tuple(_smaller(measure) for measure in cell.measures))
 
 
-def _few_groups(second_pass: Named | None) -> Named | None:
-    """At most two groups of a batch of eight."""
+def _with_groups(second_pass: Named | None, change: Callable[[int], int]) -> Named | None:
     if second_pass is None or "groups" not in second_pass.options:
         return second_pass
-    return Named(second_pass.name, **{**second_pass.options, "groups": min(2, second_pass.options["groups"])})
+    return Named(second_pass.name, **{**second_pass.options, "groups": change(second_pass.options["groups"])})
 
 
 def _smaller(measure: Measure) -> Measure:

@@ -141,8 +141,8 @@ def tasks(
     return [task for task in whole if task in wanted]
 
 
-def work(task: Task) -> dict[str, Any]:
-    """Train and measure a cell, or go on with it; writes its record and returns it."""
+def work(task: Task, *, progress: bool = False) -> dict[str, Any]:
+    """Train and measure a cell, or go on with it; writes its record and returns it. ``progress`` shows the training."""
     if task.record.exists():
         return read_json(task.record)
     cell = task.found()
@@ -152,7 +152,7 @@ def work(task: Task) -> dict[str, Any]:
             raise ConfigError(f"{cell.name} needs {name}, which is not finished")
     if task.features is not None:
         make_features_of(task)
-    run = train(config, seed=task.seed, out=task.runs, data_dir=data_dir, device=task.device)
+    run = train(config, seed=task.seed, out=task.runs, data_dir=data_dir, device=task.device, progress=progress)
     if not run.finished:
         raise AdvnormError(f"{cell.name} was stopped before its end; the same command goes on")
     values: dict[str, float] = {}
@@ -260,23 +260,27 @@ class Outcome:
 
 
 def run_all(
-    todo: Sequence[Task], *, retries: int = 1, on_outcome: Callable[[Outcome], None] | None = None
+    todo: Sequence[Task],
+    *,
+    retries: int = 1,
+    on_outcome: Callable[[Outcome], None] | None = None,
+    progress: bool = False,
 ) -> list[Outcome]:
     """Work through tasks in this process; one that fails is tried again and then told, and the others go on."""
     outcomes = []
     for task in todo:
-        outcome = attempt(task, retries)
+        outcome = attempt(task, retries, progress=progress)
         outcomes.append(outcome)
         if on_outcome is not None:
             on_outcome(outcome)
     return outcomes
 
 
-def attempt(task: Task, retries: int) -> Outcome:
+def attempt(task: Task, retries: int, *, progress: bool = False) -> Outcome:
     """Work on a task, again where it fails by other than a wrong configuration."""
     for turn in range(retries + 1):
         try:
-            work(task)
+            work(task, progress=progress)
             return Outcome(task=task)
         except ConfigError as error:
             return Outcome(task=task, error=str(error))

@@ -1,0 +1,156 @@
+"""Every study of every paper: it is there, its cells can be run, its numbers have their places, and it runs whole."""
+
+import inspect
+import math
+from collections import Counter
+from itertools import chain
+from typing import get_args
+
+import pytest
+
+from advnorm.analysis import ANALYSES
+from advnorm.attacks import get as get_attack
+from advnorm.studies import STUDIES, printed
+from advnorm.studies.base import Protocol
+from advnorm.studies.protocols import under
+from advnorm.studies.run import run_all, tasks
+from advnorm.studies.summary import collected
+from advnorm.threat import ThreatModel
+
+#: What the papers measure in a table, in a figure, and E in a section without either.
+EXPECTED = [
+    "A/table1", "A/table2", "A/table3", "A/table4", "A/table5", "A/table6", "A/table7", "A/table8",
+    "A/fig2", "A/fig4", "A/fig5", "A/fig6", "A/fig7",
+    "B/table1", "B/table2", "B/table3",
+    "B/fig1", "B/fig2",
+    "C/table1", "C/table2", "C/table3", "C/table4",
+    "C/fig1", "C/fig2", "C/fig3", "C/fig4", "C/fig5", "C/fig6",
+    "D/table1", "D/table2", "D/table3", "D/table7", "D/table8",
+    "D/fig1", "D/fig2", "D/fig4", "D/fig5", "D/fig6", "D/fig7", "D/fig8", "D/fig9", "D/fig10", "D/fig11", "D/fig12",
+    "D/fig13", "D/fig14", "D/fig15", "D/fig16", "D/fig17",
+    "E/table1", "E/table2", "E/table3", "E/table4", "E/table5", "E/table6", "E/table7",
+    "E/fig1", "E/fig2", "E/fig3", "E/fig5", "E/fig6", "E/fig7", "E/sec4.4",
+]  # fmt: skip
+#: What they number and do not measure.
+NO_STUDY = {
+    "A/fig1": "a scheme of Cross-AT",
+    "A/fig3": "a scheme of the setups of table 3",
+    "D/fig3": "a scheme of usefulness and robustness",
+    "D/table4": "settings of trainings, and lost",
+    "D/table5": "settings of adversarial trainings, and lost",
+    "D/table6": "settings of trainings on features, which figures 6, 7, 12 and 13 have",
+    "E/fig4": "a scheme of Mixture BN",
+}
+NUMBERED = {"A": (8, 7), "B": (3, 2), "C": (4, 6), "D": (8, 17), "E": (7, 7)}  # tables and figures of each paper
+
+NAMES = STUDIES.names()
+TABLES = [name for name in NAMES if any(True for _ in STUDIES.get(name).numbers())]
+#: Columns that follow from others: the spread over seeds, and differences of two accuracies.
+DERIVED = ("std", "gain", "acc_diff")
+#: Smoke tests take so little that the check of these finds not all that it asks for.
+TOO_LITTLE = {"B/fig1": "groups of eight images", "D/fig1": "two corruptions of all"}
+
+
+def test_everything_that_a_paper_measures_is_a_study():
+    assert sorted(NAMES) == sorted(EXPECTED)
+
+
+@pytest.mark.parametrize("paper", NUMBERED)
+def test_a_table_or_figure_without_a_study_has_a_reason(paper):
+    tables, figures = NUMBERED[paper]
+    numbered = {f"{paper}/table{n + 1}" for n in range(tables)} | {f"{paper}/fig{n + 1}" for n in range(figures)}
+    assert {name for name in [*EXPECTED, *NO_STUDY] if name.startswith(paper) and "/sec" not in name} == numbered
+    assert not {*EXPECTED} & {*NO_STUDY}
+    assert all(printed(name)["caption"] for name in numbered)
+
+
+# -- cells -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("protocol", get_args(Protocol))
+def test_cells_have_names_of_their_own_and_can_be_run_under_every_protocol(name, protocol):
+    cells = [under(protocol, cell) for cell in STUDIES.get(name).cells()]  # a wrong configuration cannot be made
+    assert len({cell.name for cell in cells}) == len(cells) > 0
+    for cell in cells:
+        assert cell.measures and cell.config.run_name
+        for measure in cell.measures:
+            if measure.name in ("benchmark", "metrics"):
+                continue
+            known = inspect.signature(ANALYSES.get(measure.name).run).parameters
+            assert measure.options.keys() <= {*known, "limit", "eps", "beside"}
+        for attack in chain.from_iterable(attacks_of(measure) for measure in cell.measures):
+            assert get_attack(attack, threat=ThreatModel(norm=cell.config.threat, eps=cell.config.eps))
+
+
+def attacks_of(measure):
+    attacks = measure.options.get("attacks", ())
+    return attacks.values() if isinstance(attacks, dict) else attacks
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cells_come_after_those_that_they_need(name, tmp_path):
+    before = set()
+    for task in tasks(STUDIES.get(name), out=tmp_path):
+        assert {*task.needs} <= before
+        before.add(task.cell)
+
+
+@pytest.mark.parametrize("paper", ["A", "C", "E"])  # B and D name cells within a study
+def test_cells_of_the_same_name_are_the_same_training_and_no_two_names_share_one(paper):
+    studies = [STUDIES.get(name) for name in STUDIES.names(f"{paper}/*")]
+    trainings = {(cell.name, cell.config.digest) for study in studies for cell in study.cells()}
+    assert set(Counter(name for name, _ in trainings).values()) == {1}
+    assert set(Counter(digest for _, digest in trainings).values()) == {1}
+
+
+# -- numbers and claims ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_printed_number_has_a_cell_and_a_place_of_its_own(name):
+    study = STUDIES.get(name)
+    entry, numbers = study.printed, list(study.numbers())
+    for row in entry["rows"]:
+        for column, value in zip(entry["columns"], row["values"]):
+            placed = study.place(row["label"], column) is not None
+            assert not placed if column.endswith(DERIVED) else placed or value is None
+    assert {number.cell for number in numbers} == {cell.name for cell in study.cells()}
+    shared = name == "A/table6"  # both rows have the accuracy without perturbation
+    assert len({(number.cell, number.value) for number in numbers}) == len(numbers) - shared
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_printed_numbers_confirm_the_printed_claim_and_their_opposite_does_not(name, as_printed):
+    study, values = STUDIES.get(name), as_printed(name)
+    assert study.answer(values) == "confirmed"
+    turned = {place: [100 - value for value in found] for place, found in values.items()}
+    if name != "E/table1":  # which says that numbers are near each other, as their opposites are
+        assert study.answer(turned) == "not confirmed"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_study_without_numbers_is_not_run(name):
+    assert STUDIES.get(name).answer({}) == "not run"
+
+
+# -- really run --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def results(tmp_path_factory):
+    """One folder for all studies, as a user has it: those that share a training find it there."""
+    return tmp_path_factory.mktemp("results")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_study_runs_whole_and_measures_all_that_its_table_and_its_check_ask_for(name, results):
+    study = STUDIES.get(name)
+    todo = tasks(study, protocol="smoke", out=results, device="cpu")
+    assert [outcome.error for outcome in run_all(todo, retries=0)] == [None] * len(todo)
+    values, problems = collected(study, protocol="smoke", out=results)
+    assert not problems
+    assert {cell for cell, _ in values} == {cell.name for cell in study.cells()}
+    assert all(len(found) == 1 and math.isfinite(found[0]) for found in values.values())
+    assert [number for number in study.numbers() if (number.cell, number.value) not in values] == []
+    assert (study.answer(values) == "not run") == (name in TOO_LITTLE)
