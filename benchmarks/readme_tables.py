@@ -1,6 +1,6 @@
-"""Write the tables of the README from the records under results/: no figure there is typed by hand.
+"""Write the tables of README.md and docs/speed.md from the records under results/: no figure is typed by hand.
 
-python benchmarks/readme_tables.py            # rewrite README.md
+python benchmarks/readme_tables.py            # rewrite them
 python benchmarks/readme_tables.py --check    # exit status 1 where it would change
 """
 
@@ -78,50 +78,58 @@ def cifar10():
     )
 
 
-def train():
+def train(pattern="train_*.json"):
     """Hybrid training by the engine and by a plain loop."""
+    paths = sorted(RECORDS.glob(pattern))
+    if not paths:
+        return "Not measured yet."
     rows = [
-        "| ResNet-18, PGD-10 | batch | images/s | an epoch | of bf16 peak | memory | × plain loop |",
-        "|---|---|---|---|---|---|---|",
+        "| network | mode | batch | attack steps | processes | images/s | an epoch | of peak | memory | × plain |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     conditions = []
-    for path in sorted(RECORDS.glob("train_*.json")):
+    for path in paths:
         record = json.loads(path.read_text())
         for row in record["rows"]:
-            name = {"plain": "plain PyTorch, TF32", "compiled": "advnorm"}.get(row["mode"], f"advnorm, {row['mode']}")
-            memory = "" if row["memory"] is None else f"{row['memory'] / 2**30:.1f} GiB"
-            rows.append(
-                f"| {name} | {row['batch_size']} | {row['images_per_second']:,.0f} | {row['epoch_seconds']:.2f} s | "
-                f"{row['share_of_peak']:.0%} | {memory} | {row['speedup']:.2f} |"
-            )
-        conditions.append(
-            f"Hybrid training of `{record['norm']}` (the plain loop: one batch norm), eps {record['eps']}, "
-            f"{record['data']}, {record['device']}, median over {record['steps']} steps, epochs of 50,000 images, "
-            f"peak {record['peak_tflops']:.0f} TFLOP/s of a large product in the same run."
-        )
+            cells = [row["model"], row["mode"], row["batch_size"], row["attack_steps"], row["processes"]]
+            cells += [f"{row['images_per_second']:,.0f}", f"{row['epoch_seconds']:.2f} s"]
+            cells.append(f"{row['share_of_peak']:.0%}")
+            cells.append("–" if row["memory"] is None else f"{row['memory'] / 2**30:.1f} GiB")
+            cells.append("–" if row["speedup"] is None else f"{row['speedup']:.2f}")
+            rows.append(f"| {' | '.join(map(str, cells))} |")
+        conditions += [
+            f"`{record['norm']}`, eps {record['eps']}, {record['data']}, {record['device']}, median over "
+            f"{record['steps']} steps, peak {record['peak_tflops']:.0f} TFLOP/s.",
+            *record["notes"],
+        ]
     return "\n".join([*rows, "", *conditions])
 
 
-TABLES = (("cifar10", cifar10), ("train", train), ("norms", norms), ("autoattack", autoattack))
+PAGES = {
+    "README.md": {"cifar10": cifar10, "norms": norms, "autoattack": autoattack},
+    "docs/speed.md": {"train": train, "growth": lambda: train("growth_*.json")},
+}
 
 
-def rendered(text):
-    """The README with every marked block written anew."""
-    for name, table in TABLES:
+def rendered(page, text):
+    """A page with every marked block written anew."""
+    for name, table in PAGES[page].items():
         pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
         text, found = re.subn(pattern, lambda m, table=table: f"{m[1]}{table()}\n{m[2]}", text, flags=re.DOTALL)
-        assert found == 1, f"README.md has no block for {name}"
+        assert found == 1, f"{page} has no block for {name}"
     return text
 
 
 def main():
-    page = ROOT / "README.md"
-    old = page.read_text()
-    new = rendered(old)
-    if "--check" in sys.argv[1:]:
-        return int(new != old)
-    page.write_text(new)
-    return 0
+    changed = False
+    for page in PAGES:
+        path = ROOT / page
+        old = path.read_text()
+        new = rendered(page, old)
+        changed |= new != old
+        if "--check" not in sys.argv[1:]:
+            path.write_text(new)
+    return int(changed and "--check" in sys.argv[1:])
 
 
 if __name__ == "__main__":

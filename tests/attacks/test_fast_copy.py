@@ -1,7 +1,10 @@
 """The copy to climb on computes what the network computes, with norms and activations inside the convolutions."""
 
+import copy
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from advnorm import create_model, route, strip
@@ -132,3 +135,289 @@ def test_a_model_that_cannot_be_traced_has_no_copy():
             return x if x.sum() > 0 else -x
 
     assert fast_copy(Branching()) is None
+
+
+# -- networks that are written in other ways ---------------------------------------------------------------------------
+
+
+class OwnNorm(nn.Module):
+    """A batch norm of one's own: with stored statistics, which training feeds."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(channels))
+        self.register_buffer("var", torch.ones(channels))
+
+    def forward(self, x):
+        scale = (self.var + 1e-5).rsqrt()
+        return (x - self.mean[:, None, None]) * scale[:, None, None]
+
+
+class Written(nn.Module):
+    """Parts to write a network of; the tests write it."""
+
+    def __init__(self, write, **parts):
+        super().__init__()
+        self.a, self.na = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.b, self.nb = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.relu, self.in_place = nn.ReLU(), nn.ReLU(inplace=True)
+        self.fc = nn.Linear(8, 5)
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self.write = write
+
+    def forward(self, x):
+        return self.fc(self.write(self, x).mean((2, 3)))
+
+
+def sum_in_place(net, x):
+    out = net.na(net.a(x))
+    out += net.a(x)
+    return F.relu(out)
+
+
+def sum_in_place_under_another_name(net, x):
+    out = net.na(net.a(x))
+    other = out
+    other += net.a(x)
+    return net.relu(other) * out
+
+
+def sum_into_the_shortcut(net, x):
+    shortcut = net.na(net.a(x))
+    kept = shortcut
+    shortcut += net.nb(net.a(x))
+    return net.relu(shortcut) + kept
+
+
+def output_used_twice(net, x):
+    h = net.na(net.a(x))
+    return net.in_place(h) + net.b(h)
+
+
+def functional(net, x):
+    h = F.relu(net.na(net.a(x)), inplace=True)
+    return torch.relu(torch.add(net.nb(net.b(h)), h))
+
+
+def scaled_sum(net, x):
+    h = net.relu(net.na(net.a(x)))
+    return net.relu(torch.add(net.nb(net.b(h)), h, alpha=3))
+
+
+def sum_with_itself(net, x):
+    h = net.na(net.a(x))
+    return net.relu(h + h)
+
+
+def sum_with_a_parameter(net, x):
+    return net.relu(net.na(net.a(x)) + net.shift)
+
+
+def sum_with_its_mean(net, x):
+    h = net.relu(net.na(net.a(x)))
+    return net.relu(net.nb(net.b(h)) + h.mean((2, 3), keepdim=True))
+
+
+def sum_of_a_small_one(net, x):
+    h = net.relu(net.na(net.a(x)))
+    return net.relu(net.nb(net.b(h.mean((2, 3), keepdim=True))) + h)
+
+
+def sum_with_a_number(net, x):
+    return net.relu(net.na(net.a(x)) + 0.1)
+
+
+def named_arguments(net, x):
+    return net.relu(input=net.na(input=net.a(input=x)))
+
+
+def shared(net, x):
+    h = net.relu(net.nb(net.b(net.relu(net.na(net.a(x))))))
+    return net.relu(net.na(net.b(h)) + net.nb(net.b(h)))
+
+
+def chain(net, x):
+    return net.relu(net.nb(net.b(net.relu(net.na(net.a(x))))))
+
+
+def tied(net, x):
+    return net.relu(net.nb(net.c(chain(net, x))))
+
+
+def own_norm(net, x):
+    return net.relu(net.own(net.a(x)))
+
+
+def several_outputs_of_one_convolution(net, x):
+    h = net.a(x)
+    return net.relu(net.na(h)) + net.relu(net.nb(h)) + net.relu(h)
+
+
+def dropped(net, x):
+    return F.dropout(net.relu(net.na(net.a(F.dropout(x, training=net.training)))), training=net.training)
+
+
+WRITTEN = {
+    write.__name__: (write, {})
+    for write in (
+        sum_in_place, sum_in_place_under_another_name, sum_into_the_shortcut, output_used_twice, functional, scaled_sum,
+        sum_with_itself, sum_with_its_mean, sum_of_a_small_one, sum_with_a_number, named_arguments, shared, chain,
+        several_outputs_of_one_convolution, dropped,
+    )
+}  # fmt: skip
+WRITTEN |= {
+    "sum_with_a_parameter": (sum_with_a_parameter, {"shift": nn.Parameter(torch.zeros(8, 1, 1))}),
+    "own_norm": (own_norm, {"own": OwnNorm(8)}),
+    "tied": (tied, {"c": nn.Conv2d(8, 8, 3, padding=1)}),
+    "parametrized": (chain, {"b": nn.utils.parametrizations.weight_norm(nn.Conv2d(8, 8, 3, padding=1))}),
+    "reflected": (chain, {"b": nn.Conv2d(8, 8, 3, padding=1, padding_mode="reflect")}),
+    "same size": (chain, {"b": nn.Conv2d(8, 8, 3, padding="same", dilation=2)}),
+    "grouped": (chain, {"b": nn.Conv2d(8, 8, (3, 1), padding=(2, 0), dilation=(2, 1), stride=(1, 2), groups=4)}),
+    "mean of all batches": (chain, {"na": nn.BatchNorm2d(8, momentum=None, eps=0.1, affine=False)}),
+    "statistics of the batch": (chain, {"nb": nn.BatchNorm2d(8, track_running_stats=False)}),
+    "another norm": (chain, {"nb": nn.GroupNorm(2, 8)}),
+}
+
+
+def shaken(network, seed):
+    """Other parameters and statistics."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for value in (*network.parameters(), *network.buffers()):
+            if value.is_floating_point():
+                value.copy_(0.2 + torch.rand(value.shape, generator=generator) - (0.6 if value.dim() > 1 else 0))
+    return network.requires_grad_(False)
+
+
+def written(name):
+    write, parts = WRITTEN[name]
+    network = Written(write, **copy.deepcopy(parts)).eval()
+    if name == "tied":
+        network.nb.weight, network.c.weight = network.na.weight, network.b.weight
+    return shaken(network, 0)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_however_a_network_is_written_the_copy_computes_and_follows_it(name):
+    network = written(name)
+    copied = fast_copy(network, dtype=torch.float32, following=True)
+    same(copied.network, network, tolerance=1e-4)
+    shaken(network, 1)
+    copied.refresh()
+    same(copied.network, network, tolerance=1e-4)
+
+
+def test_what_a_usual_residual_network_is_written_of_goes_into_the_convolutions():
+    """``F.relu(bn(conv))`` and ``out += shortcut``, as in most public code."""
+
+    def block(net, x):
+        x = F.relu(net.na(net.a(x)))
+        out = net.nb(net.b(x))
+        out += x
+        return F.relu(out)
+
+    copied = fast_copy(shaken(Written(block).eval(), 0), following=True)
+    assert copied.folded == 2 and sum(isinstance(m, FastConv) and m.relu for m in copied.modules()) == 2
+    assert not any(isinstance(m, nn.BatchNorm2d) for m in copied.modules())
+
+
+class Called(nn.Module):
+    """A network that takes options and returns a mapping."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 7, 2, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+        self.register_buffer("mean", torch.tensor([0.4, 0.5, 0.6]))
+        self.fc = nn.Linear(8, 5)
+
+    def forward(self, x, features=False):
+        x = self.stem((x - self.mean.view(1, 3, 1, 1)) / 0.25).mean((2, 3))
+        return x if features else {"logits": self.fc(x)}
+
+
+def test_a_network_with_options_that_returns_a_mapping_has_a_copy():
+    network = shaken(Called().eval(), 0)
+    copied = fast_copy(network, following=True)
+    assert copied.folded == 1
+    expected = network(X)["logits"]
+    torch.testing.assert_close(copied(X), expected, rtol=0.05, atol=0.05 * expected.abs().max().item())
+
+
+def kept(network, **options):
+    """The copy, and why there is none."""
+    reasons = []
+    return fast_copy(network, dtype=torch.float32, on_refusal=reasons.append, **options), reasons
+
+
+@pytest.mark.parametrize("where", ["the network", "a block"])
+@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"])
+def test_hooks_on_what_a_trace_takes_apart_stand_against_a_copy(where, kind):
+    network = shaken(nn.Sequential(Written(chain)).eval(), 0)
+    seen = []
+    getattr(network if where == "the network" else network[0], kind)(lambda *given: seen.append(given))
+    copied, reasons = kept(network)
+    assert copied is None and "has hooks" in reasons[0] and not seen
+
+
+def test_a_layer_whose_gradient_a_hook_changes_keeps_it():
+    network = shaken(Written(chain).eval(), 0)
+    network.b.register_full_backward_hook(lambda module, grads, _: tuple(g if g is None else 3 * g for g in grads))
+    same(kept(network)[0].network, network, tolerance=1e-4)
+
+
+def test_a_tensor_that_no_one_trains_stands_against_a_copy_that_follows():
+    def moved(net, x):
+        return chain(net, x - net.centre)
+
+    network = shaken(Written(moved, centre=torch.tensor(0.1)).eval(), 0)
+    copied, reasons = kept(network, following=True)
+    assert copied is None and reasons[0].endswith("no parameter and no buffer: centre")
+    same(kept(network)[0].network, network, tolerance=1e-4)  # of a network that stays as it is
+
+    def noisy(net, x):
+        return chain(net, x + torch.rand(3, 1, 1))  # a trace would take what it drew for a constant
+
+    assert kept(shaken(Written(noisy).eval(), 0), following=True)[0] is None
+
+
+def test_a_decision_by_a_statistic_is_not_taken_for_good():
+    def deciding(net, x):
+        return chain(net, x) if net.na.running_mean.sum() > 0 else net.a(x)
+
+    copied, reasons = kept(shaken(Written(deciding).eval(), 0))
+    assert copied is None and "control flow" in reasons[0]
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------------------
+
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+FUSED = [pytest.param(shortcut, marks=on_gpu) for shortcut in (False, True)]
+
+
+def convolved(shortcut, dtype):
+    torch.manual_seed(0)
+    conv = nn.Conv2d(64, 64, 3, padding=1, device="cuda")
+    fast = FastConv(conv, relu=True, dtype=dtype)
+    fast.refresh()
+    x = torch.randn(32, 64, 16, 16, device="cuda", dtype=dtype).contiguous(memory_format=torch.channels_last)
+    return fast, (x, torch.randn_like(x)) if shortcut else (x,)
+
+
+@pytest.mark.parametrize("shortcut", FUSED)
+def test_a_fused_kernel_reads_no_memory_that_no_one_wrote(shortcut):
+    fast, inputs = convolved(shortcut, torch.bfloat16)
+    expected = torch.conv2d(inputs[0].float(), fast.weight.float(), fast.bias.float(), padding=1)
+    expected = (expected + inputs[1].float() if shortcut else expected).relu()
+    for _ in range(20):
+        waste = [torch.full_like(inputs[0], torch.nan) for _ in range(20)]
+        del waste  # the allocator hands this memory out again
+        torch.testing.assert_close(fast(*inputs).float(), expected, rtol=0.02, atol=0.05)
+
+
+@pytest.mark.parametrize("shortcut", FUSED)
+def test_kernels_that_may_differ_from_run_to_run_are_not_used_where_bits_count(shortcut, monkeypatch):
+    fast, inputs = convolved(shortcut, torch.float32)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    expected = torch.conv2d(inputs[0], fast.weight, fast.bias, padding=1)
+    assert torch.equal(fast(*inputs), (expected + inputs[1] if shortcut else expected).relu())

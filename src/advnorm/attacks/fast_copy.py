@@ -6,17 +6,20 @@ Made of a network whose tensors it shares, it follows a training: ``refresh()`` 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Node, symbolic_trace
+from torch.fx import GraphModule, Node, Proxy, Tracer
 
+from advnorm._core.errors import ConfigError
 from advnorm.attacks.base import logits_of
 
 aten: Any = torch.ops.aten
+
+# -- a convolution with what follows it --------------------------------------------------------------------------------
 
 
 @torch.library.custom_op(
@@ -37,7 +40,7 @@ def conv_relu(
 ) -> Tensor:
     """``relu(conv(x) + z)``, by one kernel of cuDNN on a GPU; gradients for x and z alone."""
     settings: Any = (stride, padding, dilation, groups)
-    if not x.is_cuda:
+    if not x.is_cuda or torch.backends.cudnn.deterministic:  # which the kernels below do not heed
         return _conv_relu(x, z, weight, bias, *settings)
     if z is None:
         return torch.cudnn_convolution_relu(x, weight, bias, *settings)
@@ -78,7 +81,7 @@ class FastConv(nn.Module):
         super().__init__()
         self._sources = (conv, norm)  # a tuple, since they are no parts of it
         self.relu, self.groups = relu, conv.groups
-        self.stride, self.padding, self.dilation = map(list, (conv.stride, conv.padding, conv.dilation))  # pyright: ignore
+        self.stride, self.padding, self.dilation = list(conv.stride), list(map(int, conv.padding)), list(conv.dilation)
         # Tensor cores read 8 channels at once: images get empty ones.
         self.added = -conv.in_channels % 8 if conv.groups == 1 else 0
         out, inside, *kernel = conv.weight.shape
@@ -110,10 +113,17 @@ class FastConv(nn.Module):
             x = F.pad(x, (0, 0, 0, 0, 0, self.added))
             x = x.contiguous(memory_format=torch.channels_last) if x.is_cuda else x
         settings: Any = (self.stride, self.padding, self.dilation, self.groups)
-        if self.relu:
-            return conv_relu(x, z, self.weight, self.bias, *settings)
-        out = torch.conv2d(x, self.weight, self.bias, *settings)
-        return out if z is None else out + z
+        if not self.relu:
+            return torch.conv2d(x, self.weight, self.bias, *settings)
+        if z is not None and z.shape != self._shape(x):  # a kernel broadcasts nothing
+            return _conv_relu(x, z, self.weight, self.bias, *settings)
+        return conv_relu(x, z, self.weight, self.bias, *settings)
+
+    def _shape(self, x: Tensor) -> tuple[int, ...]:
+        """Of the output for ``x``."""
+        out, _, *kernel = self.weight.shape
+        sides = zip(x.shape[2:], kernel, self.stride, self.padding, self.dilation)
+        return len(x), out, *((n + 2 * pad - gap * (k - 1) - 1) // by + 1 for n, k, by, pad, gap in sides)
 
 
 class FastLinear(nn.Module):
@@ -138,6 +148,9 @@ class FastLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+
+
+# -- the network -------------------------------------------------------------------------------------------------------
 
 
 class FastCopy(nn.Module):
@@ -167,25 +180,34 @@ class FastCopy(nn.Module):
             return logits_of(self.network(x), len(x)).float()
 
 
-def fast_copy(network: nn.Module, *, activations: bool = True, dtype: torch.dtype = torch.bfloat16) -> FastCopy | None:
+def fast_copy(
+    network: nn.Module,
+    *,
+    activations: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    following: bool = False,
+    on_refusal: Callable[[str], object] = lambda reason: None,
+) -> FastCopy | None:
     """The copy of a plain network in eval mode, which stays as it is; None where it cannot be traced.
 
-    ``activations``: whether ReLUs and the sums before them go into the convolutions too.
+    ``activations``: whether ReLUs and the sums before them go into the convolutions too. ``following``: the network is
+    being trained, so that a tensor which the trace would keep as it is now stands against a copy. ``on_refusal`` is
+    told why there is none.
     """
     try:
-        traced = symbolic_trace(network)
-    except Exception:  # tracing fails in as many ways as there are models
+        # Called by another module it gets its image alone: an optional argument is what it is by default.
+        copy = _traced(root := nn.Sequential(network), following=following)
+    except Exception as error:  # tracing fails in as many ways as there are models
+        on_refusal((str(error).splitlines() or [type(error).__name__])[0])
         return None
-    modules = dict(traced.named_modules())
-    graph = Graph()
-    graph.output(graph.graph_copy(traced.graph, {}))
-    copy = GraphModule(traced, graph)
+    graph, modules = copy.graph, dict(root.named_modules())
 
     def module_of(node: Any, kind: type) -> Any:
-        """The module that a node calls, if it is a plain one of this kind without hooks."""
-        module = modules.get(str(node.target)) if isinstance(node, Node) and node.op == "call_module" else None
-        hooked = module is not None and (module._forward_hooks or module._forward_pre_hooks)
-        return module if type(module) is kind and not hooked else None
+        """The module that a node calls with one tensor, if it is a plain one of this kind without hooks."""
+        if not isinstance(node, Node) or node.op != "call_module" or len(node.args) != 1 or node.kwargs:
+            return None
+        module = modules.get(str(node.target))
+        return module if module is not None and type(module) is kind and not _hooked(module) else None
 
     def alone(node: Any) -> bool:
         return len(node.users) == 1
@@ -194,48 +216,106 @@ def fast_copy(network: nn.Module, *, activations: bool = True, dtype: torch.dtyp
         conv = module_of(node, nn.Conv2d)
         return None if conv is None or isinstance(conv.padding, str) or conv.padding_mode != "zeros" else conv
 
-    def replace(node: Node, dead: Sequence[Node], part: nn.Module, *inputs: Any) -> None:
-        name = f"fast_{node.name}"
+    def replace(nodes: Sequence[Node], part: nn.Module, *inputs: Any) -> None:
+        """Put a part in place of some nodes, the last one first."""
+        name = f"fast_{nodes[0].name}"
         copy.add_submodule(name, part)
-        with graph.inserting_before(node):
-            node.replace_all_uses_with(graph.call_module(name, inputs))
-        for old in dict.fromkeys((node, *dead)):
-            graph.erase_node(old)
+        with graph.inserting_before(nodes[0]):
+            nodes[0].replace_all_uses_with(graph.call_module(name, inputs))
+        for node in nodes:
+            graph.erase_node(node)
 
     def convolution(node: Any) -> tuple[nn.Conv2d, nn.BatchNorm2d | None, Node, list[Node]] | None:
         """A convolution, the norm after it, its input, and the nodes it consists of, the last one first."""
-        if not isinstance(node, Node):
-            return None
         norm: Any = module_of(node, nn.BatchNorm2d)
         inner: Any = node.args[0] if norm is not None else node
-        if norm is not None and (norm.training or norm.running_mean is None or not alone(inner)):
-            return None
         conv = conv_of(inner)
-        return None if conv is None else (conv, norm, inner.args[0], list(dict.fromkeys((node, inner))))
+        if conv is None or (norm is not None and (norm.training or norm.running_mean is None or not alone(inner))):
+            return None
+        return conv, norm, inner.args[0], [node, inner] if norm is not None else [node]
 
     for node in list(graph.nodes):
-        if not activations or module_of(node, nn.ReLU) is None:
+        source: Any = _activated(node, module_of)
+        if not activations or source is None or not alone(source):
             continue
-        source: Any = node.args[0]
         parts: list[Any] = [source]
-        if source.op == "call_function" and source.target in (operator.add, torch.add) and not source.kwargs:
+        if source.op == "call_function" and source.target in SUMS and not source.kwargs:
             parts = list(source.args)
-        found = next((part for part in parts if convolution(part) is not None and alone(part)), None)
-        if found is None or not alone(source) or not all(isinstance(part, Node) for part in parts):
+        if not all(isinstance(part, Node) for part in parts) or len(set(parts)) < len(parts):
             continue
-        conv, norm, x, dead = convolution(found)  # pyright: ignore[reportGeneralTypeIssues]
+        # ``a += b`` changes a: what else reads it afterwards reads the sum.
+        candidates = parts[:1] if source.target is operator.iadd else parts
+        found = next((part for part in candidates if convolution(part) is not None and alone(part)), None)
+        if found is None:
+            continue
+        conv, norm, x, inner = convolution(found)  # pyright: ignore[reportGeneralTypeIssues]
         rest = [part for part in parts if part is not found]
-        dead = [source, *dead] if rest else dead
-        replace(node, dead, FastConv(conv, norm, relu=True, dtype=dtype), x, *rest)
+        nodes = [node, *([source] if rest else []), *inner]
+        replace(nodes, FastConv(conv, norm, relu=True, dtype=dtype), x, *rest)
     for kind in (nn.BatchNorm2d, nn.Conv2d):  # norms first, with their convolutions
         for node in list(graph.nodes):
             if module_of(node, kind) is not None and (found := convolution(node)) is not None:
-                conv, norm, x, dead = found
-                replace(node, dead, FastConv(conv, norm, relu=False, dtype=dtype), x)
+                conv, norm, x, nodes = found
+                replace(nodes, FastConv(conv, norm, relu=False, dtype=dtype), x)
     for node in list(graph.nodes):
         linear = module_of(node, nn.Linear)
         if linear is not None:
-            replace(node, (), FastLinear(linear, dtype=dtype), *node.args)
+            replace([node], FastLinear(linear, dtype=dtype), *node.args)
     copy.recompile()
     copy.delete_all_unused_submodules()
     return FastCopy(copy)
+
+
+# -- the trace ---------------------------------------------------------------------------------------------------------
+
+RELUS, SUMS = (F.relu, torch.relu), (operator.add, torch.add, operator.iadd)
+#: What Python calls for ``a += b`` and its like.
+IN_PLACE = tuple(getattr(operator, name) for name in ("iadd", "isub", "imul", "itruediv", "ipow", "imatmul"))
+#: What users hang on a module to see or change what it computes.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class _Proxy(Proxy):
+    """Operations on a tensor, those in place too: torch's own proxy makes ``a + b`` of ``a += b``."""
+
+
+for _function in IN_PLACE:
+    setattr(
+        _Proxy,
+        f"__{_function.__name__}__",
+        lambda self, other, _function=_function: self.tracer.create_proxy(
+            "call_function", _function, (self, other), {}
+        ),
+    )
+
+
+class _Tracer(Tracer):
+    proxy_buffer_attributes = True  # what is computed from statistics is computed anew in every forward
+
+    def proxy(self, node: Node) -> Proxy:
+        return _Proxy(node, self)
+
+
+def _traced(root: nn.Module, *, following: bool) -> GraphModule:
+    """A network as a graph of built-in modules and functions; raises where that would compute something else."""
+    tracer = _Tracer()
+    for name, module in root.named_modules():
+        if _hooked(module) and not tracer.is_leaf_module(module, name):
+            raise ConfigError(f"a {type(module).__name__} has hooks, which a trace runs once")
+    graph = tracer.trace(root)
+    own = dict([*root.named_parameters(), *root.named_buffers()])
+    fixed = [str(node.target) for node in graph.nodes if node.op == "get_attr" and node.target not in own]
+    if following and fixed:
+        name = fixed[0].removeprefix("0.")
+        raise ConfigError(f"a trace keeps a tensor as it is that is no parameter and no buffer: {name}")
+    return GraphModule(root, graph)
+
+
+def _hooked(module: nn.Module) -> bool:
+    return any(getattr(module, name) for name in HOOKS)
+
+
+def _activated(node: Node, module_of: Callable[[Any, type], Any]) -> Node | None:
+    """What a ReLU is taken of, if the node is one."""
+    is_relu = module_of(node, nn.ReLU) is not None or (node.op == "call_function" and node.target in RELUS)
+    return node.args[0] if is_relu and node.args and isinstance(node.args[0], Node) else None

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, get_args
 
 import torch
+import torch._dynamo
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-from advnorm._core.errors import ConfigError, did_you_mean, raise_all
+from advnorm._core.errors import did_you_mean, raise_all
 from advnorm._core.precision import float32_as
+from advnorm._core.records import write_json
 from advnorm.bench.timing import side_by_side, synchronize
 from advnorm.data import ImageData, load
+from advnorm.engine.accelerate import kernels
 from advnorm.engine.config import AttackConfig, Config, Named
 from advnorm.engine.journal import Journal
-from advnorm.engine.ranks import Ranks
+from advnorm.engine.ranks import Ranks, placed
 from advnorm.engine.run import Run
 from advnorm.engine.train import Loop
 from advnorm.models import create_model
@@ -32,6 +38,8 @@ from advnorm.threat import ThreatModel
 
 #: A loop as most public code has it, float32 with TF32 products; the engine as it is; the engine compiled.
 Mode = Literal["plain", "eager", "compiled"]
+#: So many steps of a training.
+Steps = Callable[[int], None]
 #: Images of the epoch that the table speaks of: CIFAR-10's training set.
 EPOCH = 50_000
 #: Steps in which networks are compiled, attacks captured and kernels chosen.
@@ -45,22 +53,23 @@ class Row:
     """One mode of one case."""
 
     model: str
-    batch_size: int
+    batch_size: int  # of all processes together
     attack_steps: int
+    processes: int
     mode: Mode
     images_per_second: float
     epoch_seconds: float  # of 50,000 images
-    tflops: float
-    share_of_peak: float  # of a large bf16 product (CPU: float32) in the same run
-    memory: int | None  # bytes on the GPU, at most
-    start_up_seconds: float
+    tflops: float  # of all processes together
+    share_of_peak: float  # of a large bf16 product (CPU: float32) in each process of the same run
+    memory: int | None  # bytes that the first process holds on its GPU while it trains, its data set included
+    start_up_seconds: float  # of making everything, and the first steps
     speedup: float | None  # over the plain loop
-    spread: float  # of the time for a step, half the interquartile range over the median
+    spread: float  # of the ratio to the plain loop, or else to the first mode: half its interquartile range, relative
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainBenchmark:
-    """Conditions and results of one run."""
+    """Conditions and results of one run; ``notes`` say what the engine did not do as it is meant to."""
 
     norm: str
     objective: str
@@ -71,6 +80,7 @@ class TrainBenchmark:
     steps: int
     peak_tflops: float
     rows: tuple[Row, ...]
+    notes: tuple[str, ...]
 
     def record(self) -> dict[str, Any]:
         """As plain data, for JSON."""
@@ -84,6 +94,7 @@ def bench_train(
     batch_sizes: Sequence[int] | None = None,
     attack_steps: Sequence[int] = (10,),
     modes: Sequence[Mode] | None = None,
+    processes: Sequence[int] | None = None,
     eps: str = "16/255",
     data_dir: Path | str | None = None,
     device: str | None = None,
@@ -93,138 +104,251 @@ def bench_train(
     """Time hybrid training (paper A, eq. 2) by steps of the engine: every model with every batch and attack.
 
     Images are CIFAR-10's where ``data_dir`` has them, else synthetic ones of that size. The modes of a case take turns,
-    ten steps each. The plain loop trains a single batch norm: a routed one is not its business.
+    ten steps each. The plain loop trains a single batch norm: a routed one is not its business. Every number of
+    ``processes`` divides the same batch, each process on a GPU of its own, or all of them on the cores of the CPU; a
+    program that asks for several does so under ``if __name__ == "__main__":``, because they are spawned. Under
+    ``torchrun`` every process calls this, and theirs is the number.
     """
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    on_gpu = where.type == "cuda"
-    batch_sizes = ((128, 512) if on_gpu else (16,)) if batch_sizes is None else batch_sizes
-    chosen: Sequence[Mode] = (get_args(Mode) if on_gpu else ("plain", "eager")) if modes is None else modes
-    steps = (50 if on_gpu else 3) if steps is None else steps
-    problems = [
-        f"unknown mode {mode!r}{did_you_mean(mode, get_args(Mode))}" for mode in chosen if mode not in get_args(Mode)
-    ]
-    problems += [f"{name} must be at least 1, got {value}" for name, value in (("steps", steps),) if value < 1]
-    raise_all(problems, "bad benchmark")
-    if on_gpu and not torch.cuda.is_available():
-        raise ConfigError("no CUDA device here; leave device out or use device='cpu'")
-    data = load("cifar10", "train", data_dir) if data_dir is not None else load("synthetic", "train", size=2048)
-    assert isinstance(data, ImageData)
-    peak = _peak(where)
-    rows: list[Row] = []
-    for model, batch_size, count in itertools.product(models, batch_sizes, attack_steps):
-        config = Config(
-            model=Named(model),
-            norm=norm,
-            objective=Named("hybrid"),
-            eps=eps,
-            attack=AttackConfig(steps=count, step_size="2/255"),
-            batch_size=batch_size,
-            augment="crop_flip",
-            lr=0.01,
-            nesterov=True,
-            epochs=10_000,
-            held_out=0,
-            validate_every=0,
-        )
-        rows += _case(config, data, where, chosen, steps, peak, on_row)
+    with placed(device) as ranks:
+        on_gpu = ranks.device.type == "cuda"
+        batch_sizes = ((128, 512) if on_gpu else (16,)) if batch_sizes is None else batch_sizes
+        chosen: Sequence[Mode] = (get_args(Mode) if on_gpu else ("plain", "eager")) if modes is None else modes
+        counts = tuple(processes or (ranks.world,))
+        steps = (50 if on_gpu else 3) if steps is None else steps
+        _check(chosen, counts, batch_sizes, steps, ranks)
+        configs = [
+            Config(
+                model=Named(model),
+                norm=norm,
+                objective=Named("hybrid"),
+                eps=eps,
+                attack=AttackConfig(steps=count, step_size="2/255"),
+                batch_size=batch_size,
+                augment="crop_flip",
+                lr=0.01,
+                nesterov=True,
+                epochs=10_000,
+                held_out=0,
+                validate_every=0,
+            )
+            for model, batch_size, count in itertools.product(models, batch_sizes, attack_steps)
+        ]
+        data = _data(data_dir, configs)
+        measured = []
+        for count in counts:
+            case = (configs, tuple(chosen), steps)
+            if count == ranks.world:
+                measured.append(_measured(*case, data, ranks, on_row))
+            else:
+                on_row(f"in {count} processes")
+                measured.append(_launched(count, *case, data_dir, ranks.device.type))
     return TrainBenchmark(
         norm=norm,
         objective="hybrid",
         eps=eps,
         data=data.name,
-        device=torch.cuda.get_device_name(where) if on_gpu else "cpu",
+        device=torch.cuda.get_device_name(ranks.device) if on_gpu else "cpu",
         torch=torch.__version__,
         steps=steps,
-        peak_tflops=peak / 1e12,
-        rows=tuple(rows),
+        peak_tflops=measured[0][0] / 1e12,
+        rows=tuple(row for _, rows, _ in measured for row in rows),
+        notes=tuple(dict.fromkeys(note for _, _, notes in measured for note in notes)),
     )
+
+
+def _check(modes: Sequence[str], counts: Sequence[int], batch_sizes: Sequence[int], steps: int, ranks: Ranks) -> None:
+    problems = [
+        f"unknown mode {mode!r}{did_you_mean(mode, get_args(Mode))}" for mode in modes if mode not in get_args(Mode)
+    ]
+    named = [("steps", steps), *(("processes", count) for count in counts)]
+    problems += [f"{name} must be at least 1, got {value}" for name, value in named if value < 1]
+    problems += [
+        f"a batch of {size} cannot be divided among {count} processes; take a multiple"
+        for count in counts
+        for size in batch_sizes
+        if count > 0 and size % count
+    ]
+    if ranks.world > 1 and counts != (ranks.world,):
+        problems.append(f"torchrun started {ranks.world} processes; leave processes out, or start without it")
+    elif ranks.device.type == "cuda" and max(counts) > torch.cuda.device_count():
+        problems.append(f"{max(counts)} processes need as many GPUs, and there are {torch.cuda.device_count()}")
+    raise_all(problems, "bad benchmark")
+
+
+def _data(data_dir: Path | str | None, configs: Sequence[Config]) -> ImageData:
+    size = max([2048, *(4 * config.batch_size for config in configs)])
+    data = load("cifar10", "train", data_dir) if data_dir is not None else load("synthetic", "train", size=size)
+    assert isinstance(data, ImageData)
+    return data
+
+
+# -- a number of processes ---------------------------------------------------------------------------------------------
+
+#: The peak of a process in operations a second, the rows, and what the engine said.
+Measured = tuple[float, list[Row], list[str]]
+
+
+def _measured(
+    configs: Sequence[Config],
+    modes: Sequence[Mode],
+    steps: int,
+    data: ImageData,
+    ranks: Ranks,
+    on_row: Callable[[str], object] = lambda row: None,
+) -> Measured:
+    """All cases, in this process and those beside it."""
+    peak, rows, told = _peak(ranks.device), [], []
+    for config in configs:
+        rows += _case(config, data, ranks, modes, steps, peak, told, on_row)
+    return peak, rows, told
+
+
+def _launched(
+    count: int,
+    configs: Sequence[Config],
+    modes: Sequence[Mode],
+    steps: int,
+    data_dir: Path | str | None,
+    device: str,
+) -> Measured:
+    """All cases in so many processes, which share this one's threads."""
+    with TemporaryDirectory() as folder:
+        threads = max(1, torch.get_num_threads() // count)
+        given = (count, Path(folder), threads, device, configs, modes, steps, data_dir)
+        torch.multiprocessing.spawn(_process, given, nprocs=count)  # pyright: ignore[reportPrivateImportUsage]
+        peak, rows, told = json.loads((Path(folder) / "measured.json").read_text())["measured"]
+        return peak, [Row(**row) for row in rows], told
+
+
+def _process(
+    rank: int,
+    count: int,
+    folder: Path,
+    threads: int,
+    device: str,
+    configs: Sequence[Config],
+    modes: Sequence[Mode],
+    steps: int,
+    data_dir: Path | str | None,
+) -> None:
+    torch.set_num_threads(threads)
+    where = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder / 'init'}", rank=rank, world_size=count)
+    try:
+        with placed(where) as ranks:
+            peak, rows, told = _measured(configs, modes, steps, _data(data_dir, configs), ranks)
+        if ranks.lead:
+            write_json(folder / "measured.json", {"measured": [peak, [asdict(row) for row in rows], told]})
+    finally:
+        dist.destroy_process_group()
+
+
+# -- a case ------------------------------------------------------------------------------------------------------------
 
 
 def _case(
     config: Config,
     data: ImageData,
-    device: torch.device,
+    ranks: Ranks,
     modes: Sequence[Mode],
     steps: int,
     peak: float,
+    told: list[str],
     on_row: Callable[[str], object],
-) -> Iterator[Row]:
-    makers = {"plain": _plain, "eager": _engine, "compiled": _engine}
+) -> list[Row]:
+    device = ranks.device
+    name, count = config.model.name, config.attack.steps
     turn = min(steps, 10 if device.type == "cuda" else 1)
-    with ExitStack() as stack:
-        runners: dict[str, Callable[[], None]] = {}
-        start_up: dict[str, tuple[float, int | None]] = {}
-        for mode in modes:
-            on_row(f"{config.model.name}, batch {config.batch_size}, {config.attack.steps} attack steps: {mode}")
-            step = stack.enter_context(makers[mode](config, data, device, mode))
-            start_up[mode] = _started(step, device)
-            runners[mode] = partial(_repeat, step, turn)
-        reference = "plain" if "plain" in modes else modes[0]
-        timings = side_by_side(runners, reference=reference, rounds=max(1, steps // turn), device=device, warmup=0)
-    flops = _flops(config, data, device) * (
-        ATTACK_PASSES * config.attack.steps + 2 * TRAINING_PASSES  # clean and adversarial images
-    )
-    for mode, timing in timings.items():
-        rate = turn * config.batch_size / timing.seconds
-        yield Row(
-            model=config.model.name,
+    torch._dynamo.reset()  # else the compiler gives up after so many networks in one process
+    runners: dict[str, Callable[[], None]] = {}
+    start_up: dict[str, tuple[float, int | None]] = {}
+    for mode in modes:
+        on_row(f"{name}, batch {config.batch_size}, {count} attack steps, {ranks.world} process(es): {mode}")
+        if mode == "plain":
+            make = partial(_plain, config, data, ranks)
+        else:
+            make = partial(_engine, replace(config, compile=mode == "compiled"), data, ranks, told)
+        run, seconds, memory = _started(make, device)
+        runners[mode], start_up[mode] = partial(run, turn), (seconds, memory)
+    reference = "plain" if "plain" in modes else modes[0]
+    timings = side_by_side(runners, reference=reference, rounds=max(1, steps // turn), device=device, warmup=0)
+    # Clean and adversarial images are trained on.
+    flops = _flops(config, data, device) * (ATTACK_PASSES * count + 2 * TRAINING_PASSES)
+    rates = {mode: turn * config.batch_size / timing.seconds for mode, timing in timings.items()}
+    return [
+        Row(
+            model=name,
             batch_size=config.batch_size,
-            attack_steps=config.attack.steps,
-            mode=mode,  # pyright: ignore[reportArgumentType]
-            images_per_second=rate,
-            epoch_seconds=EPOCH / rate,
-            tflops=rate * flops / 1e12,
-            share_of_peak=rate * flops / peak,
-            memory=start_up[mode][1],
+            attack_steps=count,
+            processes=ranks.world,
+            mode=mode,
+            images_per_second=rates[mode],
+            epoch_seconds=EPOCH / rates[mode],
+            tflops=rates[mode] * flops / 1e12,
+            share_of_peak=rates[mode] * flops / (peak * ranks.world),
             start_up_seconds=start_up[mode][0],
-            speedup=1 / timing.ratio if reference == "plain" else None,
-            spread=timing.spread / 2 / timing.ratio,
+            memory=start_up[mode][1],
+            speedup=1 / timings[mode].ratio if reference == "plain" else None,
+            spread=timings[mode].spread / 2 / timings[mode].ratio,
         )
-    gc.collect()
-    if device.type == "cuda":
+        for mode in dict.fromkeys(modes)
+    ]
+
+
+def _started(make: Callable[[], Steps], device: torch.device) -> tuple[Steps, float, int | None]:
+    """A training, the seconds until everything is compiled, captured and chosen, and the memory it then holds."""
+    on_gpu, before = device.type == "cuda", 0
+    if on_gpu:
+        gc.collect()
         torch.cuda.empty_cache()
-
-
-def _repeat(step: Callable[[], None], count: int) -> None:
-    for _ in range(count):
-        step()
-
-
-def _started(step: Callable[[], None], device: torch.device) -> tuple[float, int | None]:
-    """Seconds until everything is compiled, captured and chosen, and the most memory that this took."""
-    before = 0
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-    synchronize(device)
+        before = torch.cuda.memory_reserved(device)
     started = time.perf_counter()
-    _repeat(step, START_UP if device.type == "cuda" else 1)
+    run = make()
+    run(START_UP if on_gpu else 1)
     synchronize(device)
     seconds = time.perf_counter() - started
-    return seconds, torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else None
+    if not on_gpu:
+        return run, seconds, None
+    # Of what is reserved, not allocated: what graphs work in is neither free nor counted as allocated.
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    run(2)
+    synchronize(device)
+    return run, seconds, torch.cuda.max_memory_reserved(device) - before
 
 
-@contextmanager
-def _engine(config: Config, data: ImageData, device: torch.device, mode: Mode) -> Iterator[Callable[[], None]]:
-    """A step of the engine, as ``advnorm train`` makes it."""
-    config = replace(config, compile=mode == "compiled")
-    journal = Journal(Path("bench"), active=False)
-    loop = Loop(Run(Path("bench")), config, data, Ranks(device=device), journal, workers=None)
+class _Told(Journal):
+    """What the engine says, in a list."""
+
+    def __init__(self, told: list[str]) -> None:
+        super().__init__(Path("bench"), active=False)
+        self._told = told
+
+    def say(self, message: str) -> None:
+        self._told.append(message)
+
+
+def _engine(config: Config, data: ImageData, ranks: Ranks, told: list[str]) -> Steps:
+    """The engine, as ``advnorm train`` runs it."""
+    loop = Loop(Run(Path("bench")), config, data, ranks, _Told(told), workers=None)
     loop.prepare(0)
     batches = itertools.chain.from_iterable(loop.loader.epoch(epoch, 0) for epoch in itertools.count())
 
-    def step() -> None:
+    def run(steps: int) -> None:
         with loop.speed():
-            loop.train_step(next(batches))
+            for batch in itertools.islice(batches, steps):
+                loop.train_step(batch)
 
-    yield step
+    return run
 
 
-@contextmanager
-def _plain(config: Config, data: ImageData, device: torch.device, mode: Mode) -> Iterator[Callable[[], None]]:
+def _plain(config: Config, data: ImageData, ranks: Ranks) -> Steps:
     """Hybrid training of a built-in batch norm as most public code has it: float32 with TF32, eager, no frills."""
     torch.manual_seed(0)
+    device, rows = ranks.device, config.batch_size // ranks.world
     model = strip(create_model(config.model.name, norm="bn", num_classes=data.num_classes)).to(device)
+    wrapped = model if ranks.world == 1 else DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9, nesterov=True, weight_decay=5e-4)
     eps = ThreatModel(eps=config.eps).eps
     images, labels = data.images[: 16 * config.batch_size].to(device).float() / 255, data.labels.to(device)
@@ -241,17 +365,21 @@ def _plain(config: Config, data: ImageData, device: torch.device, mode: Mode) ->
         return x_adv.detach()
 
     def step() -> None:
-        with float32_as("tf32", device):
-            chosen = torch.randint(len(images), (config.batch_size,), device=device)
-            x, y = images[chosen], labels[chosen]
-            x_adv = attack(x, y)
-            clean, adv = model(torch.cat([x, x_adv])).chunk(2)
-            loss = (F.cross_entropy(clean, y) + F.cross_entropy(adv, y)) / 2
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+        chosen = torch.randint(len(images), (rows,), device=device)
+        x, y = images[chosen], labels[chosen]
+        x_adv = attack(x, y)
+        clean, adv = wrapped(torch.cat([x, x_adv])).chunk(2)
+        loss = (F.cross_entropy(clean, y) + F.cross_entropy(adv, y)) / 2
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
 
-    yield step
+    def run(steps: int) -> None:
+        with float32_as("tf32", device), kernels(deterministic=False):
+            for _ in range(steps):
+                step()
+
+    return run
 
 
 def _flops(config: Config, data: ImageData, device: torch.device) -> float:
@@ -267,12 +395,13 @@ def _peak(device: torch.device) -> float:
     size, dtype, rounds = (8192, torch.bfloat16, 20) if device.type == "cuda" else (1024, torch.float32, 3)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
 
-    def multiply() -> None:
-        torch.mm(a, b)
+    def multiply(times: int) -> None:
+        for _ in range(times):
+            torch.mm(a, b)
 
-    _repeat(multiply, 3)
+    multiply(3)
     synchronize(device)
     started = time.perf_counter()
-    _repeat(multiply, rounds)
+    multiply(rounds)
     synchronize(device)
     return rounds * 2 * size**3 / (time.perf_counter() - started)

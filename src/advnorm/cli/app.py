@@ -400,9 +400,11 @@ def bench_train(
     attack_steps: Annotated[list[int] | None, typer.Option(min=1, help="One or several; default 10.")] = None,
     mode: Annotated[
         list[str] | None,
-        typer.Option(
-            help="plain (a usual PyTorch loop with TF32), eager, compiled; default all, on the CPU without it."
-        ),
+        typer.Option(help="plain (a usual PyTorch loop), eager, compiled; default all, on the CPU the first two."),
+    ] = None,
+    processes: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="One or several numbers of them, which divide each batch; default 1."),
     ] = None,
     eps: Annotated[str, typer.Option(help="Linf radius.")] = "16/255",
     data_dir: Annotated[Path | None, typer.Option(help="Folder of CIFAR-10; without: synthetic images.")] = None,
@@ -410,11 +412,13 @@ def bench_train(
     device: Device = None,
     json: AlsoJson = None,
 ) -> None:
-    """Hybrid PGD training: the engine against a plain PyTorch loop, by batch size, attack steps and network.
+    """Hybrid PGD training: the engine against a plain PyTorch loop, by network, batch size, attack steps and processes.
 
     Examples: `advnorm bench train`, `advnorm bench train --batch-size 512 --mode compiled --data-dir data`,
-    `advnorm bench train --model resnet18 --model wide_resnet34_10 --batch-size 512 --mode compiled --json train.json`
+    `advnorm bench train --model resnet18 --model wrn_34_10 --processes 1 --processes 2 --json train.json`. Over several
+    machines: `torchrun ... -m advnorm bench train`.
     """
+    from advnorm._core.distributed import rank
     from advnorm.bench.train import bench_train as measure
     from advnorm.cli import listing
 
@@ -425,14 +429,16 @@ def bench_train(
             batch_sizes=batch_size or None,
             attack_steps=attack_steps or (10,),
             modes=mode or None,  # pyright: ignore[reportArgumentType]  # checked there, with a hint
+            processes=processes or None,
             eps=eps,
             data_dir=data_dir,
             device=device,
             steps=steps,
             on_row=lambda row: status.update(f"measuring {row}"),
         )
-    console.print(listing.train_benchmark(result))
-    _write(json, result.record())
+    if rank() == 0:
+        console.print(listing.train_benchmark(result))
+        _write(json, result.record())
 
 
 @bench.command("autoattack")

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from statistics import fmean, stdev
 
 import torch
+from rich.box import SIMPLE
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from advnorm._core.errors import ConfigError
 from advnorm.analysis import ANALYSES
@@ -164,31 +167,37 @@ def norm_benchmark(result: NormBenchmark) -> Table:
     return table
 
 
-def train_benchmark(result: TrainBenchmark) -> Table:
-    """Speed of each mode, what it makes of the hardware, and what it needs."""
-    title = f"hybrid training, {result.norm}, eps {result.eps}, {result.data}, {result.device}"
-    table = Table("network", "mode", title=title, title_justify="left")
-    for column in ("batch", "attack", "images/s", "epoch", "of peak", "memory", "start-up", "× plain"):
-        table.add_column(column, justify="right")
-    for row in result.rows:
-        table.add_row(
-            row.model,
-            row.mode,
-            str(row.batch_size),
-            str(row.attack_steps),
-            f"{row.images_per_second:,.0f}",
-            f"{row.epoch_seconds:.2f} s",
-            f"{row.share_of_peak:.0%}",
-            "–" if row.memory is None else f"{row.memory / 2**30:.1f} GiB",
-            f"{row.start_up_seconds:.1f} s",
-            "–" if row.speedup is None else f"{row.speedup:.2f}",
-        )
-    table.caption = (
-        f"median over {result.steps} steps; epoch of 50,000 images; peak {result.peak_tflops:.3g} TFLOP/s of a large "
-        "matrix product in this run; start-up: compiling and choosing kernels, in the first steps"
+def train_benchmark(result: TrainBenchmark) -> Group:
+    """Speed of each mode, what it makes of the hardware, and what it needs: a table per network, 80 columns wide."""
+    tables = []
+    for model in dict.fromkeys(row.model for row in result.rows):
+        title = f"{model}, {result.norm}, hybrid training, eps {result.eps}, {result.data}, {result.device}"
+        table = Table("mode", title=title, title_justify="left", box=SIMPLE, collapse_padding=True, pad_edge=False)
+        for column in (
+            "batch", "attack\nsteps", "proc-\nesses", "images\nper s", "epoch\ns", "of\npeak", "memory\nGiB",
+            "start\ns", "times\nplain",
+        ):  # fmt: skip
+            table.add_column(column, justify="right", no_wrap=True)
+        for row in (row for row in result.rows if row.model == model):
+            table.add_row(
+                row.mode,
+                str(row.batch_size),
+                str(row.attack_steps),
+                str(row.processes),
+                f"{row.images_per_second:,.0f}",
+                f"{row.epoch_seconds:,.2f}" if row.epoch_seconds < 1000 else f"{row.epoch_seconds:,.0f}",
+                f"{row.share_of_peak:.0%}",
+                "–" if row.memory is None else f"{row.memory / 2**30:.1f}",
+                f"{row.start_up_seconds:.1f}",
+                "–" if row.speedup is None else f"{row.speedup:.2f}",
+            )
+        tables.append(table)
+    caption = (
+        f"median over {result.steps} steps; batch: of all processes; epoch: of 50,000 images; peak: "
+        f"{result.peak_tflops:.3g} TFLOP/s per process, of a large matrix product in this run; memory: per process; "
+        "start: making, compiling and capturing everything, with the first steps"
     )
-    table.caption_justify = "left"
-    return table
+    return Group(*tables, *(Text(line, style="dim") for line in (caption, *(f"note: {told}" for told in result.notes))))
 
 
 def autoattack_benchmark(result: AutoAttackBenchmark) -> Table:

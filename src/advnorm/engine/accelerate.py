@@ -12,13 +12,15 @@ from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from advnorm._core.errors import AdvnormError
-from advnorm.attacks.base import attacked, logits_of
+from advnorm._core.seeding import ImageNoise
+from advnorm.attacks.base import attacked
 from advnorm.attacks.fast_copy import FastCopy, fast_copy
 from advnorm.objectives import Objective, Step
 from advnorm.objectives.base import Images
+from advnorm.objectives.second_pass import SecondPass
 from advnorm.surgery import strip
 
 Precision = Literal["float32", "tf32", "bf16"]
@@ -27,6 +29,8 @@ Precision = Literal["float32", "tf32", "bf16"]
 VARIANTS = 64
 #: Runs of an attack or a step before it is captured: the first compiles, the second lets the libraries settle.
 WARM_UP = 2
+#: What other threads do meanwhile is no error: one may be pinning the memory of the next batch.
+CAPTURE = "thread_local"
 
 
 class Say(Protocol):
@@ -71,7 +75,7 @@ def compiled_or_not(eager: Callable[[Tensor], Any], what: str, say: Say) -> Call
         try:
             return compiled(x)
         except torch._dynamo.exc.TorchDynamoException as error:  # pyright: ignore
-            say(f"{what} cannot be compiled and runs as it is: {str(error).splitlines()[0]}")
+            say(f"{what} cannot be compiled and runs as it is: {_first_line(error)}")
             compiled = eager
             return eager(x)
 
@@ -87,53 +91,115 @@ def attack_a_copy(objective: Objective, say: Say) -> None:
     """Let the attack climb on a bfloat16 copy of its branch, with norms and activations inside the convolutions.
 
     The copy takes the weights and statistics anew before every attack. Where there is nothing to gain (other norms,
-    attacks on batch statistics), or where a copy cannot be made or disagrees, the attack goes on as it was.
+    attacks on batch statistics) the attack goes on as it was; also where a copy cannot be made or disagrees, which is
+    said when the training starts.
     """
-    copy = _copy_of_branch(objective)
-    if copy is not None:
-        objective.adversarial = _AttackOnCopy(objective, copy, say)  # pyright: ignore
-
-
-def _copy_of_branch(objective: Objective) -> FastCopy | None:
     if objective.attack is None or objective.attack.statistics != "running":
-        return None
+        return
+    problems: list[str] = []
+    copy = _copy_of_branch(objective, problems.append)
+    if copy is not None or problems:
+        problem = problems[0] if problems else None
+        objective.adversarial = _AttackOnCopy(objective, copy, problem, say)  # pyright: ignore
+
+
+def _copy_of_branch(objective: Objective, on_refusal: Callable[[str], object]) -> FastCopy | None:
     try:
-        copy = fast_copy(strip(objective.model, objective.attacked_branch, linked=True).eval())
-    except (AdvnormError, RuntimeError, TypeError):  # a mixture, or a model that cannot be copied
+        branch = strip(objective.model, objective.attacked_branch, linked=True).eval()
+    except AdvnormError:  # a mixture has no norm to fold
         return None
+    except (RuntimeError, TypeError) as error:  # a model that cannot be copied
+        on_refusal(_first_line(error))
+        return None
+    copy = fast_copy(branch, following=True, on_refusal=on_refusal)
     return copy if copy is not None and copy.folded else None
 
 
 class _AttackOnCopy:
     """``adversarial(x, y, index)`` with the copy brought up to date; the first batch shows whether it agrees."""
 
-    #: Of the largest logit: what bfloat16 may differ by.
-    TOLERANCE = 0.05
+    #: What its logits may differ by, of the largest; and how much farther than the network's own in bfloat16 the
+    #: gradients of an image may point from those in float32, by their cosine.
+    LOGITS, COSINE = 0.05, 0.05
+    #: Images of the first batch whose gradients are compared.
+    IMAGES = 32
 
-    def __init__(self, objective: Objective, copy: FastCopy, say: Say) -> None:
+    def __init__(self, objective: Objective, copy: FastCopy | None, problem: str | None, say: Say) -> None:
         self._objective, self._adversarial, self._copy, self._say = objective, objective.adversarial, copy, say
-        self._checked = False
-        objective.climbed = compiled_or_not(copy, "the attack's copy of the network", say)
+        self._problem, self._checked = problem, False
+        if copy is not None:
+            objective.climbed = compiled_or_not(copy, "the attack's copy of the network", say)
 
     def __call__(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
-        if self._objective.climbed is not None:
+        if not self._checked:
+            self._checked = True
+            problem = self._problem or self._disagreement(x)
+            if problem is not None:
+                self._say(f"the attack climbs on the network itself, not on a fast copy: {problem}")
+                self._objective.climbed = None
+        if self._copy is not None and self._objective.climbed is not None:
             self._copy.refresh()
-            if not self._checked:
-                self._checked = True
-                if not self._agrees(x):
-                    self._say("the attack's copy of the network gives other logits and is not used")
-                    self._objective.climbed = None
         return self._adversarial(x, y, index)
 
-    def _agrees(self, x: Tensor) -> bool:
-        objective = self._objective
-        with attacked(objective.model, route=objective.attacked_branch), torch.no_grad():
-            expected = logits_of(objective.model(x.to(objective.dtype)), len(x)).float()
+    def _disagreement(self, x: Tensor) -> str | None:
+        """What the copy computes otherwise than the network in float32.
+
+        With all parameters and statistics shaken: a training starts from zeros and ones, the same in all banks, and
+        what is wrong with them would show later.
+        """
+        objective, copy = self._objective, self._copy
+        assert copy is not None
+        with shaken(objective.model), attacked(objective.model, route=objective.attacked_branch) as predict:
+            copy.refresh()
             try:
-                gap = (self._copy(x) - expected).abs().max()
-            except RuntimeError:  # no such kernel for this device or shape
-                return False
-            return bool(gap <= self.TOLERANCE * (expected.abs().max() + 1))
+                with torch.autocast(x.device.type, enabled=False):
+                    logits, gradient = _logits_and_gradient(predict, x[: self.IMAGES])
+                with forwards("bf16", x.device):
+                    _, rounded = _logits_and_gradient(predict, x[: self.IMAGES])
+                found, climbed = _logits_and_gradient(copy, x[: self.IMAGES])
+                with torch.no_grad():
+                    copy(x)
+            except RuntimeError as error:  # no such kernel for this device or shape, or no gradient at all
+                return _first_line(error)
+        gap = (found - logits).abs().max() / logits.abs().max()
+        if not gap <= self.LOGITS:
+            return f"its logits are off by {gap:.0%} of the largest"
+        usual, cosine = (
+            torch.nn.functional.cosine_similarity(one.flatten(1), gradient.flatten(1)).mean()
+            for one in (rounded, climbed)
+        )
+        return None if cosine >= usual - self.COSINE else f"its gradients point elsewhere, cosine {cosine:.2f}"
+
+
+def _logits_and_gradient(predict: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits, and the direction of the gradient of their squares: of all of them, and far from saturation."""
+    x = x.detach().requires_grad_()
+    logits = predict(x)
+    known = logits.detach()
+    (gradient,) = torch.autograd.grad(logits, x, known / known.abs().max())  # a deep network may start from 1e34
+    return known, gradient.double()
+
+
+@contextmanager
+def shaken(model: nn.Module) -> Iterator[None]:
+    """Scope: parameters and statistics differ by up to a fifth, and are not zero; afterwards each has its own bits."""
+    tensors = [value for value in (*model.parameters(), *model.buffers()) if value.is_floating_point()]
+    kept = [value.detach().clone() for value in tensors]
+    try:
+        with torch.no_grad():
+            for place, value in enumerate(tensors):
+                one = ImageNoise(place, torch.zeros(1, dtype=torch.int64, device=value.device))
+                noise = 2 * one.uniform(value.shape)[0] - 1
+                size = value[0].numel() ** -0.5 if value.dim() > 1 else 0.1
+                value.copy_(torch.where(value.any(), value * (1 + noise / 5), size * noise))
+        yield
+    finally:
+        with torch.no_grad():
+            torch._foreach_copy_(tensors, kept)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def capture_attack(objective: Objective, say: Say) -> None:
@@ -168,7 +234,7 @@ class CapturedAttack:
                 self._replay = self._captured(x, y, index)
             except RuntimeError as error:
                 self._works = False
-                self._say(f"the attack cannot be captured as a CUDA graph and runs as it is: {error}")
+                self._say(f"the attack cannot be captured as a CUDA graph and runs as it is: {_first_line(error)}")
                 return self._adversarial(x, y, index)
         return self._replay(x, y, index)
 
@@ -180,7 +246,7 @@ class CapturedAttack:
             self._adversarial(*static)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode=CAPTURE):
             outputs = self._adversarial(*static)
 
         def replay(*inputs: Tensor) -> Tensor:
@@ -190,6 +256,12 @@ class CapturedAttack:
             return outputs.clone()
 
         return replay
+
+
+def replayable(objective: Objective) -> bool:
+    """Whether a step draws nothing but what its images' identities give; the noise of a regularizer is drawn anew."""
+    inner = objective.objective if isinstance(objective, SecondPass) else objective
+    return inner is inner.bare
 
 
 class CapturedStep:
@@ -228,7 +300,8 @@ class CapturedStep:
                 self._replay = self._captured(images)
             except RuntimeError as error:
                 self._works = False
-                self._say(f"the training step cannot be captured as a CUDA graph and runs as it is: {error}")
+                what = "the training step cannot be captured as a CUDA graph and runs as it is"
+                self._say(f"{what}: {_first_line(error)}")
                 return self._step(images)
         return self._replay(images)
 
@@ -245,7 +318,7 @@ class CapturedStep:
     def _captured(self, images: Images) -> Callable[[Images], Step]:
         static = images.map(Tensor.clone)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode=CAPTURE):
             step = self._step(static)
         gradients = [(parameter, parameter.grad) for parameter in self._objective.parameters()]
 

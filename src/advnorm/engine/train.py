@@ -34,6 +34,7 @@ from advnorm.engine.accelerate import (
     compile_network,
     forwards,
     kernels,
+    replayable,
     room_for_variants,
 )
 from advnorm.engine.banks import leaves_banks_unused, routing
@@ -212,7 +213,7 @@ class Loop:
                 attack_a_copy(self.objective.bare, journal.say)
             if on_cuda and self.objective.attack is not None:
                 capture_attack(self.objective.bare, journal.say)
-            if on_cuda and ranks.world == 1 and self.objective is self.objective.bare:  # no second pass
+            if on_cuda and ranks.world == 1 and replayable(self.objective):
                 self.captured = CapturedStep(self.objective, self.precision, device, journal.say)
         self.wrapped: nn.Module = self.objective
         if ranks.world > 1:
@@ -553,7 +554,8 @@ class Loop:
             "precision": self.precision,
             "compiled": self.compiled,
             "processes": self.ranks.world,
-            "peak_memory": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+            # Reserved: the memory of CUDA graphs is neither free nor counted as allocated.
+            "peak_memory": torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None,
             **environ,
         }
         write_json(self.run.folder / "record.json", record)

@@ -1,7 +1,7 @@
 """Model-based adversarial training (paper B, eq. 2): a second pass over a model that is attacked itself.
 
 A step takes two backward passes: the first gives the gradient and, from the same pass, the direction of the attack on
-the model; the second gives the gradient that resists it. Both happen inside the wrapper's forward, so that
+the model; the second gives the gradient that resists it. Both happen where the loss is measured, so that
 ``loss.backward()`` outside only hands the result to the parameters, and DDP reduces it once. The second pass uses the
 images of the first, adversarial ones included, and leaves no trace in the running statistics (paper B, sec. 3.2).
 """
@@ -66,13 +66,13 @@ class SecondPass(Wrapper):
     #: Whether the weights are attacked, so that every rank needs the gradient of the whole batch.
     attacks_weights = False
 
-    def forward(self, x: Tensor, y: Tensor, *, index: Tensor | None = None) -> Step:
-        images = self.images(x, y, index)
+    def measured(self, images: Images) -> Step:
+        """The loss of both passes; its gradient is computed already. Nothing here waits for the device."""
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         delta = None if self.radius is None else zero_perturbation(self.model)
 
         with nullcontext() if delta is None else statistics(self.model, perturbation=delta):
-            first = self.measured(images)
+            first = self.objective.measured(images)
             found = _gradients(first.loss, [*parameters, *(delta.tensors if delta else ())])
         own, of_statistics = found[: len(parameters)], found[len(parameters) :]
         worst = None
@@ -87,10 +87,10 @@ class SecondPass(Wrapper):
             attacked.enter_context(without_feeding(self.model))
             if worst is not None or self.groups > 1:
                 attacked.enter_context(statistics(self.model, groups=self.groups, perturbation=worst))
-            second = self.measured(subset)
+            second = self.objective.measured(subset)
             resisting = _gradients(second.loss, parameters)
 
-        r = self.share(len(x))
+        r = self.share(len(images.x))
         loss = (1 - r) * first.loss.detach() + r * second.loss.detach()
         total = [_mixed(g, h, r) for g, h in zip(own, resisting)]
         terms = {**first.terms, "second_pass": second.loss.detach()}

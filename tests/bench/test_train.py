@@ -1,0 +1,173 @@
+"""``advnorm bench train``: what it measures, what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+from typer.testing import CliRunner
+
+from advnorm import create_model, strip
+from advnorm._core.errors import ConfigError
+from advnorm.bench import train
+from advnorm.bench.train import Row, TrainBenchmark, bench_train
+from advnorm.cli.app import app
+from advnorm.cli.listing import train_benchmark
+from advnorm.data import load
+from advnorm.engine.config import AttackConfig, Config, Named
+from advnorm.engine.ranks import Ranks
+
+SMALL = {"models": ("small_cnn",), "batch_sizes": (8,), "attack_steps": (1,), "device": "cpu", "steps": 1}
+
+
+def lines(result: TrainBenchmark, width: int = 80) -> list[str]:
+    """What a terminal of this width shows."""
+    console = Console(width=width, file=io.StringIO())
+    console.print(train_benchmark(result))
+    return console.file.getvalue().splitlines()
+
+
+def forward_flops(name: str) -> int:
+    """Of one image: twice the products of every convolution and linear layer, counted where they happen."""
+    network, found = strip(create_model(name, norm="bn")).eval(), []
+
+    def count(module: nn.Module, args: object, out: torch.Tensor) -> None:
+        found.append(2 * out[0].numel() * module.weight[0].numel())
+
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            module.register_forward_hook(count)
+    network(torch.zeros(1, 3, 32, 32))
+    return sum(found)
+
+
+def test_every_case_is_measured_and_the_table_says_what_the_record_says(tmp_path):
+    record = tmp_path / "deep" / "train.json"
+    out = CliRunner().invoke(
+        app,
+        [
+            "bench", "train", "--model", "small_cnn", "--model", "resnet20", "--batch-size", "8", "--batch-size", "12",
+            "--attack-steps", "1", "--attack-steps", "3", "--device", "cpu", "--steps", "1", "--json", str(record),
+        ],
+    )  # fmt: skip
+    assert out.exit_code == 0, out.output
+    data = json.loads(record.read_text())
+    rows = [Row(**row) for row in data["rows"]]
+    cases = {(row.model, row.batch_size, row.attack_steps, row.mode) for row in rows}
+    assert len(rows) == len(cases) == 16 and {row.processes for row in rows} == {1}
+    shown = [line.split() for line in out.output.splitlines() if line.split()[:1] in (["plain"], ["eager"])]
+    assert len(shown) == 16
+    for row, cells in zip(rows, shown, strict=True):
+        mode, batch, steps, processes, rate, epoch, share, memory, _, speedup = cells
+        assert (mode, int(batch), int(steps), int(processes)) == (row.mode, row.batch_size, row.attack_steps, 1)
+        assert float(rate.replace(",", "")) == pytest.approx(row.images_per_second, abs=0.5)
+        assert float(epoch.replace(",", "")) == pytest.approx(row.epoch_seconds, abs=0.5)
+        assert float(share.rstrip("%")) == pytest.approx(100 * row.share_of_peak, abs=0.5)
+        assert float(speedup) == pytest.approx(row.speedup, abs=0.005) and memory == "–"
+    assert {"norm", "eps", "data", "device", "torch", "steps", "peak_tflops", "notes"} <= set(data)
+
+
+def test_rates_epochs_and_operations_belong_together():
+    result = bench_train(**{**SMALL, "attack_steps": (1, 4)})
+    for row in result.rows:
+        passes = 2 * row.attack_steps + 2 * 3  # attack: forward and back; then both kinds of images, three passes each
+        assert row.tflops * 1e12 == pytest.approx(row.images_per_second * passes * forward_flops("small_cnn"))
+        assert row.share_of_peak == pytest.approx(row.tflops / result.peak_tflops)
+        assert row.epoch_seconds == pytest.approx(50_000 / row.images_per_second)
+        assert row.start_up_seconds > 0
+    plain, eager = result.rows[:2]
+    assert (plain.mode, plain.speedup, eager.mode) == ("plain", 1.0, "eager")
+
+
+@pytest.mark.world_size(2)
+def test_several_processes_divide_the_batch():
+    result = bench_train(**SMALL, processes=(1, 2), modes=("eager",))
+    one, two = result.rows
+    assert (one.processes, two.processes) == (1, 2) and one.batch_size == two.batch_size == 8
+    assert one.speedup is None and two.speedup is None  # there is no plain loop to compare with
+    assert two.epoch_seconds == pytest.approx(50_000 / two.images_per_second)
+
+
+def test_the_plain_loop_is_a_training_that_feeds_its_statistics_once_a_step(monkeypatch):
+    models = []
+    monkeypatch.setattr(train, "strip", lambda model: models.append(strip(model)) or models[-1])
+    config = Config(model=Named("small_cnn"), attack=AttackConfig(steps=2), batch_size=8, held_out=0, validate_every=0)
+    run = train._plain(config, load("synthetic", "train", size=64), Ranks(device=torch.device("cpu")))
+    before = [value.clone() for value in models[0].parameters()]
+    run(3)
+    assert all(not torch.equal(a, b) for a, b in zip(before, models[0].parameters(), strict=True))
+    norms = [module for module in models[0].modules() if isinstance(module, nn.BatchNorm2d)]
+    assert norms and all(norm.num_batches_tracked == 3 for norm in norms)
+
+
+def test_what_the_engine_could_not_do_stands_below_the_table(monkeypatch):
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "no-such-compiler"))
+    result = bench_train(**{**SMALL, "batch_sizes": (6,)}, modes=("compiled",))
+    assert len(result.notes) == 1 and result.notes[0].startswith("the network cannot be compiled and runs as it is: ")
+    assert any(line.startswith("note: the network cannot be compiled") for line in lines(result))
+
+
+def test_the_table_fits_on_80_columns_however_large_the_numbers():
+    fast = Row(
+        model="imagenet_resnet638",
+        batch_size=16384,
+        attack_steps=1,
+        processes=1024,
+        mode="compiled",
+        images_per_second=123_456.7,
+        epoch_seconds=0.41,
+        tflops=12345.6,
+        share_of_peak=1.0,
+        memory=140 * 2**30,
+        start_up_seconds=1234.5,
+        speedup=12.34,
+        spread=0.01,
+    )
+    slow = replace(fast, attack_steps=100, images_per_second=0.4, epoch_seconds=123_456.7, share_of_peak=0.001)
+    conditions = {
+        "norm": "dual_affine_bn", "objective": "hybrid", "eps": "16/255", "data": "cifar10", "device": "NVIDIA H200",
+        "torch": "2", "steps": 50, "peak_tflops": 789.0, "notes": (),
+    }  # fmt: skip
+    shown = lines(TrainBenchmark(rows=(fast, slow), **conditions))
+    assert all(len(line.rstrip()) <= 80 for line in shown) and not any("…" in line for line in shown)
+    assert [line.split() for line in shown if "compiled " in line] == [
+        ["compiled", "16384", "1", "1024", "123,457", "0.41", "100%", "140.0", "1234.5", "12.34"],
+        ["compiled", "16384", "100", "1024", "0", "123,457", "0%", "140.0", "1234.5", "12.34"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"modes": ("compield",)}, "unknown mode 'compield', did you mean 'compiled'"),
+        ({"models": ("resnet81",)}, "did you mean 'resnet18'"),
+        ({"norm": "dualbn"}, "did you mean 'dual_bn'"),
+        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"batch_sizes": (0,)}, "batch_size must be at least 1, got 0"),
+        ({"attack_steps": (0,)}, "steps must be an integer of at least 1, got 0"),
+        ({"eps": "8"}, "eps"),
+        ({"processes": (0,)}, "processes must be at least 1, got 0"),
+        ({"processes": (1, 3), "batch_sizes": (8, 9)}, "a batch of 8 cannot be divided among 3 processes"),
+        ({"device": "tpu"}, "unknown device 'tpu'"),
+        ({"modes": ("compield",), "steps": 0}, "unknown mode 'compield', did you mean 'compiled'?; steps must be"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_runs(settings, message):
+    started = []
+    with pytest.raises(ConfigError, match=".") as refused:
+        bench_train(**{**SMALL, **settings}, on_row=started.append)
+    assert message in str(refused.value) and not started
+
+
+def test_a_wrong_option_of_the_command_is_one_line_and_exit_status_2():
+    command = [sys.executable, "-m", "advnorm", "bench", "train", "--mode", "fast", "--device", "cpu"]
+    out = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert out.returncode == 2 and out.stdout == ""
+    assert out.stderr.strip().startswith("error: bad benchmark: unknown mode 'fast'")
