@@ -77,3 +77,18 @@ def untouched() -> Callable[..., Any]:
         assert all(torch.equal(a, b) for a, b in zip(tensors, tensors_after, strict=True))
 
     return scope
+
+
+@pytest.fixture
+def apart() -> Callable[..., None]:
+    """That the texts of a figure, as it is drawn, lie inside of it and do not touch each other."""
+
+    def check(figure: Any, texts: Any) -> None:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+        FigureCanvasAgg(figure).draw()
+        boxes = [text.get_window_extent() for text in texts]
+        assert all(box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1 for box in boxes)
+        assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+
+    return check

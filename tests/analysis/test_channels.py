@@ -16,6 +16,8 @@ from advnorm.analysis.channels import (
     stored_channels,
 )
 from advnorm.analysis.moments import collect_moments
+from advnorm.norms import routed_modules
+from advnorm.objectives import Hybrid
 
 
 def test_channels_are_drawn_by_lot_once_each_and_by_seed():
@@ -114,6 +116,83 @@ def test_shifts_along_training_become_a_trend(digits, tmp_path):
     for found in (shift, trend):
         paths = found.save(tmp_path / type(found).__name__)
         assert json.loads(paths[0].read_text()) == found.record()
+
+
+def fed_once(norm, x, x_adv, layout):
+    """A network whose running statistics are those of one training step, and whose affine banks differ."""
+    torch.manual_seed(0)
+    model = advnorm.create_model("small_cnn", num_classes=10, norm=norm, in_channels=1, normalize=False)
+    for module in routed_modules(model).values():
+        module.momentum = 1.0
+        for parameter in module.parameters():
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    attack = advnorm.attacks.PGD(threat=advnorm.ThreatModel(eps=0.1), steps=1)
+    Hybrid(model.train(), attack).passed({"clean": x, "adv": x_adv}, layout)
+    return model
+
+
+@pytest.mark.parametrize("norm", ["bn", "dual_bn", "dual_affine_bn", "dual_stats_bn", "cross_bn", "gmm_bn"])
+def test_batches_that_a_concatenated_step_fed_lie_at_distance_zero_in_its_layout(digits, untouched, norm):
+    inputs = {"clean": digits.x[:100], "adv": digits.x[:100].flip(2)}
+    model = fed_once(norm, *inputs.values(), "concatenated")
+    with untouched(model):
+        found = statistics_shift(model, inputs, layout="concatenated", batch_size=100)
+    assert found.sums["clean"] < 1e-8 and found.sums["adv"] < 1e-8
+    others = {"clean": inputs["clean"] / 2, "adv": inputs["adv"] / 2}
+    assert statistics_shift(model, others, layout="concatenated").sums["adv"] > 1e-3
+    if norm in ("bn", "dual_affine_bn"):  # a batch alone has other moments than both together
+        assert statistics_shift(model, inputs, routes=found.conditions["routes"]).sums["clean"] > 1e-3
+
+
+def test_a_sequential_step_leaves_the_statistics_of_its_last_batch(digits):
+    inputs = {"clean": digits.x[:100], "adv": digits.x[:100].flip(2)}
+    found = statistics_shift(fed_once("bn", *inputs.values(), "sequential"), inputs, batch_size=100)
+    assert found.sums["adv"] < 1e-8 < 1e-3 < found.sums["clean"]
+
+
+@pytest.mark.parametrize("domain", ["clean", "adv"])
+@pytest.mark.parametrize("norm", ["dual_bn", "cross_bn"])
+def test_a_batch_is_set_beside_the_bank_as_it_fed_it(digits, norm, domain):
+    inputs = {"clean": digits.x[:100], "adv": digits.x[:100].flip(2)}
+    model = fed_once(norm, *inputs.values(), "concatenated")
+    found = batch_channels(model, inputs[domain], count=1, layer="bn3", route=domain, batch_size=100).statistics
+    torch.testing.assert_close(found["batch 1"], found["running"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("objective", "layout"),
+    [
+        ({"name": "hybrid"}, "concatenated"),
+        ({"name": "trades", "layout": "sequential"}, "sequential"),
+        ({"name": "standard"}, "sequential"),
+        (None, "sequential"),
+    ],
+)
+def test_the_layout_of_a_run_is_that_of_its_training(digits, objective, layout):
+    told = {} if objective is None else {"config": {"objective": objective}}
+    found = ANALYSES.get("statistics_shift").run(digits.subject("bn", conditions=told))
+    assert found.conditions["layout"] == layout
+    other = ANALYSES.get("statistics_shift").run(digits.subject("bn", conditions=told), inputs=["clean", "noise"])
+    assert other.conditions["layout"] == "sequential"
+    assert (found.sums["clean"] == found.sums["adv"]) == (layout == "concatenated")
+
+
+def test_what_is_wrong_with_a_layout_is_told_at_once(digits):
+    inputs = {"clean": digits.x, "adv": digits.x}
+    both = {"clean": "adv", "adv": "adv"}
+    with pytest.raises(advnorm.ConfigError, match="unknown layout 'concat', did you mean 'concatenated'"):
+        statistics_shift(digits.networks["bn"], inputs, layout="concat")
+    with pytest.raises(advnorm.ConfigError, match="one kind of images for each branch"):
+        statistics_shift(digits.networks["dual_bn"], inputs, routes=both, layout="concatenated")
+    with pytest.raises(advnorm.ConfigError, match="as many of each kind of images: clean, adv"):
+        statistics_shift(digits.networks["bn"], {**inputs, "adv": digits.x[:10]}, layout="concatenated", batch_size=100)
+    mixture = advnorm.create_model("small_cnn", num_classes=10, norm="gmm_bn", in_channels=1, normalize=False)
+    with pytest.raises(advnorm.ConfigError, match="use layout='concatenated'"):
+        statistics_shift(mixture, inputs)
+    with pytest.raises(advnorm.ConfigError, match=r"count must be .* got 0; a mixture norm .* stored_channels"):
+        batch_channels(mixture, digits.x, count=0)
+    with pytest.raises(advnorm.ConfigError, match="count must be a number of batches"):
+        ANALYSES.get("batch_channels").run(digits.subject("bn"), count=0)
 
 
 def test_a_shift_needs_a_branch_for_every_kind_of_images(digits):

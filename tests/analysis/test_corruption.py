@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 
 import numpy as np
 import pytest
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from torch import nn
 
 import advnorm
@@ -165,3 +167,14 @@ def test_lines_are_means_over_corruptions_and_dots_means_over_severities():
     np.testing.assert_allclose(left.lines[0].get_xdata(), [60, 40])
     np.testing.assert_allclose(right.lines[0].get_ydata(), [100, 70, 30])
     assert score.mean == pytest.approx(0.5) and score.adapted_mean is None
+
+
+def test_the_panels_stay_readable_below_few_corruptions_and_above_many_names():
+    score = CorruptionScore(clean=0.9, severities=(1, 2), accuracy={"fog": (0.8, 0.7)})
+    names = [f"cifar10-preact_resnet18-dual_bn-hybrid-eps16_255-fb58506a-seed{n}" for n in range(8)]
+    found = CorruptionAccuracy(scores=dict.fromkeys(names, score), images=9, seed=0, arrays=False, conditions={})
+    figure = found.figure()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # matplotlib gives up where no room is left for the panels
+        FigureCanvasAgg(figure).draw()
+    assert all(axes.bbox.height > figure.dpi for axes in figure.axes)  # an inch

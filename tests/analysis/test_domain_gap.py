@@ -212,5 +212,21 @@ def test_the_swap_table_of_a_run_is_drawn_and_saved(digits, tmp_path):
 
 def test_a_swap_needs_two_branches_and_attacks_that_go_through_both(digits):
     routed = PGD(threat=THREAT, steps=1, route="adv")
-    with pytest.raises(advnorm.ConfigError, match=r"domains must be of none.*'pgd' must have no route"):
+    with pytest.raises(advnorm.ConfigError, match=r"it has none; a norm .* dual_bn.*'pgd' must have no route"):
         swap_table(digits.networks["bn"], digits.x, digits.y, {"pgd": routed}, x_adv=digits.x)
+
+
+@pytest.mark.parametrize("norm", ["cross_bn", "dual_affine_bn", "dual_affine_ln"])
+def test_without_statistics_of_its_own_images_for_each_branch_there_is_nothing_to_swap(digits, norm):
+    model = advnorm.create_model("small_cnn", num_classes=10, norm=norm, in_channels=1, normalize=False)
+    with pytest.raises(advnorm.ConfigError, match=f"{norm} does not normalize each branch.*use dual_bn"):
+        swap_table(model, digits.x, digits.y, {"pgd": PGD(threat=THREAT, steps=1)}, x_adv=digits.x)
+
+
+def test_runs_of_one_name_are_refused_before_any_work(digits):
+    def never(*_):
+        raise AssertionError("an attack has begun")
+
+    twice = [digits.subject("bn")] * 2
+    with pytest.raises(advnorm.ConfigError, match="names of their own"):
+        ANALYSES.get("domain_gap_table").run(twice, inputs=["adv"], progress=never)

@@ -353,6 +353,10 @@ def test_pictures_show_what_was_made_and_say_how_well(digits, tmp_path):
     subject = digits.subject("dual_bn")
     with pytest.raises(ConfigError, match="branches clean, adv; say through which"):
         features(subject)
+    with pytest.raises(ConfigError, match="examples must be a number of images of at least 1, got 0"):
+        features(digits.subject("bn"), examples=0)
+    with pytest.raises(ConfigError, match="images of a D_R; name its folder with --set data_dir"):
+        features(digits.subject("bn"), recipe="D_conflict")
     found = ANALYSES.get("features").run(subject, recipe="D_R", steps=15, route="adv", examples=6)
     assert found.distance_after < 0.5 * found.distance_before
     figure = found.figure()
@@ -364,6 +368,22 @@ def test_pictures_show_what_was_made_and_say_how_well(digits, tmp_path):
     assert [path.suffix for path in paths] == [".json", ".svg", ".png"] and all(path.stat().st_size for path in paths)
     assert read_json(paths[0]) == json.loads(json.dumps(found.record()))
     assert len(features(digits.subject("bn"), recipe="D_det", steps=2, examples=4).figure().axes) == 8
+
+
+def test_the_title_of_a_run_with_a_long_name_fits(digits, apart):
+    subject = digits.subject("bn", name="cifar10-preact_resnet18-dual_bn-hybrid-eps16_255-fb58506a-seed0")
+    figure = features(subject, steps=1, examples=4).figure()
+    apart(figure, [figure._suptitle])
+
+
+@pytest.mark.parametrize("recipe", ["D_det", "D_rand"])
+def test_targets_are_classes_of_the_model_though_few_images_show_them(digits, recipe):
+    few = digits.y <= 3
+    subject = digits.subject("bn", images=digits.x[few], labels=digits.y[few])
+    found = features(subject, recipe=recipe, steps=1, examples=40)
+    assert found.labels.max() > 3
+    if recipe == "D_det":
+        assert torch.equal(found.labels, found.starts + 1)
 
 
 def test_the_files_of_a_run_are_made_from_its_training_images(digits, tmp_path):

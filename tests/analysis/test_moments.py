@@ -11,6 +11,8 @@ from torch import nn
 
 import advnorm
 from advnorm.analysis.base import ANALYSES
+from advnorm.analysis.landscape import landscape
+from advnorm.analysis.ligs import ligs
 from advnorm.analysis.moments import (
     affine_parameters,
     collect_moments,
@@ -21,6 +23,8 @@ from advnorm.analysis.moments import (
     norm_statistics,
     stored_statistics,
 )
+from advnorm.analysis.perturbed import perturbed_accuracy
+from advnorm.attacks import StatisticsAttack
 
 
 class Headed(nn.Module):
@@ -189,8 +193,9 @@ def test_every_mistake_is_told_at_once(digits):
 def test_a_mixture_norm_is_seen_as_it_is_called_and_refused_alone_in_a_batch(digits):
     model = advnorm.create_model("small_cnn", num_classes=10, norm="gmm_bn", in_channels=1, normalize=False)
     assert set(collect_moments(model, digits.x[:8])) == {"bn1", "bn2", "bn3"}
-    with pytest.raises(advnorm.ConfigError, match="statistics='running'"):
-        collect_moments(model, digits.x[:8], statistics="batch_frozen")
+    for how in ({}, {"route": "adv"}, {"pair": ("adv", "adv")}):
+        with pytest.raises(advnorm.ConfigError, match="statistics='running'"):
+            collect_moments(model, digits.x[:8], statistics="batch_frozen", **how)
 
 
 def test_what_a_model_stores_is_read_by_domain(digits):
@@ -264,3 +269,19 @@ def test_symbols_become_formulas_and_other_text_stays():
     assert formula("NS^adv_clean") == r"$\mathrm{NS}^{\mathrm{adv}}_{\mathrm{clean}}$"
     assert formula("AP_adv") == r"$\mathrm{AP}_{\mathrm{adv}}$"
     assert formula("batch 1") == "batch 1"
+
+
+@pytest.mark.parametrize("norm", ["gmm_bn", "cross_bn"])
+def test_norms_that_need_both_domains_are_refused_alone_in_a_batch_by_every_analysis(digits, norm):
+    model = advnorm.create_model("small_cnn", num_classes=10, norm=norm, in_channels=1, normalize=False)
+    x, y, route = digits.x[:8], digits.y[:8], "adv" if norm == "cross_bn" else None
+    attacks = {"gradient": StatisticsAttack(radius=0.1, route=route)}
+    looks = [
+        lambda how: ligs(model, x, y, route=route, statistics=how),
+        lambda how: landscape(model, x, y, route=route, statistics=how),
+    ]
+    for look in (*looks, lambda _: perturbed_accuracy(model, x, y, attacks)):
+        with pytest.raises(advnorm.ConfigError, match=f"{norm} normalizes by .* both domains.*statistics='running'"):
+            look("batch_frozen")
+    for look in looks:
+        look("running")

@@ -16,6 +16,8 @@ import advnorm
 from advnorm._core.errors import ConfigError
 from advnorm._core.records import read_json
 from advnorm.analysis import ANALYSES
+from advnorm.analysis.corruption import corruption_accuracy
+from advnorm.analysis.landscape import landscape
 from advnorm.analysis.perturbed import _even_batches, perturbed_accuracy
 from advnorm.attacks import StatisticsAttack
 
@@ -205,3 +207,17 @@ def test_the_robustness_of_runs_is_shown_for_means_and_deviations(digits, tmp_pa
     assert len(figure.axes) == 2 and figure.get_suptitle().startswith("Accuracy under randomly perturbed")
     paths = finding.save(tmp_path / "perturbed")
     assert len(paths) == 3 and read_json(paths[0]) == finding.record()
+
+
+def test_one_number_may_come_without_a_list(digits):
+    found = ANALYSES.get("statistics_attack").run(digits.subject("bn"), radii=0.2, groups=4)
+    assert found.radii == (0.2,) and list(found.panels["bn"])[2:] == ["gradient, 4 groups"]
+    assert landscape(digits.networks["bn"], digits.x, digits.y, steps=0.1).steps == (0.1,)
+    score = corruption_accuracy(digits.networks["bn"], digits.x, digits.y, corruptions="fog", severities=5)
+    assert score.severities == (5,) and list(score.accuracy) == ["fog"]
+
+
+def test_long_names_of_runs_fit_above_their_panels(digits, apart):
+    subject = digits.subject("dual_bn", name="cifar10-preact_resnet18-dual_bn-hybrid-eps16_255-fb58506a-seed0")
+    figure = ANALYSES.get("statistics_attack").run(subject, radii=0.2, groups=1).figure()
+    apart(figure, [axes._left_title for axes in figure.axes])

@@ -149,6 +149,14 @@ def test_along_training_networks_come_one_by_one_and_the_figure_is_a_line(tmp_pa
     assert len(paths) == 3 and read_json(paths[0]) == json.loads(json.dumps(found.record()))
 
 
+def test_a_run_on_ordinary_images_has_nothing_to_align(digits):
+    told = {"config": {"data": {"name": "digits"}}}
+    runs = [digits.subject("bn", conditions={"config": {"data": {"name": "features"}}}), digits.subject("none")]
+    with pytest.raises(ConfigError, match="none was trained on digits.*D_conflict"):
+        alignment_of_runs([runs[0], digits.subject("none", conditions=told)])
+    assert alignment_of_runs(runs).names == ("bn", "none")
+
+
 def test_runs_are_compared_by_bars(digits):
     found = alignment_of_runs([digits.subject("bn"), digits.subject("dual_bn")])
     assert isinstance(found, Alignment) and found.names == ("bn", "dual_bn (clean)", "dual_bn (adv)")
@@ -157,3 +165,9 @@ def test_runs_are_compared_by_bars(digits):
     )
     assert sum(len(bars) for bars in found.figure().axes[0].containers) == 6
     assert {"transfer", "alignment", "features"} <= set(ANALYSES)
+
+
+def test_long_names_of_runs_fit_beside_and_below_the_matrix(apart):
+    names = tuple(f"cifar10-preact_resnet18-dual_bn-hybrid-eps16_255-fb58506a-seed{n} (adv)" for n in range(3))
+    figure = Transfer(sources=names, targets=names, accuracy=((0.5,) * 3,) * 3, images=(9,) * 3).figure()
+    apart(figure, [*figure.axes[0].get_xticklabels(), *figure.axes[0].get_yticklabels()])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +17,14 @@ from advnorm.analysis.domain_gap import distances
 from advnorm.analysis.moments import (
     Gaussian,
     Images,
+    LayerMoments,
+    Moments,
     affine_banks,
     attack_branch,
     collect_moments,
     conditions_of,
     default_layer,
+    feeding,
     formula,
     in_batches,
     input_images,
@@ -31,12 +35,13 @@ from advnorm.analysis.moments import (
     ns_name,
     statistics_banks,
     stored_statistics,
-    under,
+    watch,
 )
 from advnorm.attacks.base import Progress
 from advnorm.engine.case import branches
-from advnorm.norms import Mode
+from advnorm.norms import Mode, RoutedNorm, domains, functional, mixture_norms, routed_modules
 from advnorm.norms.plan import SHARED
+from advnorm.objectives.base import OBJECTIVES, Layout
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -157,18 +162,30 @@ def batch_channels(
 ) -> ChannelStatistics:
     """Statistics of ``count`` batches drawn by lot against the running ones, on some channels (paper E, fig. 6)."""
     layer = layer or default_layer(model)
-    if len(x) < count * batch_size:
-        raise ConfigError(f"{count} batches of {batch_size} need {count * batch_size} images, got {len(x)}")
+    problems = _count_problems(count)
+    if mixture_norms(model):
+        problems.append(
+            "a mixture norm has batch statistics for concatenated batches only; see statistics_shift(..., "
+            "layout='concatenated'), and stored_channels for what it stores"
+        )
+    if not problems and len(x) < count * batch_size:
+        problems.append(f"{count} batches of {batch_size} need {count * batch_size} images, got {len(x)}")
+    raise_all(problems, "bad analysis")
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
     stored = stored_statistics(model, route)
     if layer not in stored:
         raise ConfigError(f"{layer!r} stores no statistics{did_you_mean(layer, stored)}")
     series = {"running": stored[layer]}
     for number, chosen in enumerate(order[: count * batch_size].split(batch_size), 1):
-        how = {**under(route, "batch_frozen"), "layers": layer, "batch_size": batch_size}
+        how = {**feeding(model, route), "layers": layer, "batch_size": batch_size}
         series[f"batch {number}"] = collect_moments(model, x[chosen], **how)[layer].gaussian(unbiased=True)
     conditions = {"route": route, "batch_size": batch_size, "drawn_by_seed": seed}
     return _picked(model, layer, channels, seed, series, conditions, affine=False)
+
+
+def _count_problems(count: Any) -> list[str]:
+    good = isinstance(count, int) and not isinstance(count, bool) and count >= 1
+    return [] if good else [f"count must be a number of batches of at least 1, got {count!r}"]
 
 
 def _picked(
@@ -236,6 +253,7 @@ def batch_channels_of_run(
     progress: Progress | None = None,
 ) -> ChannelStatistics:
     """``images`` by name; ``route``: the branch that is attacked and looked at (``adv``)."""
+    raise_all(_count_problems(count), "bad analysis")
     branch = attack_branch(subject.model, route)
     x = input_images(subject, [images], route=branch, progress=progress)[images]
     how: Any = {"count": count, "layer": layer, "channels": channels, "seed": seed, "route": branch}
@@ -294,49 +312,108 @@ def statistics_shift(
     inputs: Mapping[str, Images],
     *,
     routes: Mapping[str, str | None] | None = None,
+    layout: Layout = "sequential",
     batch_size: int = 256,
     progress: Progress | None = None,
 ) -> StatisticsShift:
     """Squared 2-Wasserstein distance between the moments of batches and the running statistics (paper C, fig. 4).
 
-    ``inputs``: for each name a tensor, or batches. A batch is normalized by its own moments on its way through the
-    network, as in sequential training; give concatenated batches for what concatenated training sees. ``routes``: the
+    The difference between the normalization in training and at test time: ``inputs`` are for each name a tensor, or
+    batches; ``layout`` says whether a batch goes through the network alone, normalized by its own moments, or
+    ``concatenated`` with the others' batches, by the moments of all images that feed the same bank. ``routes``: the
     branch of each name, by default the one that is called the same. Both variances are unbiased.
     """
-    known = branches(model)
+    known = _branches_fed(model)
     chosen = {name: (name if known else None) for name in inputs} | dict(routes or {})
-    raise_all(
-        [
-            f"no branch for {name!r}: say routes={{{name!r}: ...}}, one of {', '.join(known)}"
-            for name in inputs
-            if known and chosen[name] not in known
-        ],
-        "bad analysis",
-    )
+    problems = [
+        f"no branch for {name!r}: say routes={{{name!r}: ...}}, one of {', '.join(known)}"
+        for name in inputs
+        if known and chosen[name] not in known
+    ]
+    if layout not in get_args(Layout):
+        problems.append(f"unknown layout {layout!r}{did_you_mean(layout, get_args(Layout))}")
+    if layout == "sequential" and mixture_norms(model):
+        problems.append("a mixture norm has batch statistics for concatenated batches only; use layout='concatenated'")
+    if layout == "concatenated" and known and len(set(chosen.values())) < len(chosen):
+        problems.append(
+            f"a concatenated batch has one kind of images for each branch, got the routes {chosen}; use "
+            "layout='sequential'"
+        )
+    raise_all(problems, "bad analysis")
+    stored = {name: stored_statistics(model, chosen[name]) for name in inputs}
+    # Where domains are crossed, a bank is fed by images that are forwarded for it and meet no others' moments.
+    crossed = any(module.plan.crosses for module in routed_modules(model).values())
+    alone = layout == "sequential" or crossed
     found: dict[str, dict[str, list[float]]] = {name: {} for name in inputs}
-    for done, (name, images) in enumerate(inputs.items(), 1):
-        stored = stored_statistics(model, chosen[name])
-        for batch in in_batches(images, batch_size):
-            how = {**under(chosen[name], "batch_frozen"), "layers": list(stored), "batch_size": len(batch)}
-            moments = collect_moments(model, batch, **how)
-            current = {layer: one.gaussian(unbiased=True) for layer, one in moments.items()}
-            for layer, distance in distances(current, stored).items():
-                found[name].setdefault(layer, []).append(distance.total)
+    for done, names in enumerate(([name] for name in inputs) if alone else [list(inputs)], 1):
+        for parts in zip_longest(*(in_batches(inputs[name], batch_size) for name in names)):
+            if any(part is None for part in parts):
+                raise ConfigError(f"concatenated batches need as many of each kind of images: {', '.join(names)}")
+            batch = dict(zip(names, parts))
+            routed = {chosen[name]: len(part) for name, part in batch.items()} if known else None
+            how = feeding(model, chosen[names[0]]) if alone else {"statistics": "batch_frozen", "route": routed}
+            for name, moments in _fed_moments(model, batch, chosen, layers=list(stored[names[0]]), **how).items():
+                current = {layer: one.gaussian(unbiased=True) for layer, one in moments.items()}
+                for layer, distance in distances(current, stored[name]).items():
+                    found[name].setdefault(layer, []).append(distance.total)
         if progress is not None:
-            progress(done, len(inputs))
-    return StatisticsShift(layers=found, conditions={"routes": chosen, "variance": "unbiased"})
+            progress(done * len(names), len(inputs))
+    return StatisticsShift(layers=found, conditions={"routes": chosen, "layout": layout, "variance": "unbiased"})
+
+
+def _branches_fed(model: nn.Module) -> tuple[str, ...]:
+    """The branches of a model, or the domains whose statistics a mixture norm keeps apart."""
+    return branches(model) or (domains(model) if mixture_norms(model) else ())
+
+
+def _fed_moments(
+    model: nn.Module, batch: Mapping[str, Tensor], routes: Mapping[str, str | None], **how: Any
+) -> dict[str, Moments]:
+    """Moments of what feeds the bank of each kind of images at every norm, in one forward of all of them."""
+    found: dict[str, Moments] = {name: {} for name in batch}
+    sizes = [len(part) for part in batch.values()]
+    norms = norm_layers(model)
+
+    def bank(layer: str, name: str) -> str:
+        norm, domain = norms[layer], routes[name]
+        return norm.plan.feeds[norm.plan.index(domain)] if isinstance(norm, RoutedNorm) and domain else SHARED
+
+    def see(layer: str, value: Tensor) -> None:
+        parts = dict(zip(batch, value.double().split(sizes)))
+        for name in parts:
+            fed = torch.cat([part for other, part in parts.items() if bank(layer, other) == bank(layer, name)])
+            mean, var = functional.moments(fed[None])
+            found[name][layer] = LayerMoments(mean[0].cpu(), var[0].cpu(), fed.numel() // fed.shape[1])
+
+    watch(model, torch.cat(list(batch.values())), see, batch_size=sum(sizes), **how)
+    return found
 
 
 @register("statistics_shift", summary="distance between batches and running statistics, by layer", paper="C fig. 4")
 def statistics_shift_of_run(
-    subject: Subject, *, inputs: Sequence[str] = ("clean", "adv"), progress: Progress | None = None
+    subject: Subject,
+    *,
+    inputs: Sequence[str] = ("clean", "adv"),
+    layout: Layout | None = None,
+    progress: Progress | None = None,
 ) -> StatisticsShift:
-    """``inputs``: images by name; a model with branches looks at each through its own, or through that of ``adv``."""
+    """``inputs``: images by name; a model with branches looks at each through its own, or through that of ``adv``.
+
+    ``layout``: by default that of the run's training, where ``inputs`` are what it trains on, clean and adv.
+    """
     images = input_images(subject, inputs, progress=progress)
-    known = branches(subject.model)
+    known = _branches_fed(subject.model)
     routes = {name: name if name in known else attack_branch(subject.model) for name in images}
-    found = statistics_shift(subject.model, images, routes=routes, batch_size=subject.batch_size)
+    how = layout or (_trained_layout(subject) if set(images) == {"clean", "adv"} else "sequential")
+    found = statistics_shift(subject.model, images, routes=routes, layout=how, batch_size=subject.batch_size)
     return dataclasses.replace(found, conditions=conditions_of(subject, **found.conditions))
+
+
+def _trained_layout(subject: Subject) -> Layout:
+    """How the batches of a subject's training were made; one after the other where that is not known."""
+    objective = subject.conditions.get("config", {}).get("objective", {})
+    known = OBJECTIVES.get(objective["name"]).options() if objective else {}
+    return objective.get("layout", known["layout"].default) if "layout" in known else "sequential"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

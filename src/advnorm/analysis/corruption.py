@@ -17,7 +17,7 @@ from advnorm._core.errors import ConfigError, did_you_mean, raise_all
 from advnorm._core.wrappers import unwrapped
 from advnorm.analysis.base import Finding, Subject, batches, register
 from advnorm.analysis.transfer import predicted, share
-from advnorm.analysis.views import conditions, device_of, legend, look, setting_problems, views
+from advnorm.analysis.views import conditions, device_of, legend, look, numbers, setting_problems, views
 from advnorm.attacks.base import Progress, check_images
 from advnorm.data import corrupt, list_corruptions
 from advnorm.data.corrupt import SEVERITIES
@@ -73,8 +73,8 @@ def corruption_accuracy(
     x: Tensor,
     y: Tensor,
     *,
-    corruptions: Sequence[str] | None = None,
-    severities: Sequence[int] = SEVERITIES,
+    corruptions: str | Sequence[str] | None = None,
+    severities: int | Sequence[int] = SEVERITIES,
     adapt: bool = False,
     arrays: Path | str | None = None,
     route: str | None = None,
@@ -90,7 +90,7 @@ def corruption_accuracy(
     7), in a copy of the model. Corrupted images are held for one corruption and severity at a time.
     """
     known = list_corruptions() if arrays is None else CORRUPTIONS
-    chosen = _chosen(corruptions, known, arrays)
+    chosen, severities = _chosen(corruptions, known, arrays), numbers(severities)
     problems = setting_problems(model, route=route, statistics="running", batch_size=batch_size)
     problems += [f"unknown corruption {name!r}{did_you_mean(name, known)}" for name in chosen if name not in known]
     problems += [f"severity is 1, 2, 3, 4 or 5, got {level!r}" for level in severities if level not in SEVERITIES]
@@ -112,7 +112,7 @@ def corruption_accuracy(
             progress(done + 1, len(chosen) * len(severities))
     return CorruptionScore(
         clean=share(predicted(model, x, route=route, batch_size=batch_size) == y.cpu()),
-        severities=tuple(severities),
+        severities=severities,
         accuracy={name: tuple(values) for name, values in plain.items()},
         adapted={name: tuple(values) for name, values in adapted.items()} if adapt else None,
     )
@@ -186,7 +186,7 @@ class CorruptionAccuracy(Finding):
         from matplotlib.lines import Line2D
 
         names = list(next(iter(self.scores.values())).accuracy)
-        figure = Figure(figsize=(7.0, 1.6 + 0.24 * len(names)))
+        figure = Figure(figsize=(7.0, max(2.8, 1.6 + 0.24 * len(names))))
         left, right = figure.subplots(1, 2, width_ratios=(1.5, 1))
         handles = []
         for place, (label, score) in enumerate(self.scores.items()):
@@ -234,8 +234,8 @@ class CorruptionAccuracy(Finding):
 def corruptions_of_runs(
     subjects: Sequence[Subject],
     *,
-    corruptions: Sequence[str] | None = None,
-    severities: Sequence[int] = SEVERITIES,
+    corruptions: str | Sequence[str] | None = None,
+    severities: int | Sequence[int] = SEVERITIES,
     adapt: bool = True,
     arrays: str | None = None,
     route: str | None = None,

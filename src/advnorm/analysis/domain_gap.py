@@ -40,7 +40,7 @@ from advnorm.attacks import Attack
 from advnorm.attacks.base import Progress
 from advnorm.engine.case import branches
 from advnorm.engine.evaluate import benchmark
-from advnorm.norms import Mode, pair, recalibrate, route
+from advnorm.norms import Mode, RoutedNorm, pair, recalibrate, route, routed_modules
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -261,12 +261,12 @@ def domain_gap_table(
     progress: Progress | None = None,
 ) -> DomainGapTable:
     """``inputs``: beside the clean images. A falsely robust network shows by a large distance and by its accuracies."""
+    if len({subject.name for subject in subjects}) < len(subjects):
+        raise ConfigError(f"runs need names of their own, got {[subject.name for subject in subjects]}")
     rows = {
         subject.name: domain_gap_of_run(subject, inputs=inputs, route=route, statistics=statistics, progress=progress)
         for subject in subjects
     }
-    if len(rows) < len(subjects):
-        raise ConfigError(f"runs need names of their own, got {[subject.name for subject in subjects]}")
     return DomainGapTable(rows=rows)
 
 
@@ -344,7 +344,8 @@ def branch_gap(
     known = branches(model)
     if not set(domains) <= set(known) or len(set(domains)) != 2:
         raise ConfigError(
-            f"branch_gap compares two of the model's branches, got {domains}; it has: {', '.join(known) or 'none'}"
+            f"branch_gap compares two of the model's branches, got {domains}; it has: {', '.join(known) or 'none'}; a "
+            "norm with branches is dual_bn"
         )
     found = norm_statistics(
         model,
@@ -458,8 +459,7 @@ def swap_table(
     ``calibration`` gives images of both domains in place of ``x`` and ``x_adv``, from the training set for example.
     NS^adv_clean replaces the adversarial branch's statistics by those of clean images under its affine bank.
     """
-    known = branches(model)
-    problems = [] if set(domains) <= set(known) else [f"domains must be of {', '.join(known) or 'none'}, got {domains}"]
+    problems = _swap_problems(model, domains)
     problems += [] if attacks else ["give at least one attack by name, such as {'pgd10': PGD(...)}"]
     problems += [f"the attack {name!r} must have no route of its own" for name in attacks if attacks[name].route]
     raise_all(problems, "bad swap table")
@@ -489,11 +489,27 @@ def swap_table(
     return SwapTable(rows=tuple(rows), conditions={**conditions, "re-calibrated_on": len(images[domains[0]])})
 
 
+def _swap_problems(model: nn.Module, domains: tuple[str, str]) -> list[str]:
+    """What speaks against swapping the statistics of two domains: each is normalized by a bank that it alone feeds."""
+    known = branches(model)
+    if not set(domains) <= set(known):
+        have = f"it has {', '.join(known)}" if known else "it has none; a norm with branches is dual_bn"
+        return [f"statistics are swapped between the branches {' and '.join(domains)} of a model, and {have}"]
+    plans = dict.fromkeys(module.plan for module in routed_modules(model).values() if isinstance(module, RoutedNorm))
+    return [
+        f"{plan.name} does not normalize each branch by statistics of its own images, so that there are none to swap; "
+        "use dual_bn or dual_stats_bn"
+        for plan in plans
+        if plan.statistics != "batch" or plan.crosses or len({plan.feeds[plan.index(d)] for d in domains}) < 2
+    ]
+
+
 @register("swap_table", summary="accuracy with default, swapped and re-calibrated statistics", paper="A table 5")
 def swap_table_of_run(
     subject: Subject, *, attacks: Sequence[str] = ("pgd10",), progress: Progress | None = None
 ) -> SwapTable:
     """``attacks``: by name. Re-calibration takes the subject's images and what its attack makes of them."""
+    raise_all(_swap_problems(subject.model, ("clean", "adv")), "bad swap table")
     names = [attacks] if isinstance(attacks, str) else list(attacks)
     how = {"threat": subject.attack.threat, "seed": subject.attack.seed}
     built = {name: named_attack(name, device_of(subject.model), **how) for name in names}

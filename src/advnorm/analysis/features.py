@@ -16,7 +16,7 @@ from advnorm._core.errors import ConfigError, did_you_mean, raise_all
 from advnorm._core.seeding import ImageNoise
 from advnorm._core.wrappers import unwrapped
 from advnorm.analysis.base import Finding, Subject, register
-from advnorm.analysis.views import device_of
+from advnorm.analysis.views import device_of, wrapped
 from advnorm.attacks import PGD, attacked, input_gradient
 from advnorm.attacks.base import Predict, Progress, check_images
 from advnorm.data import FeatureFolder, FolderData, ImageData, load
@@ -393,9 +393,9 @@ class FeaturePictures(Finding):
                 axes.spines[:].set_visible(False)
                 axes.set_xlabel(caption(i), fontsize=8)
             line[0].set_ylabel(title, fontsize=9)
+        share = f"the model says the label for {100 * self.accuracy:.0f} % of {len(self.labels)} images"
         figure.suptitle(
-            f"{self.name} from {self.model}: the model says the label for {100 * self.accuracy:.0f} % of "
-            f"{len(self.labels)} images",
+            wrapped([f"{self.name} from {self.model}: {share}"], 85)[0],
             fontsize=10,
             fontweight="bold",
             x=0.01,
@@ -426,9 +426,11 @@ def features(
     is made from a D_R, whose folder ``data_dir`` is.
     """
     chosen, _ = _chosen(recipe, None, {} if steps is None else {"steps": steps})
+    if isinstance(examples, bool) or not isinstance(examples, int) or examples < 1:
+        raise ConfigError(f"examples must be a number of images of at least 1, got {examples!r}")
     if route is None and (known := branches(subject.model)):
         raise ConfigError(f"{subject.name} has the branches {', '.join(known)}; say through which, with route=")
-    data = _source(subject, recipe, out, data_dir)
+    data = _source(subject, recipe, route, out, data_dir)
     if out is not None:
         extract_features(
             subject.model,
@@ -473,18 +475,27 @@ def _mean_distance(found: Tensor, wanted: Tensor) -> float:
     return float((found.double() - wanted.double()).norm(dim=1).mean())
 
 
-def images_of(subject: Subject) -> ImageData:
-    """The test images of a subject as a data set."""
+def classes_of(model: nn.Module, x: Tensor, route: str | None) -> int:
+    """How many classes a model tells apart."""
+    with attacked(model, route=route) as predict, torch.no_grad():
+        return predict(x.to(device_of(model))).shape[1]
+
+
+def images_of(subject: Subject, route: str | None) -> ImageData:
+    """The test images of a subject as a data set; of few images not every class is among them."""
     images, labels = subject.images.cpu(), subject.labels.cpu()
-    return ImageData(name=subject.name, split="test", images=images, labels=labels, num_classes=int(labels.max()) + 1)
+    classes = classes_of(subject.model, images[:1], route)
+    return ImageData(name=subject.name, split="test", images=images, labels=labels, num_classes=classes)
 
 
-def _source(subject: Subject, recipe: str, out: str | None, data_dir: str | None) -> ImageData:
+def _source(subject: Subject, recipe: str, route: str | None, out: str | None, data_dir: str | None) -> ImageData:
     """What a set is made from: the images of a D_R, the training images of the run, or its test images at hand."""
     if recipe == "D_conflict":
+        if data_dir is None:
+            raise ConfigError("D_conflict is made from the images of a D_R; name its folder with --set data_dir=...")
         data = load("features", "train", data_dir)
     elif out is None:
-        return images_of(subject)
+        return images_of(subject, route)
     elif subject.folder is None:
         raise ConfigError("the training images are known of a run only; use extract_features with your data")
     else:

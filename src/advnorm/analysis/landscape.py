@@ -17,7 +17,17 @@ from advnorm._core.precision import float32_as
 from advnorm._core.wrappers import unwrapped
 from advnorm.analysis.base import Finding, Subject, batches, register
 from advnorm.analysis.ligs import Statistics
-from advnorm.analysis.views import conditions, device_of, legend, look, number, setting_problems, views
+from advnorm.analysis.views import (
+    conditions,
+    device_of,
+    legend,
+    look,
+    number,
+    numbers,
+    one_domain_problems,
+    setting_problems,
+    views,
+)
 from advnorm.attacks import attacked
 from advnorm.attacks.base import Progress, check_images, logits_of
 
@@ -79,7 +89,7 @@ def landscape(
     x: Tensor,
     y: Tensor,
     *,
-    steps: Sequence[float] = STEPS,
+    steps: float | Sequence[float] = STEPS,
     loss: Loss = F.cross_entropy,
     route: str | None = None,
     statistics: Statistics = "batch_frozen",
@@ -91,6 +101,7 @@ def landscape(
     only w differs. The model itself is never changed: the moved parameters are copies.
     """
     problems = setting_problems(model, route=route, statistics=statistics) + _step_problems(steps)
+    problems += one_domain_problems(model, statistics)
     raise_all(problems, "bad landscape")
     check_images(x, y)
     model, device = unwrapped(model), device_of(model)
@@ -112,14 +123,14 @@ def landscape(
         x, y = (part.detach().to(device, copy=True) for part in (x, y))  # inference tensors have no gradients
         value, gradient = at(start)
         losses, distances, changes = [], [], []
-        for step in steps:
+        for step in numbers(steps):
             moved = {name: w - step * gradient[name] for name, w in start.items()}
             distances.append(_distance(moved, start))
             there, changed = at(moved)
             losses.append(there)
             changes.append(_distance(changed, gradient))
     return LandscapePoint(
-        steps=tuple(float(step) for step in steps),
+        steps=tuple(float(step) for step in numbers(steps)),
         loss=value,
         gradient_norm=math.sqrt(sum(float(g.double().square().sum()) for g in gradient.values())),
         losses=tuple(losses),
@@ -271,7 +282,7 @@ def _panels(x_label: str) -> tuple[Figure, Any]:
 def landscape_of_runs(
     subjects: Sequence[Subject],
     *,
-    steps: Sequence[float] = STEPS,
+    steps: float | Sequence[float] = STEPS,
     count: int = 4,
     route: str | None = None,
     statistics: Statistics = "batch_frozen",

@@ -14,7 +14,16 @@ from advnorm._core.errors import ConfigError, raise_all
 from advnorm._core.precision import float32_as
 from advnorm._core.seeding import ImageNoise
 from advnorm.analysis.base import Finding, Subject, batches, register
-from advnorm.analysis.views import conditions, device_of, legend, look, number, setting_problems, views
+from advnorm.analysis.views import (
+    conditions,
+    device_of,
+    legend,
+    look,
+    number,
+    one_domain_problems,
+    setting_problems,
+    views,
+)
 from advnorm.attacks import Attack, attacked, input_gradient
 from advnorm.attacks.base import Predict, Progress, check_images, checked
 from advnorm.attacks.losses import cross_entropy
@@ -77,6 +86,7 @@ def ligs(
     """
     problems = Ligs.setting_problems(shift=shift, size=size)
     problems += setting_problems(model, route=route, statistics=statistics, batch_size=batch_size)
+    problems += one_domain_problems(model, statistics)
     raise_all(problems, "bad LIGS")
     largest_label, device = check_images(x, y), device_of(model)
     found = []

@@ -17,14 +17,16 @@ from advnorm._core.errors import ConfigError, did_you_mean, raise_all
 from advnorm._core.precision import float32_as
 from advnorm._core.wrappers import unwrapped
 from advnorm.analysis.base import COLOURS, DOMAIN_COLOURS, MARKERS, Finding, Subject, batches, register
-from advnorm.analysis.views import device_of, setting_problems
+from advnorm.analysis.views import device_of, one_domain_problems, setting_problems
 from advnorm.attacks import Attack, AutoAttack, attacked
 from advnorm.attacks.base import Progress
 from advnorm.engine.case import branches
-from advnorm.norms import Mode, RoutedNorm, functional, mixture_norms
+from advnorm.norms import Mode, RoutedNorm, functional, routed_modules
 from advnorm.norms import pair as pair_scope
+from advnorm.norms import route as route_scope
 from advnorm.norms.layers import NORM_LAYERS
 from advnorm.norms.plan import SHARED
+from advnorm.norms.routing import Route
 from advnorm.threat import ThreatModel
 
 if TYPE_CHECKING:
@@ -153,20 +155,21 @@ def watch(
     see: Callable[[str, Tensor], None],
     *,
     layers: str | Sequence[str] | None = None,
-    route: str | None = None,
+    route: Route | None = None,
     pair: tuple[str, str] | None = None,
     statistics: Mode = "running",
     batch_size: int = 256,
 ) -> Tensor:
     """Forward images; ``see(layer, input)`` gets what enters each norm. Returns the predicted classes.
 
-    ``route`` is the branch; ``pair`` instead names the domain whose statistics bank and the one whose affine bank
-    are used. The model is as before afterwards, also after an error.
+    ``route`` is the branch, or of a concatenated batch the number of images of each domain; ``pair`` instead names the
+    domain whose statistics bank and the one whose affine bank are used. The model is as before afterwards, also after
+    an error.
     """
     model = unwrapped(model)
     problems = setting_problems(model, route=route, statistics=statistics, batch_size=batch_size)
-    if statistics == "batch_frozen" and isinstance(model, nn.Module) and mixture_norms(model):
-        problems.append("a mixture norm has batch statistics for concatenated batches only; use statistics='running'")
+    if not isinstance(route, Mapping):
+        problems += one_domain_problems(model, statistics, paired=pair is not None)
     if route is not None and pair is not None:
         problems.append("give a route or a pair of banks, not both")
     raise_all(problems, "bad analysis")
@@ -174,7 +177,9 @@ def watch(
     chosen = norm_layers(model, layers)
     classes = []
     with ExitStack() as stack:
-        predict = stack.enter_context(attacked(model, route=route, statistics=statistics))
+        predict = stack.enter_context(attacked(model, statistics=statistics))
+        if route is not None:
+            stack.enter_context(route_scope(model, route))
         if pair is not None:
             stack.enter_context(pair_scope(model, statistics=pair[0], affine=pair[1]))
         stack.enter_context(float32_as("ieee", device))
@@ -386,6 +391,19 @@ def under(affine: str | None, statistics: Mode) -> dict[str, Any]:
     if bank and statistics == "running":
         bank = {"route": affine}
     return {"statistics": statistics, **bank}
+
+
+def feeding(model: nn.Module, domain: str | None) -> dict[str, Any]:
+    """How to collect what a domain's samples feed their bank with, from batches of them alone.
+
+    In a crossed norm they are scaled as what that bank normalizes: its bank ``adv`` is NS^clean_adv.
+    """
+    if domain is None:
+        return {"statistics": "batch_frozen"}
+    plans = [module.plan for module in routed_modules(model).values() if domain in module.plan.domains]
+    plan = next((plan for plan in plans if plan.crosses), None)
+    scaled_as = domain if plan is None else plan.domains[plan.affine.index(plan.banks(domain, forwarded=True)[2])]
+    return {"statistics": "batch_frozen", "pair": (domain, scaled_as)}
 
 
 @register("moments", summary="mean and deviation of every norm's input, by affine bank and images", paper="A sec. 5")

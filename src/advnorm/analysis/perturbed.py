@@ -14,7 +14,18 @@ from advnorm._core.errors import ConfigError, raise_all
 from advnorm._core.precision import float32_as
 from advnorm._core.wrappers import unwrapped
 from advnorm.analysis.base import Finding, Subject, batches, register
-from advnorm.analysis.views import View, conditions, device_of, legend, look, setting_problems, views
+from advnorm.analysis.views import (
+    View,
+    conditions,
+    device_of,
+    legend,
+    look,
+    numbers,
+    one_domain_problems,
+    setting_problems,
+    views,
+    wrapped,
+)
 from advnorm.attacks import StatisticsAttack
 from advnorm.attacks.base import Progress
 from advnorm.attacks.statistics import Which
@@ -43,7 +54,7 @@ def perturbed_accuracy(
     y: Tensor,
     attacks: Mapping[str, StatisticsAttack],
     *,
-    radii: Sequence[float] = RADII,
+    radii: float | Sequence[float] = RADII,
     batch_size: int = 256,
 ) -> Curves:
     """Accuracy under each attack on the statistics, its radius replaced by each of ``radii``.
@@ -53,10 +64,12 @@ def perturbed_accuracy(
     judged by no attack. A plain model is converted in a copy. One without batch norms is refused.
     """
     problems = [] if attacks else ["no attack on statistics given"]
+    radii = numbers(radii)
     problems += [f"a radius lies in [0, 1), got {radius!r}" for radius in radii if not 0 <= radius < 1]
-    problems += [] if len(radii) else ["no radius given"]
+    problems += [] if radii else ["no radius given"]
     for attack in attacks.values():
         problems += setting_problems(model, route=None, statistics=attack.statistics, batch_size=batch_size)
+        problems += one_domain_problems(model, attack.statistics)
     raise_all(list(dict.fromkeys(problems)), "bad perturbed statistics")
     model, device = _perturbable(model), device_of(model)
     if any(attack.statistics != "running" for attack in attacks.values()):
@@ -73,7 +86,7 @@ def perturbed_accuracy(
                 data = ((x[part].to(device), y[part].to(device)) for part in rows)
                 accuracies.append(attack.accuracy(model, data, attack.scaled(direction)))
             found[name] = tuple(accuracies)
-    return Curves(radii=tuple(radii), accuracy=found, images=rows[-1].stop, batch_size=rows[0].stop)
+    return Curves(radii=radii, accuracy=found, images=rows[-1].stop, batch_size=rows[0].stop)
 
 
 def _perturbable(model: nn.Module) -> nn.Module:
@@ -135,10 +148,11 @@ class PerturbedFinding(Finding):
         names = list(dict.fromkeys(name for lines in self.panels.values() for name in lines))
         handles = {}
         row = figure.subplots(1, len(self.panels), sharey=True, squeeze=False)[0]
-        for axes, (panel, lines) in zip(row, self.panels.items()):
+        titles = wrapped(self.panels, 80 // len(self.panels))
+        for axes, title, lines in zip(row, titles, self.panels.values()):
             for name, values in lines.items():
                 (handles[name],) = axes.plot(self.radii, [100 * v for v in values], **look(names.index(name)))
-            axes.set_title(panel, fontweight="normal")
+            axes.set_title(title, fontweight="normal")
             axes.set_xlabel("radius ε, as a share of the statistics")
         row[0].set_ylabel("accuracy (%)")
         row[0].set_ylim(0, 102)
@@ -149,7 +163,7 @@ class PerturbedFinding(Finding):
 def _curves(
     seen: Sequence[View],
     attacks: Mapping[str, StatisticsAttack],
-    radii: Sequence[float],
+    radii: float | Sequence[float],
     progress: Progress | None,
 ) -> dict[str, Curves]:
     """The curves of every view, each attack through its branch."""
@@ -181,8 +195,8 @@ def _conditions(seen: Sequence[View], curves: Mapping[str, Curves]) -> dict[str,
 def statistics_attack_of_run(
     subject: Subject,
     *,
-    radii: Sequence[float] = RADII,
-    groups: Sequence[int] = (1, 2, 8),
+    radii: float | Sequence[float] = RADII,
+    groups: int | Sequence[int] = (1, 2, 8),
     which: Which = "both",
     route: str | None = None,
     seed: int = 0,
@@ -197,14 +211,14 @@ def statistics_attack_of_run(
         "uniform random": StatisticsAttack(kind="uniform", **common),
         "binary random": StatisticsAttack(kind="binary", **common),
     }
-    for count in groups:
+    for count in numbers(groups):
         attacks[f"gradient, {count} group{'s' * (count != 1)}"] = StatisticsAttack(groups=count, **common)
     seen = views([subject], route)
     curves = _curves(seen, attacks, radii, progress)
     return PerturbedFinding(
         analysis="statistics_attack",
         title="Accuracy under an attack on the batch statistics",
-        radii=tuple(radii),
+        radii=numbers(radii),
         panels={name: found.accuracy for name, found in curves.items()},
         attacks=attacks,
         conditions=_conditions(seen, curves),
@@ -215,7 +229,7 @@ def statistics_attack_of_run(
 def perturbed_statistics_of_runs(
     subjects: Sequence[Subject],
     *,
-    radii: Sequence[float] = RADII,
+    radii: float | Sequence[float] = RADII,
     route: str | None = None,
     seed: int = 0,
     progress: Progress | None = None,
@@ -231,7 +245,7 @@ def perturbed_statistics_of_runs(
     return PerturbedFinding(
         analysis="perturbed_statistics",
         title="Accuracy under randomly perturbed running statistics",
-        radii=tuple(radii),
+        radii=numbers(radii),
         panels={
             f"{which} perturbed": {name: found.accuracy[which] for name, found in curves.items()} for which in attacks
         },

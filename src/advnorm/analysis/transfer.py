@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -15,9 +13,9 @@ from torch import Tensor, nn
 from advnorm._core.errors import ConfigError, did_you_mean, raise_all
 from advnorm._core.precision import float32_as
 from advnorm.analysis.base import COLOURS, MARKERS, Finding, Subject, batches, direct_labels, register
-from advnorm.analysis.features import RECIPES, images_of, make_features
+from advnorm.analysis.features import RECIPES, classes_of, images_of, make_features
 from advnorm.analysis.views import conditions as conditions_of
-from advnorm.analysis.views import device_of, legend, views
+from advnorm.analysis.views import device_of, legend, views, wrapped
 from advnorm.attacks import attacked
 from advnorm.attacks.base import Progress, check_images
 
@@ -68,7 +66,9 @@ class Transfer(Finding):
     def draw(self) -> Figure:
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(7.0, 1.6 + 0.42 * len(self.sources)))
+        left, below = wrapped(self.sources, 24), wrapped(self.targets, 60 // len(self.targets))
+        lines = max(name.count("\n") + 1 for name in left)
+        figure = Figure(figsize=(7.0, 1.6 + max(0.42, 0.1 + 0.16 * lines) * len(self.sources)))
         axes = figure.subplots()
         shades = axes.imshow(
             [[100 * value for value in row] for row in self.accuracy], cmap="cividis", vmin=0, vmax=100, aspect="auto"
@@ -79,18 +79,12 @@ class Transfer(Finding):
                 axes.text(column, line, f"{100 * value:.1f}", ha="center", va="center", color=colour)
         axes.grid(False)
         axes.spines[:].set_visible(False)
-        axes.set_xticks(range(len(self.targets)), _wrapped(self.targets, 60 // len(self.targets)))
-        axes.set_yticks(range(len(self.sources)), _wrapped(self.sources, 24))
+        axes.set_xticks(range(len(self.targets)), below)
+        axes.set_yticks(range(len(self.sources)), left)
         axes.tick_params(length=0)
         axes.set(xlabel="judged by", ylabel=f"{self.what} from", title=f"How {self.what} transfer: accuracy (%)")
         figure.colorbar(shades, ax=axes, label="accuracy (%)", fraction=0.04, pad=0.02)
         return figure
-
-
-def _wrapped(names: Iterable[object], width: int) -> list[str]:
-    """Names in lines of at most so many letters, broken at spaces and behind underscores where there are any."""
-    fit = partial(textwrap.fill, width=max(width, 8))
-    return [fit(str(name).replace("_", "_ ")).replace("_ ", "_") for name in names]
 
 
 def transfer(
@@ -157,7 +151,7 @@ def transfer_between(
     sets: dict[str, tuple[Tensor, Tensor]] = {}
     done = 0
     for name, subject, branch in seen:
-        data, attack = images_of(subject), dataclasses.replace(subject.attack, route=branch)
+        data, attack = images_of(subject, branch), dataclasses.replace(subject.attack, route=branch)
         device, parts = device_of(subject.model), []
         for rows in torch.arange(len(data)).split(subject.batch_size):
             if source == "features":
@@ -236,7 +230,7 @@ class Alignment(Finding):
             last = max(int(name) for name in self.names)
             direct_labels(axes, list(series), [(last, 100 * values[-1]) for values in series.values()])
         else:
-            axes.set_xticks(range(len(self.names)), _wrapped(self.names, 80 // len(self.names)))
+            axes.set_xticks(range(len(self.names)), wrapped(self.names, 80 // len(self.names)))
             legend(figure, list(series), axes.containers)
         return figure
 
@@ -277,15 +271,19 @@ def alignment(
     )
 
 
-def classes_of(model: nn.Module, x: Tensor, route: str | None) -> int:
-    """How many classes a model tells apart."""
-    with attacked(model, route=route) as predict, torch.no_grad():
-        return predict(x.to(device_of(model))).shape[1]
-
-
 @register("alignment", summary="do runs trained on D_conflict go by robust features?", paper="D fig. 7", several=True)
 def alignment_of_runs(subjects: Sequence[Subject], *, offset: int = 1, route: str | None = None) -> Alignment:
     """Runs trained on conflicting features, on the test images of the first: ordinary ones (see ``add_split``)."""
+    sources = {subject.name: subject.conditions.get("config", {}).get("data", {}).get("name") for subject in subjects}
+    raise_all(
+        [
+            f"{name} was trained on {source}, where both kinds of features say the same class; train on a D_conflict "
+            "or D_det (data=features)"
+            for name, source in sources.items()
+            if source not in (None, "features")
+        ],
+        "bad alignment",
+    )
     seen = views(subjects, route)
     x, y, size = seen[0].subject.images, seen[0].subject.labels, seen[0].subject.batch_size
     parts = [

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,6 +15,7 @@ from advnorm._core.errors import ConfigError, did_you_mean
 from advnorm.analysis.base import COLOURS, MARKERS, Subject
 from advnorm.engine.case import branches
 from advnorm.norms import routed_modules
+from advnorm.objectives.base import needs_both
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,7 +49,7 @@ def conditions(seen: Iterable[View]) -> dict[str, Any]:
     return {view.name: {**view.subject.conditions, "route": view.route} for view in seen}
 
 
-def setting_problems(model: Any, *, route: str | None, statistics: str, batch_size: Any = 1) -> list[str]:
+def setting_problems(model: Any, *, route: Any, statistics: str, batch_size: Any = 1) -> list[str]:
     """What is wrong with how a model should be looked at."""
     problems = []
     allowed = ("running", "batch_frozen")
@@ -61,6 +64,19 @@ def setting_problems(model: Any, *, route: str | None, statistics: str, batch_si
     return problems
 
 
+def one_domain_problems(model: Any, statistics: str, *, paired: bool = False) -> list[str]:
+    """What speaks against normalizing batches of one domain by their own statistics; ``paired``: by a chosen bank."""
+    if statistics == "running" or not isinstance(model, nn.Module):
+        return []
+    plans = dict.fromkeys(module.plan for module in routed_modules(model).values())
+    return [
+        f"{plan.name} normalizes by the batch statistics of both domains, and these batches are of one; use "
+        "statistics='running'"
+        for plan in plans
+        if needs_both(plan) and (plan.mixture or not paired)
+    ]
+
+
 def device_of(model: nn.Module) -> torch.device:
     """Where a model's tensors are."""
     return next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
@@ -71,14 +87,26 @@ def number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def numbers(values: float | Sequence[float]) -> tuple[Any, ...]:
+    """Several numbers; one may come without a list."""
+    return (values,) if isinstance(values, int | float) else tuple(values)
+
+
 def look(place: int) -> dict[str, Any]:
     """Colour and marker of the series at a place; more series than colours begin again with dashed lines."""
     turn, place = divmod(place, len(COLOURS))
     return {"color": COLOURS[place], "marker": MARKERS[place], "linestyle": ("-", "--", ":")[turn % 3]}
 
 
+def wrapped(names: Iterable[object], width: int) -> list[str]:
+    """Names in lines of at most so many letters, broken at spaces and behind underscores where there are any."""
+    fit = partial(textwrap.fill, width=max(width, 8))
+    return [fit(str(name).replace("_", "_ ")).replace("_ ", "_") for name in names]
+
+
 def legend(figure: Figure, names: Sequence[str], handles: Sequence[Any]) -> None:
-    """One legend below all panels, in as few rows as hold the names."""
+    """One legend below all panels, in as few rows as hold the names; the figure grows by what they take."""
     fits = max(1, 100 // (max(map(len, names)) + 6))
     rows = -(-len(names) // fits)
+    figure.set_figheight(figure.get_figheight() + 0.17 * (rows - 1))
     figure.legend(handles, names, loc="outside lower center", ncols=-(-len(names) // rows))
