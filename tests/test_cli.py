@@ -7,6 +7,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+import advnorm
 from advnorm import __version__, list_models, list_norms
 from advnorm._core.errors import AdvnormError
 from advnorm.cli import app as commands
@@ -32,7 +33,8 @@ def test_ls_models_lists_parameters_and_takes_a_pattern():
 
 def test_ls_objectives_says_what_is_no_option_of_theirs():
     out = invoke("ls", "objectives").output
-    assert "label_smoothing and statistics are settings of their own in a configuration" in out and "beta=6.0" in out
+    assert "label_smoothing, statistics and mix (mixup, cutmix) are settings of their own" in out and "beta=6.0" in out
+    assert all(name in out for name in ("second_pass=apart_sam", "regularizer=ligs", "rho=0.05"))
 
 
 def test_demo_says_what_it_costs_before_it_starts():
@@ -127,3 +129,23 @@ def test_evaluate_and_audit_judge_ones_own_model(tmp_path):
     assert "NONE" in out.stdout
     out = subprocess.run([*common, "evaluate", "mine:bild"], **run)
     assert out.returncode == 2 and "did you mean 'build'" in out.stderr
+
+
+def test_the_seed_reaches_an_analysis_and_comparisons_do_not_replace_each_other(tmp_path):
+    small = {"model": "small_cnn", "eps": 0.1, "epochs": 1, "batch_size": 256, "attack": {"steps": 1}}
+    runs = [
+        str(advnorm.train(advnorm.Config.from_dict({**small, "name": name}), out=tmp_path, device="cpu").folder)
+        for name in ("one", "two", "three")
+    ]
+    found = []
+    for seed in ("0", "5"):
+        more = ("--limit", "16", "--seed", seed, "--out", str(tmp_path / seed), "--device", "cpu")
+        result = invoke("analyze", "ligs", runs[0], *more, "--set", "size=1e-2")
+        assert result.exit_code == 0, result.output
+        found.append(next((tmp_path / seed).glob("*.json")).read_text())
+    assert found[0] != found[1]
+    for other in runs[1:]:
+        more = ("--limit", "16", "--out", str(tmp_path / "both"), "--device", "cpu")
+        result = invoke("analyze", "ligs", runs[0], other, *more)
+        assert result.exit_code == 0, result.output
+    assert len(list((tmp_path / "both").glob("*.json"))) == 2

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+from bisect import bisect_left
 
 import pytest
 import torch
@@ -13,25 +15,37 @@ from advnorm._core.errors import ConfigError
 from advnorm._core.seeding import ImageNoise
 from advnorm.attacks import Square
 from advnorm.attacks.base import attacked
-from advnorm.attacks.search import Grid, Victim
-from advnorm.attacks.square import _pile, _pile_up, _recolour, _State, _tiles, _Windows
+from advnorm.attacks.search import Found, Grid, Victim, margin_of
+from advnorm.attacks.square import HALVINGS, _judgements, _pile, _pile_up, _recolour, _State, _tiles, _Windows
 from advnorm.threat import NORMS, ThreatModel
 
 
-def state_of(x: Tensor, point: Tensor | None = None) -> _State:
-    point = x if point is None else point
-    noise = ImageNoise(0, torch.arange(len(x)))
-    none = torch.zeros(len(x))
-    return _State(x=x, y=none, noise=noise, point=point, margin=none, shown=none)
+def state_of(x: Tensor, point: Tensor | None = None, query: int = 0) -> _State:
+    noise, none = ImageNoise(0, torch.arange(len(x))), torch.zeros(len(x))
+    query_N = torch.full((len(x),), query)
+    return _State(x=x, y=none, noise=noise, point=x if point is None else point, margin=none, shown=none, query=query_N)
+
+
+def places(rows: int, queries: int) -> Tensor:
+    """Of all queries of all rows."""
+    return torch.arange(rows * queries).view(rows, queries)
 
 
 def test_squares_shrink_as_published():
     linf, l2 = (Square(threat=ThreatModel(norm=norm, eps=0.1)) for norm in ("Linf", "L2"))
+    expected = [29, 20, 14, 10, 7, 5, 4, 3, 2, 1]  # sqrt(0.8 / 2^k · 32 · 32)
+    assert linf._sides(32, 32) == (*expected[:8], 2, 1)
+    assert l2._sides(32, 32) == (*(side // 2 * 2 + 1 for side in expected[:8]), 3, 3)
+    assert l2._sides(8, 8)[7] == 3 and linf._sides(8, 8)[7] == 1 and linf._sides(4, 100)[0] == 4
+
+
+def test_a_square_has_the_side_of_its_query():
+    x = torch.full((1, 1, 32, 32), 0.5)
+    attack = Square(threat=ThreatModel(eps=0.1))
     queries = [0, 10, 11, 50, 51, 200, 201, 500, 501, 1000, 1001, 2000, 2001, 4000, 4001, 4999]
-    expected = [29, 29, 20, 20, 14, 14, 10, 10, 7, 7, 5, 5, 4, 4, 3, 3]  # sqrt(0.8 / 2^k · 32 · 32)
-    assert [linf._side(query, 32, 32) for query in queries] == expected
-    assert [l2._side(query, 32, 32) for query in queries] == [side // 2 * 2 + 1 for side in expected]
-    assert l2._side(4999, 8, 8) == 3 and linf._side(4999, 8, 8) == 1 and linf._side(0, 4, 100) == 4
+    for query, side in zip(queries, [29, 29, 20, 20, 14, 14, 10, 10, 7, 7, 5, 5, 4, 4, 3, 3]):
+        proposal = attack._proposals(state_of(x, query=query), 1)(places(1, 1))
+        assert (proposal != x).sum() == side**2, query
 
 
 @pytest.mark.parametrize("norm", ["L2", "L1"])
@@ -40,29 +54,31 @@ def test_the_pile_is_that_of_the_authors(norm):
     for side in (1, 2, 3, 5, 6, 9, 13):
         with torch.random.fork_rng():
             theirs = official.eta(side)
-        ours = _pile(side, norm, torch.device("cpu"))
+        ours = _pile(side, norm)
         assert any(torch.allclose(theirs, candidate, atol=1e-6) for candidate in (ours, ours.T))
         assert torch.linalg.vector_norm(ours, 2 if norm == "L2" else 1).item() == pytest.approx(1)
 
 
 def test_a_window_is_a_square_inside_the_image():
-    x = torch.zeros(200, 3, 7, 9)
-    draws = ImageNoise(0, torch.arange(200)).uniform((2, 2))
-    windows = _Windows(x, [5, 3], draws[..., 0], draws[..., 1])
-    assert (windows.inside(0).sum((1, 2, 3)) == 25).all()
-    inside = windows.inside(1)[:, 0]
+    x, at = torch.zeros(200, 3, 7, 9), places(200, 2)
+    draws = ImageNoise(0, torch.arange(400)).uniform((2,))
+    windows = _Windows(x, (5, 3), torch.arange(2).repeat(200), draws[:, 0], draws[:, 1])
+    assert (windows.inside(at[:, :1]).sum((1, 2, 3, 4)) == 25).all()
+    inside = windows.inside(at)[:, 1, 0]
     assert (inside.sum((1, 2)) == 9).all() and (inside.any(2).sum(1) == 3).all() and (inside.any(1).sum(1) == 3).all()
     assert inside.any(2).any(0).sum() == 6 and inside.any(1).any(0).sum() == 8  # all but the last place
-    pattern = torch.arange(9.0).view(3, 3)
-    turned = torch.arange(200).view(-1, 1, 1, 1) % 2 == 0
-    filled = windows.filled(1, pattern, turned)
-    assert torch.equal(filled[0, 0][inside[0]].view(3, 3), pattern)
-    assert torch.equal(filled[1, 0][inside[1]].view(3, 3), pattern.T)
+    patterns = torch.zeros(2, 5, 5)
+    patterns[1, :3, :3] = torch.arange(9.0).view(3, 3)
+    turned = torch.arange(200).view(-1, 1, 1, 1, 1) % 2 == 0
+    filled = windows.filled(at, patterns, turned)[:, 1]
+    assert torch.equal(filled[0, 0][inside[0]].view(3, 3), patterns[1, :3, :3])
+    assert torch.equal(filled[1, 0][inside[1]].view(3, 3), patterns[1, :3, :3].T)
 
 
 def test_linf_changes_one_square_to_one_colour():
     x = torch.full((50, 3, 8, 8), 0.5)
-    (proposal,) = _recolour(state_of(x), ThreatModel(eps=0.1), [3], ImageNoise(1, torch.arange(50)).uniform((1, 8)))
+    level, draws = torch.zeros(50, dtype=torch.long), ImageNoise(1, torch.arange(50)).uniform((8,))
+    proposal = _recolour(state_of(x), ThreatModel(eps=0.1), (3,), level, draws)(places(50, 1))
     changed = proposal != x
     assert (changed.flatten(2).sum(2) == 9).all()
     assert torch.allclose((proposal - x)[changed].abs(), torch.tensor(0.1))
@@ -70,22 +86,134 @@ def test_linf_changes_one_square_to_one_colour():
     assert len({tuple(row.tolist()) for row in (proposal - x).sign().flatten(2).sum(2)}) > 3
 
 
-def test_each_proposal_starts_from_what_was_accepted_before_it():
-    threat, sides, side_of_image = ThreatModel(eps=0.1), [6, 4, 4, 1], 8
-    x = ImageNoise(0, torch.arange(5)).uniform((3, 8, 8), "x")
-    draws = ImageNoise(1, torch.arange(5)).uniform((4, 8))
-    state, expected = state_of(x), x.clone()
-    for query, proposal in enumerate(_recolour(state, threat, sides, draws)):
-        painted, side = expected.clone(), sides[query]
-        for image, draw in enumerate(draws[:, query].tolist()):
-            top, left = (int(place * (side_of_image - side)) for place in draw[:2])
-            for channel, sign in enumerate(draw[5:]):
-                patch = (image, channel, slice(top, top + side), slice(left, left + side))
-                painted[patch] = (x[patch] + (0.1 if sign >= 0.5 else -0.1)).clamp(0, 1)
-        assert torch.allclose(proposal, painted, atol=1e-6)
-        assert torch.equal(threat.project(proposal, x), proposal)
-        if query != 1:  # one is refused
-            state.point = expected = proposal
+class Double(nn.Module):
+    """Computes in float64, so that the number of rows leaves no trace in the float32 logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = copy.deepcopy(model).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x.double()).float()
+
+
+def at_once(monkeypatch: pytest.MonkeyPatch, k: int) -> None:
+    monkeypatch.setattr(Square, "_at_once", lambda *_: k)
+
+
+def one_image_after_the_other(attack: Square, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Linf without batches, blocks or judgements: the last point of each image, and its margin."""
+    eps, size = attack.threat.eps, x.shape[-1]
+    points, margins = [], []
+    for image, (clean, label) in enumerate(zip(x, y)):
+        noise = ImageNoise(0, torch.tensor([image])).fold("variant").fold(0)
+        point = attack.threat.project(clean + eps * noise.signs((len(clean), 1, size), "stripes"), clean[None])[0]
+        margin = margin_of(model(point[None]), label[None])
+        for query in range(attack.queries):
+            draw = noise.uniform((25, 5 + len(clean)), query // 25)[0, query % 25]
+            side = max(round((0.8 / 2 ** bisect_left(HALVINGS, query)) ** 0.5 * size), 1)
+            top, left = (int(place * max(size - side, 1)) for place in draw[:2])
+            proposal = point.clone()
+            for channel, raised in enumerate((draw[5:] >= 0.5).tolist()):
+                patch = (channel, slice(top, top + side), slice(left, left + side))
+                proposal[patch] = clean[patch] + (eps if raised else -eps)
+            proposal = attack.threat.project(proposal[None], clean[None])[0]
+            there = margin_of(model(proposal[None]), label[None])
+            if there < margin:
+                point, margin = proposal, there
+        points.append(point)
+        margins.append(margin)
+    return torch.stack(points), torch.cat(margins)
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_each_proposal_starts_from_what_was_accepted_before_it(linf, k, monkeypatch):
+    at_once(monkeypatch, k)
+    model, (x, y) = Double(linf.model), linf.first(16)
+    attack = Square(threat=linf.threat, queries=130)
+    found = attack.search(Victim(model), x, y, ImageNoise(0, torch.arange(16)))
+    points, margins = one_image_after_the_other(attack, model, x, y)
+    robust = ~found.fooled
+    assert torch.equal(found.fooled, margins <= 0) and 3 < robust.sum() < 13  # margins fall, so the last one decides
+    assert torch.equal(found.x_adv[robust], points[robust]) and torch.equal(found.margin[robust], margins[robust])
+
+
+@pytest.mark.parametrize(("tolerance", "restarts"), [(0.0, 1), (0.5, 1), (0.5, 2)])
+@pytest.mark.parametrize("norm", NORMS)
+def test_several_queries_in_one_forward_change_nothing(trained, norm, tolerance, restarts, monkeypatch):
+    """Nor do they where a stand-in guides the search, whose candidates the model refutes now and then."""
+    t = trained[norm]
+    x, y = t.first(40)
+    model, rough = Double(t.model), copy.deepcopy(t.model)
+    with torch.no_grad():
+        for parameter in rough.parameters():
+            parameter.copy_(parameter.bfloat16())
+    rough = Double(rough)
+    monkeypatch.setattr(Grid, "DROP", 0.0)
+    threat = ThreatModel(norm=norm, eps=3 * t.threat.eps)  # at which images fall one after the other
+    attack = Square(threat=threat, queries=320, restarts=restarts)
+    results: dict[int, Found] = {}
+    sizes: dict[int, list[int]] = {}
+    judged: dict[int, int] = {}
+    for k in (1, 2, 5):
+
+        def search(z: Tensor, k: int = k) -> Tensor:
+            sizes[k].append(len(z))
+            return (rough if tolerance else model)(z)
+
+        def judge(z: Tensor, k: int = k) -> Tensor:
+            judged[k] += len(z)
+            return model(z)
+
+        sizes[k], judged[k] = [], 0
+        at_once(monkeypatch, k)
+        victim = Victim(judge, search=search, tolerance=tolerance)
+        results[k] = attack.search(victim, x, y, ImageNoise(0, torch.arange(40)))
+        assert victim.forwards == sum(sizes[k]) + judged[k]
+    one = results[1]
+    assert 20 < one.fooled.sum() < 38 and len(set(sizes[1])) > 3
+    assert len(sizes[1]) == 1 + 320 and all(size % k == 0 for k in sizes for size in sizes[k][1:])
+    for k in (2, 5):
+        assert torch.equal(results[k].fooled, one.fooled) and torch.equal(results[k].margin, one.margin)
+        assert torch.equal(results[k].x_adv, one.x_adv)
+        assert judged[k] == judged[1] and len(sizes[k]) < 0.8 * len(sizes[1]) and sum(sizes[k]) > sum(sizes[1])
+    refuted = judged[1] - 40 * restarts - int(one.fooled.sum())  # at first all images are judged as they are
+    assert refuted > 10 if tolerance else refuted == 0
+
+
+def test_points_are_judged_often_at_first():
+    at = [*range(0, 200, 25), 200, 300, 400, 500, 530]
+    expected = [next(judged for judged in at if judged >= query) for query in range(531)]
+    assert _judgements(530, torch.device("cpu")).tolist() == expected
+
+
+def test_as_many_queries_go_into_a_forward_as_pay():
+    gpu, attack = torch.device("cuda"), Square(threat=ThreatModel(eps=0.1))
+    rows = (1, 3, 10, 60, 150, 400, 512, 513, 4000)
+    k = [attack._at_once(n, gpu, 4096) for n in rows]
+    assert k == sorted(k, reverse=True) and k[:4] > [40, 20, 10, 5] and k[-4:] == [2, 2, 1, 1]
+    assert all(n * many <= 1024 for n, many in zip(rows, k) if many > 1)
+    assert all(n * attack._at_once(n, gpu, 100) <= 100 for n in (1, 3, 10, 60, 100))  # memory for no more
+    assert attack._at_once(10, gpu, None) == k[2] and attack._at_once(200, gpu, 100) == 1
+    assert attack._at_once(10, torch.device("cpu"), None) == 1
+    for statistics in ("batch", "batch_frozen"):  # would be of a row's proposals in place of the images
+        assert Square(threat=ThreatModel(eps=0.1), statistics=statistics)._at_once(10, gpu, None) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("norm", NORMS)
+def test_several_queries_in_one_forward_change_no_verdict_on_a_gpu(trained, norm, monkeypatch):
+    t = trained[norm]
+    x, y = (v.cuda() for v in t.first(60))
+    victims, results = [Victim(Double(t.model).cuda()) for _ in range(2)], []
+    for victim in victims:
+        noise = ImageNoise(0, torch.arange(60, device="cuda"))
+        results.append(Square(threat=t.threat, queries=300).search(victim, x, y, noise))
+        at_once(monkeypatch, 1)
+    assert victims[0].forwards > victims[1].forwards
+    assert torch.equal(results[0].fooled, results[1].fooled) and 5 < results[0].fooled.sum() < 55
+    assert torch.allclose(results[0].margin, results[1].margin, atol=1e-3)
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -107,14 +235,15 @@ def test_images_that_stay_when_fooled_change_nothing_for_the_others(trained, nor
 def test_l2_and_l1_spend_the_whole_budget_in_a_square(norm):
     threat = ThreatModel(norm=norm, eps=0.3)
     x = torch.full((50, 3, 8, 8), 0.5)
-    first = _tiles(state_of(x), threat)
+    first = _tiles(x, ImageNoise(0, torch.arange(50)), threat)
     if norm == "L2":
         assert torch.allclose(threat.distance(first, x), torch.tensor(0.3, dtype=torch.float64))
     else:
         first = x + (first - x) * 0.3 / threat.distance(first, x).float().view(-1, 1, 1, 1)
-    draws = ImageNoise(1, torch.arange(50)).uniform((1, 8))
-    (second,) = _pile_up(state_of(x, first), threat, [3], draws)
-    to, source = (_Windows(x, [3], draws[..., i], draws[..., i + 1]).inside(0).expand_as(x) for i in (0, 2))
+    level, draws, at = torch.zeros(50, dtype=torch.long), ImageNoise(1, torch.arange(50)).uniform((8,)), places(50, 1)
+    second = _pile_up(state_of(x, first), threat, (3,), level, draws)(at)
+    windows = (_Windows(x, (3,), level, draws[:, i], draws[:, i + 1]) for i in (0, 2))
+    to, source = (window.inside(at)[:, 0].expand_as(x) for window in windows)
     assert ((second == x) | to | ~source).all()  # the source is empty, but for where it is also the destination
     if norm == "L2":
         assert torch.allclose(threat.distance(second, x), torch.tensor(0.3, dtype=torch.float64))

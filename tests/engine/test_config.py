@@ -3,6 +3,7 @@
 import json
 import math
 import pickle
+import re
 from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
@@ -683,3 +684,22 @@ def test_any_options_end_in_a_configuration_or_in_one_error(data):
         mapping[key]["name"] = data.draw(st.sampled_from(names), key)
     mapping["norm"] = data.draw(st.sampled_from(list_norms()), "norm")
     check_outcome(lambda: Config.from_dict(mapping))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"batch_size": 8, "second_pass": {"name": "apart", "groups": 16}}, "groups (16) is more than batch_size (8)"),
+        (
+            {
+                "batch_size": 20,
+                "second_pass": {"name": "apart", "groups": 4},
+                "objective": {"name": "hybrid", "clean_share": 0.3},
+            },
+            "does not divide the 6 clean images",
+        ),
+    ],
+)
+def test_groups_of_a_second_pass_that_cannot_be_made_are_refused_before_training(settings, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        Config.from_dict({"norm": "dual_bn", "eps": 0.1, **settings})

@@ -46,6 +46,7 @@ def result(**changes):
         "series": [],
         "cells": [],
         "settings": {"epochs": "30"},
+        "outdated": [],
         "minutes": {},
         "torch": [],
         "precision": [],
@@ -173,6 +174,13 @@ def test_conditions_cost_and_settings_stand_beside_the_numbers():
         "a note",
     ):
         assert piece in text, piece
+
+
+def test_numbers_of_settings_that_the_study_has_left_are_named_where_they_stand():
+    outdated = {**DONE, "outdated": ["dual_bn/eps16 seed 0", "dual_bn/eps16 seed 2"]}
+    text = Reader(render_studies({**SUMMARY, "studies": [study("A/table2", [outdated])]})).text
+    assert "of other settings than now dual_bn/eps16 seed 0, dual_bn/eps16 seed 2" in text
+    assert "of other settings" not in Reader(render_studies(SUMMARY)).text
 
 
 def test_pointing_at_a_number_of_the_figure_shows_its_conditions():

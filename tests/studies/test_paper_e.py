@@ -97,6 +97,7 @@ def test_figure_6_is_confirmed_where_variances_differ_more_than_means():
 
     assert answer(other_variance) == "confirmed"
     assert answer(other_mean) == "not confirmed"
+    assert answer({"mean": [0.5, 1.0], "std": [1.0, 4.0]}) == "not confirmed"  # the means are not the same either
 
 
 def test_claims_are_refuted_by_numbers_that_contradict_them(as_printed):

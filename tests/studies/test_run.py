@@ -1,14 +1,15 @@
 """Running a study: nothing is done twice, nothing is lost, and bad records are told."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
 
-from advnorm import ConfigError
+from advnorm import ConfigError, train
 from advnorm.studies import STUDIES, find, get, list_studies
 from advnorm.studies.base import mean
-from advnorm.studies.run import Outcome, attempt, run_all, tasks, work
+from advnorm.studies.run import Outcome, Stopped, attempt, run_all, tasks, work
 from advnorm.studies.summary import collected
 
 
@@ -60,6 +61,53 @@ def test_a_damaged_or_foreign_record_is_told_and_skipped(smoked, tmp_path):
     values, problems = collected(study, protocol="smoke", out=tmp_path)
     assert len(values["dual_bn/eps16", "adv/clean"]) == 1
     assert [name in " ".join(problems) for name in ("seed1", "seed2", "seed3", "seed0")] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"format": "advnorm.cell/2"}'])
+def test_a_file_in_the_place_of_a_record_is_told_not_written_over_and_does_not_count_as_done(tmp_path, text):
+    first, second = tasks(STUDIES.get("A/table6"), protocol="smoke", out=tmp_path, device="cpu")
+    first.record.parent.mkdir(parents=True)
+    first.record.write_text(text)
+    assert [task.state for task in (first, second)] == ["damaged", "to do"]
+    outcomes = run_all([first, second])
+    assert str(first.record) in outcomes[0].error and "once it is gone" in outcomes[0].error
+    assert first.record.read_text() == text
+    assert outcomes[1].error is None and second.state == "done"
+    first.record.unlink()
+    assert attempt(first, retries=0).error is None and first.state == "done"
+
+
+def test_a_training_that_is_told_to_stop_is_not_tried_again_and_ends_the_study(tmp_path, monkeypatch):
+    import advnorm.studies.run as module
+
+    begun = []
+
+    def stopped(config, **settings):  # as by SIGTERM, at once
+        begun.append(config.norm)
+        return train(config, **settings, max_minutes=1e-9)
+
+    todo = tasks(STUDIES.get("A/table8"), protocol="smoke", out=tmp_path, device="cpu")
+    monkeypatch.setattr(module, "train", stopped)
+    with pytest.raises(Stopped, match="single/eps16 was stopped before its end; the same command goes on"):
+        run_all(todo, retries=3)
+    assert begun == ["bn"]
+    monkeypatch.undo()
+    assert [outcome.error for outcome in run_all(todo)] == [None] * 3
+
+
+def test_a_seed_that_is_named_twice_is_one(tmp_path):
+    study = STUDIES.get("A/table6")
+    assert tasks(study, seeds=(1, 0, 1), out=tmp_path) == tasks(study, seeds=(1, 0), out=tmp_path)
+
+
+def test_a_cell_whose_start_has_a_record_and_no_run_any_more_says_what_to_delete(tmp_path):
+    todo = tasks(STUDIES.get("E/sec4.4"), cell="clean_to_adv", protocol="smoke", out=tmp_path, device="cpu")
+    assert [outcome.error for outcome in run_all(todo)] == [None] * 2
+    shutil.rmtree(tmp_path / "runs")
+    todo[1].record.unlink()
+    assert f"its run is gone; delete {todo[0].record}" in attempt(todo[1], retries=0).error
+    todo[0].record.unlink()
+    assert [outcome.error for outcome in run_all(todo)] == [None] * 2
 
 
 def test_a_failed_cell_is_tried_again_and_then_told_and_the_others_go_on(tmp_path, monkeypatch):

@@ -2,14 +2,15 @@
 
 import json
 import statistics
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from advnorm._core.errors import ConfigError
 from advnorm._core.records import write_json
 from advnorm.studies import STUDIES
-from advnorm.studies.run import FORMAT, Task, tasks, work
+from advnorm.studies.record import FORMAT
+from advnorm.studies.run import Task, tasks, work
 from advnorm.studies.summary import PAPERS, collected, summary
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -26,7 +27,7 @@ def written(task, values, *, seconds=120.0, **changes):
         "out": None,
         "data_dir": None,
         "values": values,
-        "measures": [],
+        "measures": json.loads(json.dumps([asdict(measure) for measure in task.found().measures])),
         "run": {
             "config": json.loads(json.dumps(task.found().config.to_dict())),
             "seconds": seconds,
@@ -230,7 +231,28 @@ def test_a_record_of_settings_that_the_study_has_left_is_shown_and_told(tmp_path
     (problem,) = found["problems"]
     epochs = one.found().config.epochs
     assert f"epochs {epochs + 7}, now {epochs}" in problem and "skipped" not in problem
+    assert of(found, "A/table2")["results"][0]["outdated"] == ["single/eps16 seed 0"]
     assert entry(of(found, "A/table2")["results"][0], "single/eps16", "shared/clean")["ours"] == 90.0
+
+
+def test_a_record_of_measurements_that_the_study_has_left_is_told(tmp_path):
+    one = task(tmp_path, "single/eps16")
+    record = written(one, {"shared/clean": 90.0})
+    record["measures"][0]["options"]["attacks"]["pgd10"] = "pgd10-step4"
+    write_json(one.record, record)
+    (problem,) = summary(tmp_path)["problems"]
+    assert "was made with other settings" in problem and "skipped" not in problem
+    assert problem.endswith(": measures.0.options.attacks.pgd10 pgd10-step4, now pgd10-step2")
+
+
+@pytest.mark.parametrize("measures", [None, 3, [None], [], [[1]], [{"options": 7}], "text"])
+def test_measurements_that_are_no_measurements_harm_nobody(tmp_path, measures):
+    table2(tmp_path)
+    one = task(tmp_path, "single/eps16")
+    write_json(one.record, {**json.loads(one.record.read_text()), "measures": measures})
+    found = summary(tmp_path)
+    assert len(found["problems"]) == isinstance(measures, list)
+    assert entry(of(found, "A/table2")["results"][0], "single/eps16", "shared/clean")["ours"] == 1.0
 
 
 def test_a_figures_numbers_are_series_by_place_and_single_ones(tmp_path):

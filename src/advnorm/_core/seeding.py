@@ -76,30 +76,30 @@ class ImageNoise:
         """The noise of some of the images, by mask or by position; each keeps its own."""
         return self._of((self._key[0][which], self._key[1][which]))
 
-    def bits(self, shape: Sequence[int], draw: int | str = 0) -> Tensor:
+    def bits(self, shape: Sequence[int], draw: int | str | Tensor = 0) -> Tensor:
         """Uniform 32-bit words, ``(N, *shape)``, as int64."""
         low_N, high_N = _fold(self._key, draw)
         counter = torch.arange(math.prod(shape), device=low_N.device)
         words = _mix(_mix((counter + low_N[:, None]) & _WORD) ^ high_N[:, None])
         return words.reshape(len(self), *shape)
 
-    def uniform(self, shape: Sequence[int], draw: int | str = 0) -> Tensor:
+    def uniform(self, shape: Sequence[int], draw: int | str | Tensor = 0) -> Tensor:
         """Float32 in [0, 1), multiples of 2**-24."""
         return (self.bits(shape, draw) >> 8).float() * 2.0**-24
 
-    def normal(self, shape: Sequence[int], draw: int | str = 0) -> Tensor:
+    def normal(self, shape: Sequence[int], draw: int | str | Tensor = 0) -> Tensor:
         """Standard normal, float32: Box and Muller's transform in float64, rounded once at the end."""
         radius, angle = self.bits((2, *shape), draw).double().unbind(1)
         radius = (-2 * ((radius + 0.5) * 2.0**-32).log()).sqrt()
         return (radius * (angle * (2 * math.pi * 2.0**-32)).cos()).float()
 
-    def integers(self, high: int, shape: Sequence[int] = (), draw: int | str = 0) -> Tensor:
+    def integers(self, high: int, shape: Sequence[int] = (), draw: int | str | Tensor = 0) -> Tensor:
         """Int64 in [0, high), for high up to 2**31 (Lemire's multiply and shift; bias below high / 2**32)."""
         if not 1 <= high <= 2**31:
             raise ConfigError(f"high must be between 1 and 2**31, got {high}")
         return (self.bits(shape, draw) * high) >> 32
 
-    def signs(self, shape: Sequence[int], draw: int | str = 0) -> Tensor:
+    def signs(self, shape: Sequence[int], draw: int | str | Tensor = 0) -> Tensor:
         """Float32, -1 or 1 with equal chance."""
         return ((self.bits(shape, draw) >> 31) * 2 - 1).float()
 

@@ -186,6 +186,7 @@ class Grid:
         self.victim, self.threat, self.variants = victim, threat, variants
         no = torch.zeros_like(y, dtype=torch.bool)
         self._found = Found(x.clone(), no, x.new_full((len(x),), torch.inf), zero_gradient=no.clone())
+        self._clean = x
         self._images = torch.arange(len(x), device=x.device)
         self._x, self._y = x, y
         self._point, self._margin = x.clone(), self._found.margin.clone()  # of the candidate
@@ -215,8 +216,11 @@ class Grid:
         """Remember the images whose gradient is zero in all variants."""
         self._found.zero_gradient[self._images] = (gradient.flatten(1) == 0).all(1).view(-1, self.variants).all(1)
 
-    def settle(self, *, last: bool = False) -> Tensor | None:
-        """Judge the candidates; the rows to keep where it pays to drop the others (none: all fooled), else None."""
+    def settle(self, finished: Tensor | None = None) -> Tensor | None:
+        """Judge the candidates; the rows to keep where it pays to drop the others (none: all), else None.
+
+        Dropped are images that are fooled, and those that the search has ``finished`` with.
+        """
         suspects = ((self._margin <= self.victim.tolerance) & ~self._done).nonzero()[:, 0]
         if len(suspects):
             candidates = self.threat.project(self._point[suspects], self._x[suspects])
@@ -226,8 +230,8 @@ class Grid:
             # A candidate that the strict forward refutes makes way for the next one.
             self._lowest[suspects] = torch.minimum(self._lowest[suspects], self._margin[suspects])
             self._margin[suspects] = torch.where(fooled, self._margin[suspects], torch.inf)
-        done = int(self._done.sum())
-        if not last and done < max(1, math.ceil(self.DROP * len(self._done))):
+        left = self._done if finished is None else self._done | finished
+        if int(left.sum()) < min(len(left), max(1, math.ceil(self.DROP * len(left)))):
             return None
         for whole, part in (
             (self._found.x_adv, self._point),
@@ -235,16 +239,17 @@ class Grid:
             (self._found.margin, torch.minimum(self._margin, self._lowest)),
         ):
             whole[self._images] = part
-        kept = (~self._done).nonzero()[:, 0]
+        kept = (~left).nonzero()[:, 0]
         for name in ("_images", "_x", "_y", "_point", "_margin", "_lowest", "_done"):
             setattr(self, name, getattr(self, name)[kept])
         return (kept[:, None] * self.variants + torch.arange(self.variants, device=kept.device)).flatten()
 
     def finish(self) -> Found:
         """Judge what is left. What was not fooled keeps its best point, projected."""
-        self.settle(last=True)
+        self.settle(finished=torch.ones_like(self._done))
         found = self._found
-        found.x_adv[self._images] = self.threat.project(found.x_adv[self._images], self._x)
+        robust = (~found.fooled).nonzero()[:, 0]
+        found.x_adv[robust] = self.threat.project(found.x_adv[robust], self._clean[robust])
         return found
 
 

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 
 from advnorm._core.errors import ConfigError, did_you_mean, raise_all
+from advnorm._core.records import digest
 from advnorm.analysis import ANALYSES
 from advnorm.analysis.subject import subject_of
 from advnorm.engine.run import Run, Which
+from advnorm.engine.text import parse_yaml
 
 
 def analyze(
@@ -35,9 +36,8 @@ def analyze(
     """Run the analysis, write its data and figures, and say where they are."""
     analysis = ANALYSES.get(name)
     settings = parsed(options)
-    known = {key for key, p in inspect.signature(analysis.run).parameters.items() if p.kind is p.KEYWORD_ONLY} - {
-        "progress"
-    }
+    taken = {key for key, p in inspect.signature(analysis.run).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    known = taken - {"progress"}
     problems = [f"unknown option {key!r} of {name}{did_you_mean(key, known)}" for key in settings if key not in known]
     if not analysis.several and len(runs) != 1:
         problems.append(f"{name} takes one run, got {len(runs)}")
@@ -56,13 +56,21 @@ def analyze(
         )
         for run in runs
     ]
+    if "seed" in known:  # of its own noise
+        settings.setdefault("seed", seed)
     with console.status(f"{name}") as status:
-        if "progress" in inspect.signature(analysis.run).parameters:
+        if "progress" in taken:
             settings["progress"] = lambda done, total: status.update(f"{name}: {done} of {total}")
         finding = analysis.run(subjects if analysis.several else subjects[0], **settings)
-    for path in finding.save(out / "-".join([name, *(s.name for s in subjects[:1])])):
+    for path in finding.save(out / _file_name(name, [subject.name for subject in subjects])):
         console.print(str(path), highlight=False, soft_wrap=True)
     return 0
+
+
+def _file_name(analysis: str, runs: Sequence[str]) -> str:
+    """Of one run by its name; of several by the first one's and a digest of all, so that none replaces another."""
+    others = [f"and-{len(runs) - 1}-more-{digest(*runs)[:8]}"] if len(runs) > 1 else []
+    return "-".join([analysis, runs[0], *others])
 
 
 def parsed(options: Sequence[str]) -> dict[str, Any]:
@@ -72,5 +80,5 @@ def parsed(options: Sequence[str]) -> dict[str, Any]:
         key, equals, value = text.partition("=")
         if not equals:
             raise ConfigError(f"cannot read {text!r}; write key=value")
-        settings[key] = yaml.safe_load(value)
+        settings[key] = parse_yaml(value)
     return settings

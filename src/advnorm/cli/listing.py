@@ -21,7 +21,7 @@ from advnorm.data import DATASETS
 from advnorm.engine.config import Config, explain
 from advnorm.models import create_model, list_models
 from advnorm.norms import NORMS
-from advnorm.objectives import OBJECTIVES, Objective
+from advnorm.objectives import OBJECTIVES, REGULARIZERS, SECOND_PASSES, Objective
 from advnorm.studies import STUDIES, Study
 from advnorm.studies.base import Values
 from advnorm.studies.run import Task
@@ -62,14 +62,20 @@ def attacks(pattern: str) -> Table:
 
 
 def objectives(pattern: str) -> Table:
-    """Every training objective with its options and where it comes from."""
-    table = Table("objective", "what it is", "options", "paper", title="objectives", title_justify="left")
+    """Every training objective with its options and where it comes from, and what can be put around each of them."""
+    table = Table(title="objectives", title_justify="left")
+    for column in ("objective", "what it is", "options", "paper"):
+        table.add_column(column, overflow="fold")  # a name is never cut
     common = Objective.options()
-    for name in _matching(OBJECTIVES.names(pattern), pattern, "objective"):
-        kind = OBJECTIVES.get(name)
-        options = (f"{option}={p.default}" for option, p in kind.options().items() if option not in common)
-        table.add_row(name, kind.summary, "\n".join(options), kind.paper)
-    table.caption = f"{' and '.join(common)} are settings of their own in a configuration"
+    registries = {"": OBJECTIVES, "second_pass=": SECOND_PASSES, "regularizer=": REGULARIZERS}
+    _matching([name for registry in registries.values() for name in registry.names(pattern)], pattern, "objective")
+    for setting, registry in registries.items():
+        for name in registry.names(pattern):
+            kind = registry.get(name)
+            options = (f"{option}={p.default}" for option, p in kind.options().items() if option not in common)
+            table.add_row(f"{setting}{name}", kind.summary, "\n".join(options), kind.paper)
+        table.add_section()
+    table.caption = f"{', '.join(common)} and mix (mixup, cutmix) are settings of their own in a configuration"
     table.caption_justify = "left"
     return table
 
@@ -109,29 +115,42 @@ def tasks(todo: Sequence[Task]) -> Table:
     return table
 
 
-def study(found: Study, values: Values | None = None, protocol: str = "") -> Table:
-    """The printed table, with what was measured beside it: mean and spread over seeds."""
+def study(found: Study, values: Values | None = None, protocol: str = "") -> Table | Text:
+    """The printed table, with what was measured beside it: mean and spread over seeds.
+
+    Of a figure, which prints no numbers, its claim and the verdict.
+    """
+    said = f"claim: {found.printed['claim']}"
+    if protocol == "smoke":
+        said = "A smoke test shows that it runs; its numbers mean nothing."
+    elif values is not None:
+        said += f" {found.answer(values).capitalize()}."
+    title = f"{found.name} {protocol}".rstrip()
     columns = found.printed.get("columns", [])
-    table = Table("", *columns, title=f"{found.name} {protocol}".rstrip(), title_justify="left")
     rows: dict[str, dict[str, str]] = {}
     for number in found.numbers():
         cell = "–" if number.printed is None else f"{number.printed:g}"
         ours = (values or {}).get((number.cell, number.value))
         if ours:
-            spread = f" ± {stdev(ours):.1f} (n={len(ours)})" if len(ours) > 1 else ""  # as the report has it
-            cell += f" | {fmean(ours):.1f}{spread}"
+            spread = f" ± {_short(stdev(ours))} (n={len(ours)})" if len(ours) > 1 else ""  # as the report has it
+            cell += f" | {_short(fmean(ours))}{spread}"
         elif values is not None:
             cell += " | not run"
         rows.setdefault(number.row, {})[number.column] = cell
+    if not rows:
+        where = "" if values is None or protocol == "smoke" else "; `advnorm report` shows ours"
+        return Text(f"{title}\n{said}\nThe paper prints no numbers{where}.")
+    table = Table("", *columns, title=title, title_justify="left")
     for row, cells in rows.items():
         table.add_row(row, *(cells.get(column, "") for column in columns))
-    claim = f"claim: {found.printed['claim']}"
-    if protocol == "smoke":
-        table.caption = "paper | ours. A smoke test shows that it runs; its numbers mean nothing."
-    else:
-        table.caption = claim if values is None else f"paper | ours. {claim} {found.answer(values).capitalize()}."
+    table.caption = said if values is None else f"paper | ours. {said}"
     table.caption_justify = "left"
     return table
+
+
+def _short(value: float) -> str:
+    """One decimal of a percentage; of a small number as much as there is."""
+    return f"{value:.1f}" if abs(value) >= 1 or value == 0 else f"{value:.2g}"
 
 
 def configuration(config: Config) -> Table:

@@ -11,10 +11,11 @@ from rich.console import Console
 
 from advnorm._core.errors import ConfigError, did_you_mean
 from advnorm.cli import listing
+from advnorm.engine import PREEMPTED
 from advnorm.studies import STUDIES, Study
 from advnorm.studies.base import Protocol, find
 from advnorm.studies.launch import Launcher, launch
-from advnorm.studies.run import Outcome, run_all, tasks
+from advnorm.studies.run import Outcome, Stopped, run_all, tasks
 from advnorm.studies.summary import collected
 
 
@@ -37,7 +38,10 @@ def run(
     address: str | None = None,
     processes: int = 1,
 ) -> int:
-    """Work through the cells, or the one that is named, and print the table; the exit status is 1 where one failed."""
+    """Work through the cells, or the one that is named, and print the table.
+
+    The exit status is 1 where one failed, and 75 where SIGTERM stopped a training.
+    """
     study, cell = find(name)
     if protocol not in ("paper", "fast", "smoke"):
         raise ConfigError(f"unknown protocol {protocol!r}{did_you_mean(protocol, ('paper', 'fast'))}")
@@ -47,6 +51,7 @@ def run(
         todo = tasks(study, cell=only, seeds=seeds, protocol=protocol, out=out, data_dir=data_dir, device=device)
         console.print(listing.tasks(todo))
         if dry_run:
+            _tell(console, collected(study, seeds=seeds, protocol=protocol, out=out)[1])
             return 0
         failed: list[Outcome] = []
 
@@ -58,11 +63,20 @@ def run(
                 console.print(outcome.error, highlight=False, markup=False)
 
         if launcher == "local" and processes == 1 and torch.cuda.device_count() < 2:
-            run_all(todo, on_outcome=told, progress=protocol != "smoke")
+            try:
+                run_all(todo, on_outcome=told, progress=protocol != "smoke")
+            except Stopped as stopped:
+                console.print(str(stopped), highlight=False, markup=False)
+                return PREEMPTED
         else:
             launch(todo, launcher=launcher, address=address, processes=processes, on_outcome=told)
         values, problems = collected(study, seeds=seeds, protocol=protocol, out=out)
-    for problem in problems:
-        console.print(problem, highlight=False, markup=False)
+    _tell(console, problems)
     console.print(listing.study(study, values, protocol))
     return 1 if failed else 0
+
+
+def _tell(console: Console, problems: Sequence[str]) -> None:
+    """What is wrong with records of the study."""
+    for problem in problems:
+        console.print(problem, style="yellow", highlight=False, markup=False, soft_wrap=True)

@@ -31,6 +31,7 @@ from advnorm.engine.values import Named, fit, from_mapping, inside, limit_words,
 from advnorm.models import create_model
 from advnorm.norms import Mode, RoutedNorm
 from advnorm.objectives import OBJECTIVES, REGULARIZERS, SECOND_PASSES
+from advnorm.objectives.second_pass import rows_of_second_pass
 from advnorm.threat import Norm, ThreatModel, parse_length
 
 T = TypeVar("T")
@@ -269,6 +270,22 @@ class Config:
         statistics = self.attack.statistics if fine("attack") else "running"
         return kind.problems(self.norm, self.norm_options, attack_statistics=statistics, **objective.options)
 
+    def _group_problems(self, options: Mapping[str, Any], fine: Callable[..., bool]) -> list[str]:
+        """Whether each domain's images of a second pass make equal groups."""
+        groups, samples = options.get("groups", 1), options.get("samples", 1.0)
+        share = self.objective.options.get("clean_share", 1.0) if fine("objective") else 1.0
+        if not (isinstance(groups, int) and isinstance(samples, int | float) and groups > 1):
+            return []
+        if groups > self.batch_size:
+            return [f"second_pass.groups ({groups}) is more than batch_size ({self.batch_size})"]
+        clean = round(share * rows_of_second_pass(self.batch_size, samples, groups))
+        if not clean % groups:
+            return []
+        return [
+            f"second_pass.groups ({groups}) does not divide the {clean} clean images of the second pass, a share of "
+            f"{share}; change groups, samples, batch_size or objective.clean_share"
+        ]
+
     def _extra_problems(self, fine: Callable[..., bool]) -> list[str]:
         """What is wrong with the regularizer, the second pass and the mixing of images."""
         problems = []
@@ -288,6 +305,7 @@ class Config:
                 samples = fitted.options.get("samples", 1)
                 if isinstance(samples, int) and samples > self.batch_size:
                     problems.append(f"second_pass.samples ({samples}) is more than batch_size ({self.batch_size})")
+                problems += self._group_problems(fitted.options, fine)
         if fine("mix", "objective") and self.mix != "none" and self.objective.name in OBJECTIVES:
             if OBJECTIVES.get(self.objective.name).needs_attack:
                 problems.append(

@@ -44,6 +44,8 @@ class Ligs(Wrapper):
     networks do not offer: these forwards run as they are.
     """
 
+    summary, paper = "input gradients that stay alike near an image", "D (eq. 1, fig. 5)"
+
     def __init__(
         self,
         objective: Objective,

@@ -130,6 +130,8 @@ class Apart(SecondPass):
     line 12 misprints g_θ for g_φ.
     """
 
+    summary, paper = "adversarially perturbed batch statistics", "B (algorithm 1)"
+
     def __init__(
         self, objective: Objective, *, radius: float = 0.1, samples: int | float = 1.0, groups: int = 1, **unknown: Any
     ) -> None:
@@ -159,8 +161,7 @@ class Apart(SecondPass):
         return problems
 
     def rows(self, batch: int) -> int:
-        wanted = self.samples if isinstance(self.samples, int) else round(self.samples * batch)
-        return max(self.groups, min(batch, wanted) // self.groups * self.groups)
+        return rows_of_second_pass(batch, self.samples, self.groups)
 
     def share(self, batch: int) -> float:
         return self.rows(batch) / (batch + self.rows(batch))
@@ -171,6 +172,8 @@ class Apart(SecondPass):
 
 class Sam(SecondPass):
     """Sharpness-aware minimization: the gradient at ``w + ρ g / ||g||_2`` (Foret et al. 2021; paper B, eq. 6, 7)."""
+
+    summary, paper = "sharpness-aware minimization", "B (eq. 6)"
 
     attacks_weights = True
 
@@ -192,6 +195,8 @@ class Sam(SecondPass):
 
 class ApartSam(Apart):
     """APART with the weights moved too, by ``δ = ρ g_φ / ||g_φ||_2`` (paper B, eq. 7 with p = 2), at no extra pass."""
+
+    summary, paper = "statistics and weights perturbed together", "B (eq. 7)"
 
     attacks_weights = True
 
@@ -216,6 +221,8 @@ class Awp(SecondPass):
 
     Weights of convolutions and linear layers are moved; with ``norms`` those of norm layers too. Biases never are.
     """
+
+    summary, paper = "adversarial weight perturbation, by layer", ""
 
     attacks_weights = True
 
@@ -248,6 +255,12 @@ class Awp(SecondPass):
 SECOND_PASSES: Registry[type[SecondPass]] = Registry("second pass")
 for _name, _kind in (("apart", Apart), ("sam", Sam), ("apart_sam", ApartSam), ("awp", Awp)):
     SECOND_PASSES.add(_name, _kind)
+
+
+def rows_of_second_pass(batch: int, samples: int | float, groups: int) -> int:
+    """So many of a batch's images as are wanted, in equal groups."""
+    wanted = samples if isinstance(samples, int) else round(samples * batch)
+    return max(groups, min(batch, wanted) // groups * groups)
 
 
 def check_second_pass(kind: type[Any], **settings: Any) -> None:

@@ -81,6 +81,7 @@ def _result(study: StudySummary, result: Result) -> dict[str, Any]:
     facts = {
         "protocol": None if protocol is None else f"{protocol}: {PROTOCOLS[protocol]}",
         "cells": f"{len(done)} of {len(result['cells'])} run",
+        **({"of other settings than now": ", ".join(result["outdated"])} if result["outdated"] else {}),
         "training cost": cost(result["minutes"]),
         "hardware": ", ".join(result["minutes"]) or None,
         "precision": ", ".join(result["precision"]) or None,

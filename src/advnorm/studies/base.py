@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
@@ -91,7 +92,7 @@ class Study:
         above: dict[str, float | None] = {}  # what rows of differences, "+3.0", count from
         for row in entry.get("rows", ()):
             relative = row["label"].get("relative") is True
-            label = ", ".join(key if part is True else str(part) for key, part in row["label"].items())
+            label = ", ".join(_told(key, part) for key, part in row["label"].items() if key != "relative")
             for column, value in zip(entry["columns"], row["values"]):
                 if not relative:
                     above[column] = value
@@ -119,7 +120,17 @@ class Study:
             held = self.check(values)
         except (KeyError, IndexError):
             return "not run"
+        except ArithmeticError:  # of networks that collapsed: a spread or a smoothness of 0
+            return "not confirmed"
         return "not run" if held is None else "confirmed" if held else "not confirmed"
+
+
+def _told(key: str, part: Any) -> str:
+    """``Dual BN`` as it is; a number or a mark with its name, ``batch size 4096`` and ``running statistics``."""
+    name = key.replace("_", " ")
+    if part is True:
+        return name
+    return f"{name} {part}" if re.fullmatch(r"[\d.]+", str(part)) else str(part)
 
 
 @cache  # hundreds of configurations, each checked when it is made

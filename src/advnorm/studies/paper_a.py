@@ -160,7 +160,7 @@ def table2() -> Iterable[Cell]:
 def _check3(values: Values) -> bool:
     """Two sets of affine parameters do it: Setup1 is within 3 points of Dual BN and far above a single BN.
 
-    Two sets of statistics (Setup2) win less of what Dual BN wins over a single BN, least at 16/255.
+    Two sets of statistics (Setup2) win some of what Dual BN wins over a single BN at 8/255, and less at 16/255.
     """
 
     def robust(setup: str, eps: int) -> float:
@@ -172,7 +172,8 @@ def _check3(values: Values) -> bool:
 
     near = all(abs(robust("setup1", eps) - robust("dual_bn", eps)) <= 3 for eps in (8, 16))
     above = all(robust("setup1", eps) > robust("single", eps) + 3 for eps in (8, 16))
-    return near and above and won("setup2", 16) < won("setup2", 8) and won("setup2", 16) < won("setup1", 16)
+    nuanced = won("setup2", 8) > max(0.0, won("setup2", 16))
+    return near and above and nuanced and won("setup2", 16) < won("setup1", 16)
 
 
 @study("A/table3", place=_place, check=_check3)
@@ -231,7 +232,7 @@ def _check5(values: Values) -> bool:
 @study("A/table5", place=_place5, check=_check5)
 def table5() -> Iterable[Cell]:
     # All test images, which the paper's numbers are of; they re-calibrate too, where the paper does not say which do.
-    swaps = Measure(name="swap_table", options={"attacks": list(ATTACKS.values()), "limit": None})
+    swaps = Measure(name="swap_table", options={"attacks": list(ATTACKS.values()), "limit": None}, scale=100)
     return [replace(dual(eps), measures=(swaps,)) for eps in BOTH]
 
 
@@ -257,11 +258,10 @@ def table6() -> Iterable[Cell]:
 
 
 def _check7(values: Values) -> bool:
-    """Dual Linear shows the trend of Dual BN: one head robust, the other clean."""
+    """Dual Linear shows the trend of Dual BN, one head robust, the other clean, and two thirds of its robustness."""
     adv, clean = (mean(values, "dual_linear/eps16", f"{head}/autoattack") for head in ("adv", "clean"))
-    return adv > clean and mean(values, "dual_linear/eps16", "clean/clean") > mean(
-        values, "dual_linear/eps16", "adv/clean"
-    )
+    trend = mean(values, "dual_linear/eps16", "clean/clean") > mean(values, "dual_linear/eps16", "adv/clean")
+    return adv > clean and trend and adv > mean(values, "dual_bn/eps16", "adv/autoattack") * 2 / 3
 
 
 @study("A/table7", place=_place, check=_check7)
@@ -270,10 +270,19 @@ def table7() -> Iterable[Cell]:
 
 
 def _check8(values: Values) -> bool:
-    """The KL term turns the false robustness of a single BN into a real one, and beats Dual BN (BN_adv)."""
-    return _false_share(values, "single_kl/eps16", "shared") < _false_share(values, "single/eps16", "shared") and all(
-        mean(values, "single_kl/eps16", f"shared/{metric}") > mean(values, "dual_bn/eps16", f"adv/{metric}")
-        for metric in ("clean", "autoattack")
+    """The KL term turns the false robustness of a single BN into a real one, and beats Dual BN (BN_adv).
+
+    Real: less of PGD-10's accuracy is lost under AutoAttack, where 3 points and more are won.
+    """
+    alone, with_kl = (mean(values, f"{name}/eps16", "shared/autoattack") for name in ("single", "single_kl"))
+    real = _false_share(values, "single_kl/eps16", "shared") < _false_share(values, "single/eps16", "shared")
+    return (
+        real
+        and with_kl >= alone + 3
+        and all(
+            mean(values, "single_kl/eps16", f"shared/{metric}") > mean(values, "dual_bn/eps16", f"adv/{metric}")
+            for metric in ("clean", "autoattack")
+        )
     )
 
 

@@ -25,7 +25,8 @@ def fast(cell: Cell) -> Cell:
     """One cycle of 30 epochs at batch 512, analyses on 1,000 images: a recipe of its own, named wherever it appears.
 
     The learning rate of SGD grows with the batch, that of adaptive optimizers with its root; groups of a second pass
-    stay as large as they are.
+    stay as large as they are. Cells that differ in the schedule itself (B/table3's 1.20x, E/table3's decay) become one,
+    and a network early in its training (D) has a cycle of its own.
     """
     config = cell.config
     batch_size = max(FAST_BATCH, config.batch_size)

@@ -26,12 +26,16 @@ from advnorm.engine.run import Run
 from advnorm.engine.train import train
 from advnorm.studies.base import STUDIES, Cell, Measure, Protocol, Study
 from advnorm.studies.protocols import under
+from advnorm.studies.record import FORMAT, Record, read_record
 from advnorm.threat import ThreatModel
 
-FORMAT = "advnorm.cell/1"
 #: Parts of an analysis' record that stay beside the run: settings, and a number for each image.
 NOT_VALUES = ("conditions", "per_image")
-State = Literal["done", "started", "to do"]
+State = Literal["done", "damaged", "started", "to do"]
+
+
+class Stopped(AdvnormError):
+    """A training was told to stop and did, at a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +53,12 @@ class Task:
     @property
     def record(self) -> Path:
         """Where its numbers go."""
-        return Path(self.out) / "records" / self.study / self.cell / f"{self.protocol}-seed{self.seed}.json"
+        return Path(self.out) / "records" / self.place
+
+    @property
+    def place(self) -> str:
+        """That of its record among all."""
+        return f"{self.study}/{self.cell}/{self.protocol}-seed{self.seed}.json"
 
     def found(self) -> Cell:
         return _found(self.study, self.cell, self.protocol)
@@ -103,7 +112,13 @@ class Task:
 
     @property
     def state(self) -> State:
-        return "done" if self.record.exists() else "started" if self.run.folder.exists() else "to do"
+        if self.record.exists():
+            try:
+                recorded(self)
+            except ConfigError:
+                return "damaged"
+            return "done"
+        return "started" if self.run.folder.exists() else "to do"
 
 
 @cache  # asked for at every turn, and a configuration is checked whenever it is made
@@ -132,7 +147,7 @@ def tasks(
             data_dir=None if data_dir is None else str(data_dir),
             device=device,
         )
-        for seed in seeds
+        for seed in dict.fromkeys(seeds)
         for name in study.by_name()
     ]
     if cell is None:
@@ -141,20 +156,32 @@ def tasks(
     return [task for task in whole if task in wanted]
 
 
-def work(task: Task, *, progress: bool = False) -> dict[str, Any]:
+def recorded(task: Task) -> Record:
+    """The record of a task that is done; a file in its place that is none is refused, and not written over."""
+    try:
+        return read_record(task.record, task.place, {task.study: STUDIES.get(task.study).by_name()})
+    except ConfigError as error:
+        raise ConfigError(
+            f"{task.record} is skipped: {error}; once it is gone the same command does the cell"
+        ) from None
+
+
+def work(task: Task, *, progress: bool = False) -> Record:
     """Train and measure a cell, or go on with it; writes its record and returns it. ``progress`` shows the training."""
     if task.record.exists():
-        return read_json(task.record)
+        return recorded(task)
     cell = task.found()
     config, data_dir = task.configured()
     for name in task.needs:
-        if not task.of(name).run.finished:
-            raise ConfigError(f"{cell.name} needs {name}, which is not finished")
+        before = task.of(name)
+        if not before.run.finished:
+            gone = f": it has a record, and its run is gone; delete {before.record}" if before.record.exists() else ""
+            raise ConfigError(f"{cell.name} needs {name}, which is not finished{gone}")
     if task.features is not None:
         make_features_of(task)
     run = train(config, seed=task.seed, out=task.runs, data_dir=data_dir, device=task.device, progress=progress)
     if not run.finished:
-        raise AdvnormError(f"{cell.name} was stopped before its end; the same command goes on")
+        raise Stopped(f"{cell.name} was stopped before its end; the same command goes on")
     values: dict[str, float] = {}
     for measure in cell.measures:
         values |= measured(run, measure, task)
@@ -266,7 +293,10 @@ def run_all(
     on_outcome: Callable[[Outcome], None] | None = None,
     progress: bool = False,
 ) -> list[Outcome]:
-    """Work through tasks in this process; one that fails is tried again and then told, and the others go on."""
+    """Work through tasks in this process; one that fails is tried again and then told, and the others go on.
+
+    A training that is told to stop (SIGTERM) ends all of it with :class:`Stopped`.
+    """
     outcomes = []
     for task in todo:
         outcome = attempt(task, retries, progress=progress)
@@ -284,6 +314,8 @@ def attempt(task: Task, retries: int, *, progress: bool = False) -> Outcome:
             return Outcome(task=task)
         except ConfigError as error:
             return Outcome(task=task, error=str(error))
+        except Stopped:
+            raise
         except Exception as error:
             if turn == retries:
                 return Outcome(task=task, error=f"{type(error).__name__}: {error}\n{traceback.format_exc()}")

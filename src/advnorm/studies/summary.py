@@ -7,15 +7,15 @@ import os
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypedDict, get_args
 
-from advnorm._core.errors import AdvnormError, ConfigError, did_you_mean, raise_all
-from advnorm._core.records import read_json
+from advnorm._core.errors import ConfigError
 from advnorm.studies.base import STUDIES, Answer, Cell, Number, Protocol, Study, Values
 from advnorm.studies.protocols import under
-from advnorm.studies.run import FORMAT
+from advnorm.studies.record import Record, read_record
 
 PAPERS = {
     "A": "Towards Understanding Dual BN in Hybrid Adversarial Training",
@@ -29,8 +29,6 @@ PAPERS = {
 WORKING = ("runs", "features")
 #: Settings that tell runs apart and not methods.
 _RUN_ONLY = ("seed", "name")
-
-Record = dict[str, Any]
 
 
 class Entry(TypedDict):
@@ -70,7 +68,10 @@ class CellState(TypedDict):
 
 
 class Result(TypedDict):
-    """A study under one protocol; ``protocol`` is None where nothing was run. ``settings``: those of every cell."""
+    """A study under one protocol; ``protocol`` is None where nothing was run. ``settings``: those of every cell.
+
+    ``outdated``: the cells and seeds whose records were made with other settings than the study has now.
+    """
 
     protocol: Protocol | None
     answer: Answer
@@ -78,6 +79,7 @@ class Result(TypedDict):
     series: list[Series]
     cells: list[CellState]
     settings: dict[str, str]
+    outdated: list[str]
     minutes: dict[str, float]
     torch: list[str]
     precision: list[str]
@@ -124,7 +126,7 @@ def summary(out: Path | str) -> Summary:
         entry = study.printed
         protocols = [protocol for protocol in get_args(Protocol) if any(r["protocol"] == protocol for r in found)]
         results = [
-            _result(study, cells[name].values(), protocol, [r for r in found if r["protocol"] == protocol])
+            _result(study, cells[name], protocol, [r for r in found if r["protocol"] == protocol])
             for protocol in protocols or (None,)
         ]
         studies.append(
@@ -197,11 +199,9 @@ def read_records(
     for path in sorted(paths):
         shown = path.relative_to(out).as_posix()
         try:
-            record = read_json(path)
-            _check(record, path.relative_to(folder).as_posix(), cells)
-        except (AdvnormError, RecursionError) as error:
-            problem = str(error).replace(str(path), "the file")
-            problems.append(f"{shown} is skipped: {problem}")
+            record = read_record(path, path.relative_to(folder).as_posix(), cells)
+        except ConfigError as error:
+            problems.append(f"{shown} is skipped: {error}")
             continue
         records.append(record)
         changed = _changed(record, cells[record["study"]][record["cell"]])
@@ -210,56 +210,33 @@ def read_records(
     return records, [problem.encode(errors="replace").decode() for problem in problems]  # names may be no UTF-8
 
 
-def _check(record: Record, place: str, cells: Mapping[str, Mapping[str, Cell]]) -> None:
-    """Refuse what is no record of a cell of ours, with all the reasons."""
-    if record.get("format") != FORMAT:
-        raise ConfigError(f"its format is {record.get('format')!r}, not {FORMAT!r}")
-    study, cell, protocol, seed = (record.get(key) for key in ("study", "cell", "protocol", "seed"))
-    wrong = []
-    says = f"{study}/{cell}/{protocol}-seed{seed}.json"
-    if says != place:
-        wrong.append(f"it says that it is {says!r}")
-    if not isinstance(study, str) or study not in cells:
-        wrong.append(f"no study is called {study!r}{did_you_mean(study, cells)}")
-    elif not isinstance(cell, str) or cell not in cells[study]:
-        wrong.append(f"{study} has no cell {cell!r}{did_you_mean(cell, cells[study])}")
-    if protocol not in get_args(Protocol):
-        wrong.append(f"unknown protocol {protocol!r}{did_you_mean(protocol, get_args(Protocol))}")
-    if type(seed) is not int:
-        wrong.append(f"seed must be an integer, got {seed!r}")
-    values, run = record.get("values"), record.get("run")
-    if not isinstance(values, dict) or not all(_finite(value) for value in values.values()):
-        wrong.append("values must be finite numbers by name")
-    if not isinstance(run, dict) or not isinstance(run.get("config"), dict):
-        wrong.append("run must have its config")
-    elif not _finite(run.get("seconds")) or not _finite(run.get("processes")):
-        wrong.append("run must have its seconds and its processes")
-    raise_all(wrong, "no record of a cell")
-
-
-def _finite(value: object) -> bool:
-    """Whether it is a number that can be counted with: no NaN, no infinity, none near the largest."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e100
-
-
 def _changed(record: Record, cell: Cell) -> list[str]:
-    """Settings of a record's run that the study has changed since."""
-    now = json.loads(json.dumps(under(record["protocol"], cell).config.to_dict()))
+    """Settings of a record's run, and of its measurements, that the study has changed since."""
+    planned = under(record["protocol"], cell)
+    now, measures = json.loads(json.dumps([planned.config.to_dict(), [asdict(one) for one in planned.measures]]))
     ignored = {*_RUN_ONLY, *(("weights", "data") if cell.after else ())}  # the runner fills those in
-    before = record["run"]["config"]
-    return [
+    before, taken = record["run"]["config"], record.get("measures")
+    changed = [
         f"{key} {before[key]}, now {now[key]}"
         for key in now
         if key in before and key not in ignored and before[key] != now[key]
     ]
+    if isinstance(taken, list):
+        old, new = (
+            dict(_flat({str(place): one for place, one in enumerate(m)}, "measures.")) for m in (taken, measures)
+        )
+        for key in old | new:
+            if old.get(key) != new.get(key):
+                changed.append(f"{key} {old.get(key, 'not there')}, now {new.get(key, 'not there')}")
+    return changed
 
 
 # -- what they say -----------------------------------------------------------------------------------------------------
 
 
-def _result(study: Study, cells: Iterable[Cell], protocol: Protocol | None, records: Sequence[Record]) -> Result:
+def _result(study: Study, cells: Mapping[str, Cell], protocol: Protocol | None, records: Sequence[Record]) -> Result:
     values = _values(records)
-    states, settings = _states(cells, protocol, records)
+    states, settings = _states(cells.values(), protocol, records)
     # Two steps on synthetic images say nothing of a claim, whatever their numbers are.
     answer: Answer = "not run" if protocol == "smoke" else study.answer(values)
     entries, series = _placed(study, values), []
@@ -272,6 +249,7 @@ def _result(study: Study, cells: Iterable[Cell], protocol: Protocol | None, reco
         series=series,
         cells=states,
         settings=settings,
+        outdated=[f"{r['cell']} seed {r['seed']}" for r in records if _changed(r, cells[r["cell"]])],
         minutes=_minutes(records),
         torch=_distinct(record.get("torch") for record in records),
         precision=_distinct(record["run"].get("precision") for record in records),

@@ -1,0 +1,56 @@
+"""The record of a cell on disk: what it must have, and what is wrong with a file that is none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from advnorm._core.errors import AdvnormError, ConfigError, did_you_mean, raise_all
+from advnorm._core.records import read_json
+from advnorm.studies.base import Cell, Protocol
+
+FORMAT = "advnorm.cell/1"
+Record = dict[str, Any]
+
+
+def read_record(path: Path, place: str, cells: Mapping[str, Mapping[str, Cell]]) -> Record:
+    """The record at ``place`` among all; a damaged or foreign file is refused with all the reasons."""
+    try:
+        record = read_json(path)
+        _check(record, place, cells)
+    except (AdvnormError, RecursionError) as error:
+        raise ConfigError(str(error).replace(str(path), "the file")) from None
+    return record
+
+
+def _check(record: Record, place: str, cells: Mapping[str, Mapping[str, Cell]]) -> None:
+    """Refuse what is no record of a cell of ours."""
+    if record.get("format") != FORMAT:
+        raise ConfigError(f"its format is {record.get('format')!r}, not {FORMAT!r}")
+    study, cell, protocol, seed = (record.get(key) for key in ("study", "cell", "protocol", "seed"))
+    wrong = []
+    says = f"{study}/{cell}/{protocol}-seed{seed}.json"
+    if says != place:
+        wrong.append(f"it says that it is {says!r}")
+    if not isinstance(study, str) or study not in cells:
+        wrong.append(f"no study is called {study!r}{did_you_mean(study, cells)}")
+    elif not isinstance(cell, str) or cell not in cells[study]:
+        wrong.append(f"{study} has no cell {cell!r}{did_you_mean(cell, cells[study])}")
+    if protocol not in get_args(Protocol):
+        wrong.append(f"unknown protocol {protocol!r}{did_you_mean(protocol, get_args(Protocol))}")
+    if type(seed) is not int:
+        wrong.append(f"seed must be an integer, got {seed!r}")
+    values, run = record.get("values"), record.get("run")
+    if not isinstance(values, dict) or not all(_finite(value) for value in values.values()):
+        wrong.append("values must be finite numbers by name")
+    if not isinstance(run, dict) or not isinstance(run.get("config"), dict):
+        wrong.append("run must have its config")
+    elif not _finite(run.get("seconds")) or not _finite(run.get("processes")):
+        wrong.append("run must have its seconds and its processes")
+    raise_all(wrong, "no record of a cell")
+
+
+def _finite(value: object) -> bool:
+    """Whether it is a number that can be counted with: no NaN, no infinity, none near the largest."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e100
