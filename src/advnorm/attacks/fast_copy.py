@@ -94,17 +94,22 @@ class FastConv(nn.Module):
     def refresh(self) -> None:
         """Take weights and statistics anew: ``γ / √(σ² + ε) · w``, and ``β - γ μ / √(σ² + ε)`` for the bias."""
         conv, norm = self._sources
-        weight, bias = conv.weight, conv.bias
-        if norm is not None:
-            assert norm.running_mean is not None and norm.running_var is not None
-            scale = (norm.running_var + norm.eps).rsqrt()
-            scale = scale if norm.weight is None else scale * norm.weight
-            shift = scale * ((0 if bias is None else bias) - norm.running_mean)
-            weight, bias = weight * scale[:, None, None, None], shift if norm.bias is None else shift + norm.bias
-        self.weight[:, : weight.shape[1]].copy_(weight)
-        if bias is not None:
-            assert self.bias is not None
-            self.bias.copy_(bias)
+        weight = self.weight[:, : conv.weight.shape[1]]
+        if norm is None:
+            weight.copy_(conv.weight)
+            if self.bias is not None:
+                self.bias.copy_(conv.bias)  # pyright: ignore[reportArgumentType]
+            return
+        # Every kernel counts: this runs before every attack, for every convolution.
+        assert norm.running_mean is not None and norm.running_var is not None and self.bias is not None
+        scale = (norm.running_var + norm.eps).rsqrt()
+        scale = scale if norm.weight is None else scale.mul_(norm.weight)
+        torch.mul(conv.weight, scale[:, None, None, None], out=weight)
+        mean = norm.running_mean if conv.bias is None else norm.running_mean - conv.bias
+        if norm.bias is None:
+            torch.mul(-scale, mean, out=self.bias)
+        else:
+            torch.addcmul(norm.bias, scale, mean, value=-1, out=self.bias)
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
         dtype = self.weight.dtype
