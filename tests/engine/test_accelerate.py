@@ -13,7 +13,7 @@ from advnorm import Config, ThreatModel, convert_norm, strip
 from advnorm.attacks import PGD, attacked
 from advnorm.attacks.fast_copy import fast_copy
 from advnorm.data import load
-from advnorm.engine.accelerate import _AttackOnCopy, attack_a_copy, kernels, shaken
+from advnorm.engine.accelerate import Replays, _AttackOnCopy, attack_a_copy, kernels, shaken
 from advnorm.engine.journal import Journal
 from advnorm.engine.ranks import Ranks
 from advnorm.engine.run import Run
@@ -257,6 +257,26 @@ def test_shaken_tensors_are_others_and_then_the_same_bits_again():
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
+def test_what_comes_back_is_captured_and_what_cannot_be_is_told_once():
+    said, captures = [], []
+
+    def capture():
+        captures.append(len(captures))
+        return captures[-1] + 1
+
+    replays = Replays("it", said.append)
+    assert [replays.of("a", capture) for _ in range(4)] == [None, None, 1, 1]
+    assert [replays.of("b", capture) for _ in range(4)] == [None, None, 2, 2]
+    assert replays.of("a", capture) is None and len(captures) == 2  # the last one is kept
+
+    def fails():
+        raise RuntimeError("no graph\nmore")
+
+    assert [replays.of("c", fails) for _ in range(5)] == [None] * 5
+    assert said == ["it cannot be captured as a CUDA graph and runs as it is: no graph"]
+    assert not replays.works and replays.of("a", capture) is None
+
+
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -293,7 +313,7 @@ def test_a_fast_training_is_the_eager_one(tmp_path, reference, case, precision, 
     log = (tmp_path / "log.txt").read_text() if (tmp_path / "log.txt").exists() else ""
     assert "cannot" not in log and "the network itself" not in log, log
     if loop.captured is not None:
-        assert loop.captured._replay is not None
+        assert loop.captured.replays.replay is not None
     if loop.objective.attack is not None:
         x_adv, x = adversarial(loop)
         assert (x_adv - x).abs().max() <= 8 / 255 and x_adv.min() >= 0 and x_adv.max() <= 1
@@ -326,7 +346,7 @@ def test_second_passes_train_compiled_as_they_do_eagerly(tmp_path, kind):
     slow = loop_of(tmp_path, "cuda", precision="float32", compile=False, channels_last=False, **settings)
     fast = loop_of(tmp_path, "cuda", precision="float32", compile=True, **settings)
     assert steps(fast, 6) == pytest.approx(steps(slow, 6), rel=1e-3)
-    assert fast.captured is not None and fast.captured._replay is not None
+    assert fast.captured is not None and fast.captured.replays.replay is not None
 
 
 @pytest.mark.parametrize("precision", [pytest.param(value, marks=on_gpu) for value in ("float32", "bf16")])
@@ -337,7 +357,7 @@ def test_a_replay_draws_what_the_step_itself_would_draw(tmp_path, monkeypatch, p
     settings = {"objective": "standard", "norm": "bn", "precision": precision, "compile": True}
     whole, resumed = (loop_of(tmp_path, "cuda", **settings) for _ in range(2))
     losses = steps(whole, 6)
-    assert whole.captured._replay is not None
+    assert whole.captured.replays.replay is not None
     resumed.step = 5
     with resumed.speed():
         resumed.train_step(list(resumed.loader.epoch(0, 0))[5])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from advnorm.objectives.second_pass import SecondPass
 from advnorm.surgery import strip
 
 Precision = Literal["float32", "tf32", "bf16"]
+R = TypeVar("R")
 
 #: Variants of one network: a route, a statistics mode and a batch size each. PyTorch's own limit is 8 per process.
 VARIANTS = 64
@@ -210,33 +211,46 @@ def capture_attack(objective: Objective, say: Say) -> None:
     objective.adversarial = CapturedAttack(objective, objective.adversarial, say)  # pyright: ignore
 
 
-class CapturedAttack:
-    """``adversarial(x, y, index)`` by graph replay, a graph for each attack and batch shape; the last one is kept."""
+class Replays(Generic[R]):
+    """What is captured when it comes back: a replay for each key, of which the last one is kept."""
 
-    def __init__(self, objective: Objective, adversarial: Callable[[Tensor, Tensor, Tensor], Tensor], say: Say) -> None:
-        self._objective, self._adversarial, self._say = objective, adversarial, say
+    def __init__(self, what: str, say: Say, *, works: bool = True) -> None:
+        self._what, self._say = what, say
         self._key: Any = None
         self._seen = 0
-        self._replay: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-        self._works = True
+        self.replay: R | None = None
+        self.works = works
+
+    def of(self, key: Any, capture: Callable[[], R]) -> R | None:
+        """The replay for a key; None where it runs as it is: at first, and where it cannot be captured."""
+        if not self.works:
+            return None
+        if key != self._key:
+            self._key, self._seen, self.replay = key, 0, None
+        self._seen += 1
+        if self._seen > WARM_UP and self.replay is None:
+            try:
+                self.replay = capture()
+            except RuntimeError as error:
+                self.works = False
+                self._say(f"{self._what} cannot be captured as a CUDA graph and runs as it is: {_first_line(error)}")
+        return self.replay
+
+
+class CapturedAttack:
+    """``adversarial(x, y, index)`` by graph replay, a graph for each attack and batch shape."""
+
+    def __init__(self, objective: Objective, adversarial: Callable[[Tensor, Tensor, Tensor], Tensor], say: Say) -> None:
+        self._objective, self._adversarial = objective, adversarial
+        self.replays: Replays[Callable[[Tensor, Tensor, Tensor], Tensor]] = Replays("the attack", say)
 
     def __call__(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
-        key = (self._objective.attack, x.shape, x.stride(), self._objective.training)
-        if not self._works or getattr(self._objective.attack, "statistics", None) == "batch":
+        attack = self._objective.attack
+        if getattr(attack, "statistics", None) == "batch":
             return self._adversarial(x, y, index)
-        if key != self._key:
-            self._key, self._seen, self._replay = key, 0, None
-        self._seen += 1
-        if self._seen <= WARM_UP:
-            return self._adversarial(x, y, index)
-        if self._replay is None:
-            try:
-                self._replay = self._captured(x, y, index)
-            except RuntimeError as error:
-                self._works = False
-                self._say(f"the attack cannot be captured as a CUDA graph and runs as it is: {_first_line(error)}")
-                return self._adversarial(x, y, index)
-        return self._replay(x, y, index)
+        key = (attack, x.shape, x.stride(), self._objective.training)
+        replay = self.replays.of(key, partial(self._captured, x, y, index))
+        return (replay or self._adversarial)(x, y, index)
 
     def _captured(self, *inputs: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         static = [value.clone() for value in inputs]
@@ -272,38 +286,24 @@ class CapturedStep:
     """
 
     def __init__(self, objective: Objective, precision: Precision, device: torch.device, say: Say) -> None:
-        self._objective, self._say = objective, say
-        self._forwards = partial(forwards, precision, device)
-        self._key: Any = None
-        self._seen = 0
-        self._replay: Callable[[Images], Step] | None = None
-        self._works = device.type == "cuda"
+        self._objective, self._forwards = objective, partial(forwards, precision, device)
+        works = device.type == "cuda"
+        self.replays: Replays[Callable[[Images], Step]] = Replays("the training step", say, works=works)
 
     def __call__(self, images: Images) -> Step:
         """Set every parameter's gradient, and feed the statistics once."""
-        if not self._works:
+        shapes = [value if value is None else (value.shape, value.stride()) for value in images]
+        replay = self.replays.of((shapes, self._objective.statistics), partial(self._captured, images))
+        if replay is not None:
+            return replay(images)
+        if not self.replays.works:
             return self._step(images)
-        objective = self._objective
-        key = ([value if value is None else (value.shape, value.stride()) for value in images], objective.statistics)
-        if key != self._key:
-            self._key, self._seen, self._replay = key, 0, None
-        self._seen += 1
-        if self._seen <= WARM_UP:
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):  # where gradients are accumulated is where they will be
-                step = self._step(images)
-            torch.cuda.current_stream().wait_stream(stream)
-            return step
-        if self._replay is None:
-            try:
-                self._replay = self._captured(images)
-            except RuntimeError as error:
-                self._works = False
-                what = "the training step cannot be captured as a CUDA graph and runs as it is"
-                self._say(f"{what}: {_first_line(error)}")
-                return self._step(images)
-        return self._replay(images)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # where gradients are accumulated is where they will be
+            step = self._step(images)
+        torch.cuda.current_stream().wait_stream(stream)
+        return step
 
     def _step(self, images: Images) -> Step:
         for parameter in self._objective.parameters():
