@@ -5,13 +5,13 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from html import unescape
-from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from page_reader import Reader
 
 import advnorm
 from advnorm._core.errors import ConfigError
@@ -51,44 +51,6 @@ PAGE = {
     "conditions": {"seed": 0, "commit": None},
     "commands": ["advnorm demo --seed 0"],
 }
-VOID = {"meta", "br", "hr", "img", "link", "input"}
-
-
-class Reader(HTMLParser):
-    """Fails on tags that do not match; collects tags, attributes and text."""
-
-    def __init__(self):
-        super().__init__()
-        self.open, self.tags, self.attributes, self.text = [], [], [], []
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if not self.open or self.open[-1] != "style":
-            self.text.append(data)
-
-
-def read(html):
-    reader = Reader()
-    reader.feed(html)
-    reader.close()
-    assert reader.open == []
-    return reader
-
-
-def words(html):
-    return " ".join(" ".join(read(html).text).split())
 
 
 def elements(svg, tag, kind):
@@ -96,7 +58,7 @@ def elements(svg, tag, kind):
 
 
 def test_a_page_parses_and_shows_all_that_it_was_given():
-    text = words(render(PAGE))
+    text = Reader(render(PAGE)).text
     for piece in ("A title", "what it is", "One sentence.", "Another <one>.", "a <b> & c", "a note", "of lines"):
         assert piece in text
     for number in ("93.1", "−20.5", "100.0", "advnorm demo --seed 0"):
@@ -106,7 +68,7 @@ def test_a_page_parses_and_shows_all_that_it_was_given():
 
 def test_a_page_refers_to_nothing_outside_itself():
     html = render(PAGE)
-    reader = read(html)
+    reader = Reader(html)
     assert not {"script", "link", "img", "iframe", "base"} & set(reader.tags)
     assert not [name for name, _ in reader.attributes if name in ("src", "href", "srcset", "xlink:href")]
     assert "://" not in html and "@import" not in html
@@ -124,13 +86,13 @@ def test_what_was_not_measured_is_shown_as_missing():
     assert html.count("not run") == 2
     assert "b: not run" in draw(LINES)
     assert "not run" in draw(BARS)
-    assert words(render({"title": "t", "conditions": {"commit": None}})).endswith("commit not run")
+    assert Reader(render({"title": "t", "conditions": {"commit": None}})).text.endswith("commit not run")
 
 
 def test_a_page_may_have_a_title_alone():
     html = render({"title": "Alone"})
-    assert words(html) == "Alone Alone"  # in the head and in the body
-    assert not {"table", "svg", "pre", "dl"} & set(read(html).tags)
+    assert Reader(html).text == "Alone Alone"  # in the head and in the body
+    assert not {"table", "svg", "pre", "dl"} & set(Reader(html).tags)
 
 
 @settings(deadline=None, max_examples=25, derandomize=True)
@@ -144,7 +106,7 @@ def test_a_page_may_have_a_title_alone():
 )
 def test_every_cell_is_shown_whatever_it_holds(rows):
     html = render({"title": "t", "tables": [{**TABLE, "rows": rows}]})
-    read(html)
+    Reader(html)
     cells = [unescape(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", html, re.S)]
     expected = [
         text
