@@ -87,6 +87,22 @@ def test_a_run_that_died_ends_with_the_bits_of_one_that_did_not(deaths, case, de
     assert sum(path.suffix == ".safetensors" for path in other.checkpoints.iterdir()) <= 2, "old checkpoints stay"
 
 
+def test_a_run_that_died_after_its_last_checkpoint_leaves_no_older_one(tmp_path, monkeypatch):
+    config = small(epochs=1, held_out=0, validate_every=0)  # where a best one is marked there is tidied up anyway
+
+    def dies(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training.Loop, "_finish", dies)
+        with pytest.raises(KeyboardInterrupt):
+            train(config, tmp_path)
+    (folder,) = tmp_path.glob("*/checkpoints")
+    older = folder / "last-00000000-00000000.safetensors"
+    older.write_bytes(b"of a save that was killed before it could tidy up")
+    assert train(config, tmp_path).finished and not older.exists()
+
+
 def test_the_cases_of_the_deaths_have_state_to_lose(deaths):
     folder, codes = deaths
     assert len(codes["hybrid"]["at_random_moments"]) > 4

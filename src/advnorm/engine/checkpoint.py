@@ -58,12 +58,12 @@ def save(folder: Path | str, name: str, tensors: Mapping[str, Tensor], meta: Map
         write_whole(path, data)
         _point(folder, name, {"format": FORMAT, "file": path.name, "blake2b": hashed, "meta": dict(meta)})
     except OSError as error:
-        _sweep(folder)
+        sweep(folder)
         raise CheckpointError(
             f"cannot write the checkpoint {path} ({len(data)} bytes): {error.strerror or error}; free some space or "
             "choose another folder. The checkpoint before it, if any, is intact"
         ) from error
-    _sweep(folder)
+    sweep(folder)
     return path
 
 
@@ -102,7 +102,7 @@ def alias(folder: Path | str, source: str, name: str) -> None:
             f"cannot write {_pointer(folder, name)}: {error.strerror or error}; free some space. "
             "What the name stood for before, if anything, is intact"
         ) from error
-    _sweep(folder)
+    sweep(folder)
 
 
 def _pointer(folder: Path, name: str) -> Path:
@@ -138,7 +138,7 @@ def _points_to(path: Path) -> str | None:
     return str(record.get("file")) if ours else None
 
 
-def _sweep(folder: Path) -> None:
+def sweep(folder: Path) -> None:
     """Remove the files that no pointer needs, and what a killed process left half written."""
     with suppress(ConfigError, OSError):  # a damaged pointer: no telling what it needs, so everything stays
         needed = {path.stem: file for path in folder.glob("*.json") if (file := _points_to(path))}

@@ -514,6 +514,7 @@ class Loop:
                 self.sums = dict(zip(meta["sums"], row.clone()))
             self.step, self.best, self.clock.total = meta["step"], meta["best"], meta["seconds"]
             self.ranks.lead_does(lambda: (self.journal.cut(meta["metrics_bytes"]), self._mark_best()))
+            self.ranks.lead_does(lambda: checkpoint.sweep(self.run.checkpoints))  # a kill may come before the last one
         else:
             self.ranks.lead_does(lambda: self.journal.cut(0))
         if self.ranks.agreed(self.step) != self.step:
