@@ -27,7 +27,7 @@ LAYERS = [
     "cli",
 ]
 TOP = {"__init__", "__main__"}  # the public names and the command: above everything
-CORE_MAY_USE = {"torch", "advnorm"}
+CORE_MAY_USE = {"torch", "triton", "advnorm"}  # Triton comes with a torch that has CUDA
 # `report` is read where no torch is installed.
 FREE_OF_TORCH = {"report"}
 

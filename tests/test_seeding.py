@@ -21,6 +21,14 @@ DRAWS = {
     "signs": lambda noise: noise.signs((3, 5), 1),
     "bits": lambda noise: noise.bits((3, 5), 1),
 }
+#: Every way into the kernels of a GPU.
+ON_DEVICES = DRAWS | {
+    "uniform over images": lambda noise: noise.uniform((3, 32, 32), "start"),
+    "uniform numbers": lambda noise: noise.uniform(()),
+    "a tag per image": lambda noise: noise.fold(2**33 * torch.arange(len(noise), device=noise.device)).bits((7,)),
+    "a tag on the device": lambda noise: noise.fold(torch.tensor(2**40 + 3, device=noise.device)).bits((2,), -9),
+    "some images": lambda noise: noise.select(torch.arange(len(noise), device=noise.device) % 3 == 1).bits((2,), "x"),
+}
 
 
 def mixed(x: int) -> int:
@@ -176,10 +184,11 @@ def test_no_global_generator_is_touched():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("kind", DRAWS)
+@pytest.mark.parametrize("kind", ON_DEVICES)
 def test_the_device_does_not_matter(kind):
-    index = torch.arange(20_000)
-    assert torch.equal(DRAWS[kind](ImageNoise(0, index.cuda())).cpu(), DRAWS[kind](ImageNoise(0, index)))
+    index = torch.cat([torch.arange(2_000), torch.tensor([2**33, 2**62, 1])])
+    draw = ON_DEVICES[kind]
+    assert torch.equal(draw(ImageNoise(0, index.cuda())).cpu(), draw(ImageNoise(0, index)))
 
 
 @pytest.mark.parametrize("index", [torch.zeros(2), torch.zeros(2, 2).long(), torch.tensor([True])])

@@ -96,7 +96,7 @@ class ThreatModel:
         """:meth:`project` for a fixed ``x``, with what depends on ``x`` alone computed once."""
         if self.norm == "Linf":
             low, high = self.bounds(x)
-            return lambda x_adv: torch.maximum(torch.minimum(x_adv, high), low)
+            return lambda x_adv: x_adv.clamp(low, high)
         return lambda x_adv: self._project_sum(x_adv, x)
 
     def project(self, x_adv: Tensor, x: Tensor) -> Tensor:
@@ -128,8 +128,11 @@ class ThreatModel:
         order = {"Linf": math.inf, "L2": 2, "L1": 1}[self.norm]
         return torch.linalg.vector_norm((x_adv.double() - x.double()).flatten(1), order, dim=1)
 
-    def random_start(self, x: Tensor, noise: ImageNoise) -> Tensor:
-        """Uniform in the ball, then projected: Linf cube; L2 and L1 by direction and radius (Barthe et al. 2005)."""
+    def random_start(self, x: Tensor, noise: ImageNoise, project: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Uniform in the ball, then projected: Linf cube; L2 and L1 by direction and radius (Barthe et al. 2005).
+
+        ``project``: the :meth:`projection` for ``x`` where it is known.
+        """
         shape = tuple(x.shape[1:])
         if self.norm == "Linf":
             delta = self.eps * (2 * noise.uniform(shape, "start") - 1)
@@ -142,7 +145,13 @@ class ThreatModel:
             exponential = -torch.log1p(-noise.uniform((math.prod(shape) + 1,), "start").double())
             share = (exponential / exponential.sum(1, keepdim=True))[:, :-1]
             delta = self.eps * share.view(-1, *shape) * noise.signs(shape, "sign")
-        return self.project((x + delta).float(), x)
+        return (project or self.projection(x))((x + delta).float())
+
+    def ascended(self, x_adv: Tensor, grad: Tensor, step: float) -> Tensor:
+        """A step of this length that ascends fastest."""
+        if self.norm == "Linf":
+            return x_adv.add(grad.sign(), alpha=step)  # the product is exact: rounded once whatever the device
+        return x_adv + step * self.steepest(grad)
 
     def steepest(self, grad: Tensor, *, sparsity: float = 0.05) -> Tensor:
         """The unit step that ascends fastest: sign (Linf), ``g / ||g||_2``, or the top coordinates (L1); 0 for g = 0.

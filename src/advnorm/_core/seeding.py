@@ -7,8 +7,12 @@ torch's global generators are never touched.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import math
 from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +24,7 @@ _INITIAL = (0x243F6A88, 0x85A308D3)  # the first digits of pi: nothing up the sl
 _ODD = 0x9E3779B9
 
 
-def _mix(x: Tensor) -> Tensor:
+def _mix(x: Any) -> Any:
     """Bijection of 32-bit words held in int64: xorshift, multiply, as in C. Wellons' hash prospector (bias 0.107).
 
     Both multipliers are below 2**31, so that no product overflows int64 and every device computes the same bits.
@@ -51,8 +55,8 @@ class ImageNoise:
                 "use torch.arange(len(x)), or each image's place in its data set"
             )
         index = index.long()
-        key = torch.full_like(index, _INITIAL[0]), torch.full_like(index, _INITIAL[1])
-        self._key = _fold(_fold(key, seed), index)
+        low, high = (torch.full_like(index, word) for word in _fold(_INITIAL, seed))
+        self._key = _fold((low, high), index)
 
     @classmethod
     def _of(cls, key: tuple[Tensor, Tensor]) -> ImageNoise:
@@ -78,14 +82,17 @@ class ImageNoise:
 
     def bits(self, shape: Sequence[int], draw: int | str | Tensor = 0) -> Tensor:
         """Uniform 32-bit words, ``(N, *shape)``, as int64."""
-        low_N, high_N = _fold(self._key, draw)
-        counter = torch.arange(math.prod(shape), device=low_N.device)
-        words = _mix(_mix((counter + low_N[:, None]) & _WORD) ^ high_N[:, None])
-        return words.reshape(len(self), *shape)
+        return self._drawn(shape, draw, torch.int64)
 
     def uniform(self, shape: Sequence[int], draw: int | str | Tensor = 0) -> Tensor:
         """Float32 in [0, 1), multiples of 2**-24."""
-        return (self.bits(shape, draw) >> 8).float() * 2.0**-24
+        return self._drawn(shape, draw, torch.float32)
+
+    def _drawn(self, shape: Sequence[int], draw: int | str | Tensor, dtype: torch.dtype) -> Tensor:
+        key, count = _fold(self._key, draw), math.prod(shape)
+        kernels = _kernels(key[0])
+        numbers = _draw(key, count, dtype) if kernels is None else kernels.draw(key, count, dtype)
+        return numbers.reshape(len(self), *shape)
 
     def normal(self, shape: Sequence[int], draw: int | str | Tensor = 0) -> Tensor:
         """Standard normal, float32: Box and Muller's transform in float64, rounded once at the end."""
@@ -104,10 +111,34 @@ class ImageNoise:
         return ((self.bits(shape, draw) >> 31) * 2 - 1).float()
 
 
-def _fold(key: tuple[Tensor, Tensor], tag: int | str | Tensor) -> tuple[Tensor, Tensor]:
+Key = TypeVar("Key", int, Tensor)
+
+
+def _fold(key: tuple[Key, Key], tag: int | str | Tensor) -> tuple[Key, Key]:
     """Mix a tag into 64-bit keys; a bijection of the key, so that two images never fall together."""
     low, high = key
+    kernels = _kernels(low)
+    if kernels is not None:
+        return kernels.fold(key, tag if isinstance(tag, Tensor) else _words(tag))
     for word in _words(tag):
         low = _mix((low + word) & _WORD)
         high = _mix(high ^ _mix((low + _ODD) & _WORD))
-    return low, high
+    return low, high  # pyright: ignore[reportReturnType]
+
+
+def _draw(key: tuple[Tensor, Tensor], count: int, dtype: torch.dtype) -> Tensor:
+    """``(N, count)``: words as int64, or uniform numbers as float32."""
+    low_N, high_N = key
+    counter = torch.arange(count, device=low_N.device)
+    words = _mix(_mix((counter + low_N[:, None]) & _WORD) ^ high_N[:, None])
+    return (words >> 8).float() * 2.0**-24 if dtype == torch.float32 else words
+
+
+def _kernels(low: int | Tensor) -> Any:
+    """The same as kernels of a GPU, where a key lies on one and Triton is there."""
+    return _with_triton() if isinstance(low, Tensor) and low.is_cuda else None
+
+
+@cache
+def _with_triton() -> Any:
+    return importlib.import_module("advnorm._core.noise_kernels") if find_spec("triton") else None

@@ -149,7 +149,7 @@ class PGD(Attack):
         project = self.threat.projection(x)
         worst = Worst(y, target)
         for restart in range(self.restarts):
-            x_adv = self._started(x, noise.fold("restart").fold(restart))
+            x_adv = self._started(x, noise.fold("restart").fold(restart), project)
             velocity = torch.zeros_like(x)
             for step in range(self.steps):
                 x_adv = x_adv.detach().requires_grad_()
@@ -160,7 +160,7 @@ class PGD(Attack):
                     worst.see(x_adv, logits, loss)
                 if self.momentum:
                     grad = velocity = self.momentum * velocity + _per_image_scale(grad)
-                x_adv = project(x_adv.detach() + self.step * self.threat.steepest(grad))
+                x_adv = project(self.threat.ascended(x_adv.detach(), grad, self.step))
                 if self.progress is not None:
                     self.progress(restart * self.steps + step + 1, self.restarts * self.steps)
             if self.keep == "last" and self.restarts == 1:
@@ -171,12 +171,12 @@ class PGD(Attack):
         assert worst.x is not None
         return worst.x
 
-    def _started(self, x: Tensor, noise: ImageNoise) -> Tensor:
+    def _started(self, x: Tensor, noise: ImageNoise, project: Callable[[Tensor], Tensor]) -> Tensor:
         if self.start == "clean":
             return x
         if self.start == "gaussian":
-            return self.threat.project(x + 0.001 * noise.normal(x.shape[1:], "start"), x)
-        uniform = self.threat.random_start(x, noise)
+            return project(x + 0.001 * noise.normal(x.shape[1:], "start"))
+        uniform = self.threat.random_start(x, noise, project)
         if self.start == "uniform":
             return uniform
         clean = noise.uniform((1,) * (x.dim() - 1), "clean") < self.start

@@ -1,0 +1,112 @@
+"""The hash of :mod:`advnorm._core.seeding` on a GPU: one kernel where PyTorch's own operations are seventy.
+
+Words are unsigned 32-bit integers here, which wrap where those are masked: every bit is the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+
+#: Keys that a program folds, and numbers of an image that one draws, at most.
+KEYS, NUMBERS = 128, 1024
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 16)) * 0x21F0AAAD
+    x = (x ^ (x >> 15)) * 0x735A2D97
+    return x ^ (x >> 15)
+
+
+@triton.jit
+def _with_word(low, high, word):
+    low = _mix(low + word)
+    return low, _mix(high ^ _mix(low + 0x9E3779B9))
+
+
+@triton.jit(do_not_specialize=["first", "second", "stride", "count"])
+def _fold(low, high, tag, first, second, stride, new_low, new_high, count, SIZE: tl.constexpr):
+    row = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    inside = row < count
+    a, b = tl.load(low + row, inside).to(tl.uint32), tl.load(high + row, inside).to(tl.uint32)
+    if tag is None:
+        a, b = _with_word(a, b, first.to(tl.uint32))
+        a, b = _with_word(a, b, second.to(tl.uint32))
+    else:
+        words = tl.load(tag + row * stride, inside)
+        a, b = _with_word(a, b, words.to(tl.uint32))
+        a, b = _with_word(a, b, (words >> 32).to(tl.uint32))
+    tl.store(new_low + row, a.to(tl.int64), inside)
+    tl.store(new_high + row, b.to(tl.int64), inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _draw(low, high, out, count, FLOAT: tl.constexpr, SIZE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    a, b = tl.load(low + row).to(tl.uint32), tl.load(high + row).to(tl.uint32)
+    words = _mix(_mix(place.to(tl.uint32) + a) ^ b)
+    numbers = (words >> 8).to(tl.float32) * 5.9604644775390625e-08 if FLOAT else words.to(tl.int64)  # 2**-24
+    tl.store(out + row * count + place, numbers, place < count)
+
+
+def fold(key: tuple[Tensor, Tensor], tag: Tensor | tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Keys with a tag mixed in: two words for all, or an integer for all or for each of them."""
+    low, high = (part.contiguous() for part in key)
+    new = torch.empty_like(low), torch.empty_like(high)
+    values, stride, words = None, 0, (0, 0)
+    if isinstance(tag, Tensor):
+        values = tag.to(low.device, torch.int64).expand_as(low)
+        stride = values.stride(0)
+    else:
+        words = tag
+    if len(low):
+        _on(
+            low,
+            _fold,
+            (triton.cdiv(len(low), KEYS),),
+            low,
+            high,
+            values,
+            *map(_signed, words),
+            stride,
+            *new,
+            len(low),
+            SIZE=KEYS,
+        )
+    return new
+
+
+def draw(key: tuple[Tensor, Tensor], count: int, dtype: torch.dtype) -> Tensor:
+    """``(N, count)``: words as int64, or uniform numbers in [0, 1) as float32."""
+    low, high = (part.contiguous() for part in key)
+    out = torch.empty((len(low), count), dtype=dtype, device=low.device)
+    if out.numel():
+        size = min(NUMBERS, triton.next_power_of_2(count))
+        _on(
+            low,
+            _draw,
+            (len(low), triton.cdiv(count, size)),
+            low,
+            high,
+            out,
+            count,
+            FLOAT=dtype == torch.float32,
+            SIZE=size,
+        )
+    return out
+
+
+def _signed(word: int) -> int:
+    """The same 32 bits: a kernel is compiled anew where an argument is of another width."""
+    return word - (word >> 31 << 32)
+
+
+def _on(where: Tensor, kernel: Any, grid: tuple[int, ...], *arguments: Any, **settings: Any) -> None:
+    with torch.cuda.device_of(where):
+        kernel[grid](*arguments, **settings)
