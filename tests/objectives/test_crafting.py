@@ -56,7 +56,7 @@ def test_the_attack_ascends_through_the_adversarial_branch_on_running_statistics
     model = tiny(plain=True) if norm == "plain" else tiny(norm)
     attack = pgd(start="gaussian")
     objective = OBJECTIVES.get(name)(model, attack)
-    start = attack._started(X, attack.noise(INDEX).fold("restart").fold(0))
+    start = attack._started(X, attack.noise(INDEX).fold("restart").fold(0), attack.threat.projection(X))
     expected = by_hand(Network(model), X, Y, start, attack, against_clean=name == "trades")
     found = objective.adversarial(X, Y, INDEX)
     torch.testing.assert_close(found.double(), expected, rtol=0.0, atol=1e-6)
