@@ -28,19 +28,23 @@ def norms():
 
 
 def autoattack():
-    """AutoAttack against the official code on the same network and images."""
-    rows = ["| AutoAttack standard | seconds | speed-up | robust accuracy | same verdict |", "|---|---|---|---|---|"]
-    conditions = []
+    """AutoAttack against the official code on the same network and images, where both ran."""
+    rows = [
+        "| AutoAttack standard | images | seconds | speed-up | robust accuracy | same verdict |",
+        "|---|---|---|---|---|---|",
+    ]
+    conditions = {}
     for path in sorted(RECORDS.glob("autoattack_*.json")):
         record = json.loads(path.read_text())
         for name, row in record["rows"].items():
-            answer = f"{row['robust']:.1%} | {row['agreement']:.1%}"
-            rows.append(f"| {name} | {row['seconds']:.1f} | {row['speedup']:.1f}× | {answer} |")
-        clean = next(iter(record["rows"].values()))["clean"]
-        conditions.append(
-            f"{record['images']} CIFAR-10 test images, {record['model']}, {record['threat']}, clean accuracy "
-            f"{clean:.1%}, {record['device']}, seed {record['seed']}."
-        )
+            beside = [f"{row['speedup']:.2f}×", f"{row['robust']:.2%}", f"{row['agreement']:.1%}"]
+            if len(record["rows"]) == 1:
+                beside[0] = beside[2] = "–"
+            rows.append(f"| {name} | {record['images']:,} | {row['seconds']:.1f} | {' | '.join(beside)} |")
+        conditions[
+            f"The first so many CIFAR-10 test images, {record['model']}, {record['threat']}, {record['device']}, seed "
+            f"{record['seed']}."
+        ] = path
     return "\n".join([*rows, "", *conditions])
 
 
