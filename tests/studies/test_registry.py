@@ -125,6 +125,22 @@ def test_no_two_cells_of_a_study_share_a_training(name, protocol, tmp_path):
     assert shared == ([SAME_IF_SHORT[name]] if protocol == "fast" and name in SAME_IF_SHORT else [])
 
 
+@pytest.mark.parametrize(
+    ("study", "cell", "lr", "clip"),
+    [
+        ("A/table3", "dual_bn/eps16", 0.4, None),
+        ("B/table1", "preact_resnet18/cifar10/standard/1x", 0.4, 1.0),  # it ends without a norm
+        ("B/table1", "wrn_40_2/cifar10/standard/1x", 0.4, None),
+        ("C/table1", "cifar10/eps16/mat_cat_0.5", 0.2, None),
+    ],
+)
+def test_the_short_schedule_scales_the_rate_and_clips_where_a_network_would_diverge(study, cell, lr, clip):
+    config = under("fast", STUDIES.get(study).cell(cell)).config
+    assert (config.epochs, config.batch_size, config.schedule) == (30, 512, "one_cycle")
+    assert config.lr == pytest.approx(lr) and config.grad_clip == clip
+    assert under("paper", STUDIES.get(study).cell(cell)).config.grad_clip is None
+
+
 # -- numbers and claims ------------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from advnorm.studies.base import Cell, Measure, Values, mean, study
 #: SAM's ρ on each data set (sec. 4.1). None is printed for the larger two, nor for APART-SAM: SAM's default, and SAM's.
 RHO = {"cifar10": 0.05, "cifar100": 0.1, "tiny_imagenet": 0.05, "imagenet": 0.05}
 CIFAR = ("cifar10", "cifar100")
+#: PreAct-ResNet-18 is kuangliu/pytorch-cifar's (sec. 4.1), without a norm after the last block.
 NETWORKS = {"WideResNet-40-2": "wrn_40_2", "PreAct-ResNet-18": "preact_resnet18"}
 #: Test accuracy. A benchmark wants one attack at least: noise is the cheapest, and no number of the paper.
 ACCURACY = (Measure(options={"attacks": {"noise": "noise-uniform"}}),)

@@ -32,7 +32,7 @@ def mat(setting: str, gamma: float, layout: str = "concatenated") -> Config:
     """
     data, eps = setting.split("/eps")
     cifar = Config(
-        model=Named("preact_resnet18"),  # app. B; table 1's caption says ResNet-20
+        model=Named("preact_resnet18", final_norm=True),  # app. B: He et al.'s; table 1's caption says ResNet-20
         norm="bn",
         data=Named("cifar10"),
         augment="crop_flip",
