@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -282,34 +283,58 @@ def test_what_comes_back_is_captured_and_what_cannot_be_is_told_once():
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
+class Trained(NamedTuple):
+    """What a training of some steps gives."""
+
+    losses: torch.Tensor
+    statistics: dict[str, torch.Tensor]
+    gradients: dict[str, torch.Tensor]  # of the last step
+
+    @classmethod
+    def of(cls, loop: Loop) -> Trained:
+        return cls(torch.tensor(steps(loop, 5)).double(), statistics_of(loop), gradients_of(loop))
+
+
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory):
-    """Losses, statistics and last gradients of the eager float32 training of a case, computed once."""
+def eager(tmp_path_factory):
+    """The eager training of a case, computed once."""
     known = {}
 
-    def of(case: str):
-        if case not in known:
-            folder = tmp_path_factory.mktemp("reference")
-            loop = loop_of(folder, "cuda", precision="float32", compile=False, channels_last=False, **CASES[case])
-            known[case] = steps(loop, 5), statistics_of(loop), gradients_of(loop)
-        return known[case]
+    def of(case: str, precision: str, *, channels_last: bool) -> Trained:
+        key = case, precision, channels_last
+        if key not in known:
+            settings = {"precision": precision, "compile": False, "channels_last": channels_last, **CASES[case]}
+            known[key] = Trained.of(loop_of(tmp_path_factory.mktemp("eager"), "cuda", **settings))
+        return known[key]
 
     return of
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=on_gpu) for case in CASES])
 @pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-4), ("bf16", 0.01)])
-def test_a_fast_training_is_the_eager_one(tmp_path, reference, case, precision, tolerance):
-    losses, statistics, gradients = reference(case)
+def test_a_fast_training_is_the_eager_one(tmp_path, eager, case, precision, tolerance):
+    """Within the gates; where rounding alone takes an eager training farther, within three times as far.
+
+    Networks of a few channels that have not learned carry rounding far, and an attack turns where a gradient is nearly
+    0. How far is measured: by the eager training in the same precision and layout.
+    """
+    reference = eager(case, "float32", channels_last=False)
+    rounded = eager(case, precision, channels_last=True)
     loop = loop_of(tmp_path, "cuda", precision=precision, compile=True, **CASES[case])
-    assert steps(loop, 5) == pytest.approx(losses, rel=tolerance)
-    for name, value in statistics_of(loop).items():
-        bound = 3 * tolerance * statistics[name].abs().max().item()
-        torch.testing.assert_close(value, statistics[name], rtol=3 * tolerance, atol=bound)
-    found = gradients_of(loop)
-    assert found.keys() == gradients.keys()
-    for name, value in found.items():
-        assert (value - gradients[name]).norm() <= 30 * tolerance * gradients[name].norm() + 1e-5, name
+    fast = Trained.of(loop)
+
+    def far(training: Trained, values: str, name: str) -> float:
+        return (getattr(training, values)[name] - getattr(reference, values)[name]).norm().item()
+
+    gap, usual = ((one.losses / reference.losses - 1).abs().max().item() for one in (fast, rounded))
+    assert usual <= 0.1, "a case that says nothing"
+    assert gap <= max(tolerance, 3 * usual)
+    for values, bound in (("statistics", 3 * tolerance), ("gradients", 30 * tolerance)):
+        known = getattr(reference, values)
+        assert getattr(fast, values).keys() == known.keys()
+        for name, value in known.items():
+            allowed = max(bound * value.norm().item() + 1e-5, 3 * far(rounded, values, name))
+            assert far(fast, values, name) <= allowed, name
     log = (tmp_path / "log.txt").read_text() if (tmp_path / "log.txt").exists() else ""
     assert "cannot" not in log and "the network itself" not in log, log
     if loop.captured is not None:
