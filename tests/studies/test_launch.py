@@ -22,13 +22,13 @@ from advnorm.engine.lock import locked
 from advnorm.studies import STUDIES
 from advnorm.studies import launch as launching
 from advnorm.studies.launch import chains, launch
-from advnorm.studies.run import Task, run_all, tasks
+from advnorm.studies.run import Task, run_all, tasks, work
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
 
 def todo(out):
-    """Two trainings and three records: both studies have Dual BN at 16/255."""
+    """Two trainings and two records: both studies have Dual BN at 16/255."""
     one, two = (tasks(STUDIES.get(f"A/table{n}"), protocol="smoke", out=out, device="cpu") for n in (1, 7))
     return [*one, two[0]]
 
@@ -38,12 +38,13 @@ def alone(tmp_path_factory):
     """The records of one process."""
     outcomes = run_all(todo(tmp_path_factory.mktemp("alone")))
     assert [outcome.error for outcome in outcomes] == [None] * 3
-    return [read_json(outcome.task.record) for outcome in outcomes]
+    return [work(outcome.task) for outcome in outcomes]
 
 
 def assert_nothing_lost_and_nothing_done_twice(out, alone, killed):
     """All records with the values of one process; each training ended once, and only the killed one began twice."""
-    found = [read_json(task.record) for task in todo(out)]
+    assert [task.record.exists() for task in todo(out)] == [True, True, False]
+    found = [work(task) for task in todo(out)]
     assert [record["values"] for record in found] == [record["values"] for record in alone]
     assert [record["run"]["last"] for record in found] == [record["run"]["last"] for record in alone]
     logs = {folder: (folder / "log.txt").read_text() for folder in (out / "runs").iterdir()}

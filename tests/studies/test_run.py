@@ -2,15 +2,17 @@
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from advnorm import ConfigError, train
+from advnorm._core.records import write_json
 from advnorm.studies import STUDIES, find, get, list_studies
-from advnorm.studies.base import mean
+from advnorm.studies.base import mean, same_as
+from advnorm.studies.record import FORMAT
 from advnorm.studies.run import Outcome, Stopped, attempt, run_all, tasks, work
-from advnorm.studies.summary import collected
+from advnorm.studies.summary import collected, summary
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +42,66 @@ def test_a_finished_cell_is_not_done_again(smoked):
     assert task.record.stat().st_mtime_ns == before
 
 
-def test_a_training_that_two_studies_share_is_done_once(smoked):
-    shared = next(t for t in tasks(STUDIES.get("A/table1"), protocol="smoke", out=smoked) if t.cell == "dual_bn/eps16")
+def table1(out):
+    """The cell of table 1 that table 8 has too."""
+    [task] = [t for t in tasks(STUDIES.get("A/table1"), protocol="smoke", out=out) if t.cell == "dual_bn/eps16"]
+    return task
+
+
+def test_a_record_stands_for_the_same_cell_of_another_study(smoked, tmp_path):
+    records = tmp_path / "records"
+    shutil.copytree(smoked / "records", records)  # and no runs
+    task, other = table1(tmp_path), tasks(STUDIES.get("A/table8"), protocol="smoke", out=tmp_path)[2]
+    assert task.state == "done" and task.same == other
+    assert work(task)["values"] == json.loads(other.record.read_text())["values"]
+    assert not task.record.exists() and not (tmp_path / "runs").exists()
+    study = STUDIES.get("A/table1")
+    values, problems = collected(study, protocol="smoke", out=tmp_path)
+    assert not problems and {cell for cell, _ in values} == {"dual_bn/eps16"}
+    [told] = [told for told in summary(tmp_path)["studies"] if told["name"] == "A/table1"]
+    assert [cell["seeds"] for cell in told["results"][0]["cells"]] == [[], [0]]
+
+
+@pytest.mark.parametrize("change", ["settings", "measurements", "damage"])
+def test_a_record_made_otherwise_stands_for_no_other_cell(smoked, tmp_path, change):
+    shutil.copytree(smoked / "records", tmp_path / "records")
+    path = tasks(STUDIES.get("A/table8"), protocol="smoke", out=tmp_path)[2].record
+    record = json.loads(path.read_text())
+    if change == "settings":
+        record["run"]["config"]["lr"] = 7.0
+    if change == "measurements":
+        record["measures"][0]["options"]["limit"] = 5
+    path.write_text("{" if change == "damage" else json.dumps(record))
+    assert table1(tmp_path).state == "to do" and table1(tmp_path).same is None
+    assert not collected(STUDIES.get("A/table1"), protocol="smoke", out=tmp_path)[0]
+
+
+def test_a_training_that_two_studies_share_is_done_once(smoked, tmp_path):
+    shutil.copytree(smoked / "runs", tmp_path / "runs")  # and no records
+    shared = table1(tmp_path)
     assert shared.state == "started" and shared.run.finished
     timing = (shared.run.folder / "timing.jsonl").read_text()
     other = json.loads(tasks(STUDIES.get("A/table8"), protocol="smoke", out=smoked)[2].record.read_text())
     assert work(shared)["values"] == other["values"]
     assert (shared.run.folder / "timing.jsonl").read_text() == timing
+
+
+def test_a_cell_that_others_start_from_is_trained_though_its_numbers_are_known(tmp_path):
+    alike = {
+        (task, place)
+        for name in STUDIES.names()
+        for task in tasks(STUDIES.get(name), protocol="smoke", out=tmp_path)
+        for place in same_as(task.study, task.cell)
+        if any(task.cell in task.of(cell).needs for cell in task.cells)
+    }
+    assert alike  # else nothing is tested
+    task, (study, cell) = min(alike, key=str)
+    other = replace(task, study=study, cell=cell)
+    planned = other.found()
+    record = {"format": FORMAT, "study": study, "cell": cell, "protocol": "smoke", "seed": 0, "values": {}}
+    run = {"config": planned.config.to_dict(), "seconds": 1.0, "processes": 1}
+    write_json(other.record, record | {"run": run, "measures": [asdict(measure) for measure in planned.measures]})
+    assert other.state == "done" and task.same is None and task.state == "to do"
 
 
 def test_a_damaged_or_foreign_record_is_told_and_skipped(smoked, tmp_path):

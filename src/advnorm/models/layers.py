@@ -71,6 +71,8 @@ class LayerFactory:
     def conv(self, in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> nn.Conv2d:
         bias = self.norm_name == "none" if self.conv_bias is None else self.conv_bias
         conv = nn.Conv2d(in_channels, out_channels, kernel, stride=stride, padding=kernel // 2, bias=bias)
+        if conv.weight.is_meta:  # a network without memory, which configurations are checked with
+            return conv
         nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
         if conv.bias is not None:
             nn.init.zeros_(conv.bias)

@@ -60,6 +60,13 @@ class Cell:
     after: str | None = None
     features: str | None = None
 
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Equal for cells that give the same numbers; one that needs another is like no cell but itself."""
+        needs = self.after or self.features or any("beside" in measure.options for measure in self.measures)
+        measures = tuple((measure.key, measure.scale) for measure in self.measures)
+        return self.config.digest, measures, id(self) if needs else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Number:
@@ -154,6 +161,21 @@ def study(
         return cells
 
     return add
+
+
+@cache
+def _same() -> Mapping[tuple[Any, ...], Sequence[tuple[str, str]]]:
+    places: dict[tuple[Any, ...], list[tuple[str, str]]] = {}
+    for name in STUDIES.names():
+        for cell in STUDIES.get(name).by_name().values():
+            places.setdefault(cell.identity, []).append((name, cell.name))
+    return places
+
+
+def same_as(study: str, cell: str) -> list[tuple[str, str]]:
+    """The cells of other studies with the same training and measurements, each by study and name."""
+    identity = STUDIES.get(study).cell(cell).identity
+    return [place for place in _same()[identity] if place[0] != study]
 
 
 def list_studies(pattern: str = "*") -> list[str]:

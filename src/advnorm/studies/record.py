@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
 from advnorm._core.errors import AdvnormError, ConfigError, did_you_mean, raise_all
 from advnorm._core.records import read_json
 from advnorm.studies.base import Cell, Protocol
+from advnorm.studies.protocols import under
 
 FORMAT = "advnorm.cell/1"
+#: Settings that tell runs apart and not methods.
+_RUN_ONLY = ("seed", "name")
 Record = dict[str, Any]
 
 
@@ -54,3 +59,36 @@ def _check(record: Record, place: str, cells: Mapping[str, Mapping[str, Cell]]) 
 def _finite(value: object) -> bool:
     """Whether it is a number that can be counted with: no NaN, no infinity, none near the largest."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e100
+
+
+def changed(record: Record, cell: Cell) -> list[str]:
+    """Settings of a record's run, and of its measurements, that the study has changed since."""
+    planned = under(record["protocol"], cell)
+    now, measures = json.loads(json.dumps([planned.config.to_dict(), [asdict(one) for one in planned.measures]]))
+    ignored = {*_RUN_ONLY, *(("weights", "data") if cell.after else ())}  # the runner fills those in
+    before, taken = record["run"]["config"], record.get("measures")
+    others = [
+        f"{key} {before[key]}, now {now[key]}"
+        for key in now
+        if key in before and key not in ignored and before[key] != now[key]
+    ]
+    if isinstance(taken, list):
+        old, new = (
+            dict(flat({str(place): one for place, one in enumerate(m)}, "measures.")) for m in (taken, measures)
+        )
+        for key in old | new:
+            if old.get(key) != new.get(key):
+                others.append(f"{key} {old.get(key, 'not there')}, now {new.get(key, 'not there')}")
+    return others
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+    """``attack.steps`` and the like, as text."""
+    for key, value in settings.items():
+        if not prefix and key in _RUN_ONLY:
+            continue
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            text = value if isinstance(value, str) else json.dumps(value)
+            yield (f"{prefix}{key}".removesuffix(".name"), text)

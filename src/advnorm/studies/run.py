@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -24,9 +25,9 @@ from advnorm.engine.evaluate import benchmark
 from advnorm.engine.partial import environment
 from advnorm.engine.run import Run
 from advnorm.engine.train import train
-from advnorm.studies.base import STUDIES, Cell, Measure, Protocol, Study
+from advnorm.studies.base import STUDIES, Cell, Measure, Protocol, Study, same_as
 from advnorm.studies.protocols import under
-from advnorm.studies.record import FORMAT, Record, read_record
+from advnorm.studies.record import FORMAT, Record, changed, read_record
 from advnorm.threat import ThreatModel
 
 #: Parts of an analysis' record that stay beside the run: settings, and a number for each image.
@@ -111,12 +112,30 @@ class Task:
         return Run(self.runs / f"{self.configured()[0].run_name}-seed{self.seed}")
 
     @property
+    def same(self) -> Task | None:
+        """A task of another study whose record has this one's numbers, where no cell goes on from this one's run."""
+        for study, cell in same_as(self.study, self.cell):
+            other = replace(self, study=study, cell=cell)
+            if other.record.exists() and not any(self.cell in self.of(name).needs for name in self.cells):
+                with suppress(ConfigError):
+                    if not changed(recorded(other), STUDIES.get(study).cell(cell)):
+                        return other
+        return None
+
+    @property
+    def cells(self) -> Iterable[str]:
+        """All cells of its study."""
+        return STUDIES.get(self.study).by_name()
+
+    @property
     def state(self) -> State:
         if self.record.exists():
             try:
                 recorded(self)
             except ConfigError:
                 return "damaged"
+            return "done"
+        if self.same is not None:
             return "done"
         return "started" if self.run.folder.exists() else "to do"
 
@@ -167,9 +186,15 @@ def recorded(task: Task) -> Record:
 
 
 def work(task: Task, *, progress: bool = False) -> Record:
-    """Train and measure a cell, or go on with it; writes its record and returns it. ``progress`` shows the training."""
+    """Train and measure a cell, or go on with it; writes its record and returns it. ``progress`` shows the training.
+
+    A record of another study that has the same numbers stands for it.
+    """
     if task.record.exists():
         return recorded(task)
+    other = task.same
+    if other is not None:
+        return recorded(other)
     cell = task.found()
     config, data_dir = task.configured()
     for name in task.needs:

@@ -7,15 +7,14 @@ import os
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypedDict, get_args
+from typing import TypedDict, get_args
 
 from advnorm._core.errors import ConfigError
-from advnorm.studies.base import STUDIES, Answer, Cell, Number, Protocol, Study, Values
+from advnorm.studies.base import STUDIES, Answer, Cell, Number, Protocol, Study, Values, same_as
 from advnorm.studies.protocols import under
-from advnorm.studies.record import Record, read_record
+from advnorm.studies.record import Record, changed, flat, read_record
 
 PAPERS = {
     "A": "Towards Understanding Dual BN in Hybrid Adversarial Training",
@@ -27,8 +26,6 @@ PAPERS = {
 }
 #: What the runner keeps beside the records.
 WORKING = ("runs", "features")
-#: Settings that tell runs apart and not methods.
-_RUN_ONLY = ("seed", "name")
 
 
 class Entry(TypedDict):
@@ -122,7 +119,7 @@ def summary(out: Path | str) -> Summary:
     studies = []
     for name in cells:
         study = STUDIES.get(name)
-        found = [record for record in records if record["study"] == name]
+        found = _of(study, records)
         entry = study.printed
         protocols = [protocol for protocol in get_args(Protocol) if any(r["protocol"] == protocol for r in found)]
         results = [
@@ -174,17 +171,29 @@ def _others(out: Path) -> dict[str, int]:
 def collected(
     study: Study, *, seeds: Iterable[int] | None = None, protocol: Protocol, out: Path | str
 ) -> tuple[Values, list[str]]:
-    """The measured values of a study over seeds, and what is wrong with records that cannot be read."""
-    records, problems = read_records(Path(out), {study.name: study.by_name()}, within=study.name)
+    """The measured values of a study over seeds, and what is wrong with its records that cannot be read."""
+    records, problems = read_records(Path(out), {name: STUDIES.get(name).by_name() for name in STUDIES.names()})
+    problems = [problem for problem in problems if problem.startswith(f"records/{study.name}/")]
     wanted = None if seeds is None else set(seeds)
-    chosen = [r for r in records if r["protocol"] == protocol and (wanted is None or r["seed"] in wanted)]
+    chosen = [r for r in _of(study, records) if r["protocol"] == protocol and (wanted is None or r["seed"] in wanted)]
     return _values(chosen), problems
 
 
-def read_records(
-    out: Path, cells: Mapping[str, Mapping[str, Cell]], within: str = ""
-) -> tuple[list[Record], list[str]]:
-    """The records of cells below ``out/records``, or one study's, and what is wrong with the files that are none."""
+def _of(study: Study, records: Sequence[Record]) -> list[Record]:
+    """A study's records, and where it has none those of the same cells of other studies, made with its settings."""
+    own = [record for record in records if record["study"] == study.name]
+    done = {(record["cell"], record["protocol"], record["seed"]) for record in own}
+    for record in records:
+        for other, cell in same_as(record["study"], record["cell"]):
+            key = cell, record["protocol"], record["seed"]
+            if other == study.name and key not in done and not changed(record, study.cell(cell)):
+                done.add(key)
+                own.append({**record, "study": other, "cell": cell})
+    return own
+
+
+def read_records(out: Path, cells: Mapping[str, Mapping[str, Cell]]) -> tuple[list[Record], list[str]]:
+    """The records of cells below ``out/records``, and what is wrong with the files that are none."""
     folder = out / "records"
     problems: list[str] = []
     records = []
@@ -192,8 +201,7 @@ def read_records(
     def closed(error: OSError) -> None:
         problems.append(f"{Path(error.filename).relative_to(out)} cannot be read: {error.strerror}")
 
-    start = folder / within
-    walk = os.walk(start, onerror=closed, followlinks=True) if start.is_dir() else ()
+    walk = os.walk(folder, onerror=closed, followlinks=True) if folder.is_dir() else ()
     # Hidden files are what a killed writer leaves (see write_whole); its cell counts as missing.
     paths = [Path(parent) / name for parent, _, names in walk for name in names if not name.startswith(".")]
     for path in sorted(paths):
@@ -204,31 +212,10 @@ def read_records(
             problems.append(f"{shown} is skipped: {error}")
             continue
         records.append(record)
-        changed = _changed(record, cells[record["study"]][record["cell"]])
-        if changed:
-            problems.append(f"{shown} was made with other settings than the study has now: {', '.join(changed)}")
+        others = changed(record, cells[record["study"]][record["cell"]])
+        if others:
+            problems.append(f"{shown} was made with other settings than the study has now: {', '.join(others)}")
     return records, [problem.encode(errors="replace").decode() for problem in problems]  # names may be no UTF-8
-
-
-def _changed(record: Record, cell: Cell) -> list[str]:
-    """Settings of a record's run, and of its measurements, that the study has changed since."""
-    planned = under(record["protocol"], cell)
-    now, measures = json.loads(json.dumps([planned.config.to_dict(), [asdict(one) for one in planned.measures]]))
-    ignored = {*_RUN_ONLY, *(("weights", "data") if cell.after else ())}  # the runner fills those in
-    before, taken = record["run"]["config"], record.get("measures")
-    changed = [
-        f"{key} {before[key]}, now {now[key]}"
-        for key in now
-        if key in before and key not in ignored and before[key] != now[key]
-    ]
-    if isinstance(taken, list):
-        old, new = (
-            dict(_flat({str(place): one for place, one in enumerate(m)}, "measures.")) for m in (taken, measures)
-        )
-        for key in old | new:
-            if old.get(key) != new.get(key):
-                changed.append(f"{key} {old.get(key, 'not there')}, now {new.get(key, 'not there')}")
-    return changed
 
 
 # -- what they say -----------------------------------------------------------------------------------------------------
@@ -249,7 +236,7 @@ def _result(study: Study, cells: Mapping[str, Cell], protocol: Protocol | None, 
         series=series,
         cells=states,
         settings=settings,
-        outdated=[f"{r['cell']} seed {r['seed']}" for r in records if _changed(r, cells[r["cell"]])],
+        outdated=[f"{r['cell']} seed {r['seed']}" for r in records if changed(r, cells[r["cell"]])],
         minutes=_minutes(records),
         torch=_distinct(record.get("torch") for record in records),
         precision=_distinct(record["run"].get("precision") for record in records),
@@ -319,7 +306,7 @@ def _states(
     for cell in cells:
         done = sorted((record for record in records if record["cell"] == cell.name), key=lambda record: record["seed"])
         planned = cell if protocol is None else under(protocol, cell)
-        settings.append(dict(_flat(done[0]["run"]["config"] if done else planned.config.to_dict())))
+        settings.append(dict(flat(done[0]["run"]["config"] if done else planned.config.to_dict())))
         minutes = _minutes(done)
         states.append(
             CellState(
@@ -334,18 +321,6 @@ def _states(
     for state, own in zip(states, settings):
         state["settings"] = {key: value for key, value in own.items() if key not in common}
     return states, common
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
-    """``attack.steps`` and the like, as text."""
-    for key, value in settings.items():
-        if not prefix and key in _RUN_ONLY:
-            continue
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            text = value if isinstance(value, str) else json.dumps(value)
-            yield (f"{prefix}{key}".removesuffix(".name"), text)
 
 
 def _minutes(records: Iterable[Record]) -> dict[str, float]:
