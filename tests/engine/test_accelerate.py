@@ -10,10 +10,11 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from advnorm import Config, ThreatModel, convert_norm, strip
+import advnorm
+from advnorm import Config, ThreatModel, benchmark, convert_norm, strip
 from advnorm.attacks import PGD, attacked
 from advnorm.attacks.fast_copy import fast_copy
-from advnorm.data import load
+from advnorm.data import digits, load
 from advnorm.engine.accelerate import Replays, _AttackOnCopy, attack_a_copy, kernels, shaken
 from advnorm.engine.journal import Journal
 from advnorm.engine.ranks import Ranks
@@ -162,12 +163,12 @@ def test_a_copy_that_disagrees_is_not_used_and_that_is_said(tmp_path):
     assert said[0].startswith("the attack climbs on the network itself, not on a fast copy: its logits are off by")
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_the_choice_of_kernels_is_left_as_it_was(deterministic):
+@pytest.mark.parametrize(("deterministic", "tried"), [(False, True), (False, False), (True, True)])
+def test_the_choice_of_kernels_is_left_as_it_was(deterministic, tried):
     cudnn = torch.backends.cudnn
     before = cudnn.benchmark, cudnn.deterministic
-    with suppress(KeyError), kernels(deterministic=deterministic):
-        assert (cudnn.benchmark, cudnn.deterministic) == (not deterministic, deterministic)
+    with suppress(KeyError), kernels(deterministic=deterministic, tried=tried):
+        assert (cudnn.benchmark, cudnn.deterministic) == (tried and not deterministic, deterministic)
         raise KeyError
     assert (cudnn.benchmark, cudnn.deterministic) == before
 
@@ -363,6 +364,48 @@ def test_deterministic_kernels_give_the_same_bits_every_time(tmp_path, compiled)
 
     first, second = final(), final()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("compiled", [pytest.param(value, marks=on_gpu) for value in (False, True)])
+def test_a_deterministic_run_that_died_ends_with_the_bits_of_one_that_did_not(tmp_path, monkeypatch, compiled):
+    config = Config.from_dict({**SETTINGS, "lr": 0.1, "epochs": 2, "deterministic": True, "compile": compiled})
+
+    def last(folder: str) -> dict[str, torch.Tensor]:
+        run = advnorm.train(config, out=tmp_path / folder, device="cuda", checkpoint_minutes=0.0)
+        return run.model("last").state_dict()
+
+    alone, step = last("alone"), Loop.train_step
+
+    def dies(loop, batch):
+        if loop.step == 11:
+            raise KeyError("power")
+        return step(loop, batch)
+
+    with monkeypatch.context() as patch, suppress(KeyError):
+        patch.setattr(Loop, "train_step", dies)
+        last("died")
+    found = last("died")
+    assert "going on from step 11" in next((tmp_path / "died").iterdir()).joinpath("log.txt").read_text()
+    assert all(torch.equal(found[name], value) for name, value in alone.items())
+
+
+@pytest.mark.parametrize("norm", [pytest.param(norm, marks=[*on_gpu, pytest.mark.slow]) for norm in ("bn", "dual_bn")])
+def test_a_network_that_was_trained_fast_is_as_robust(tmp_path, norm):
+    """Over three seeds the mean robust accuracy is that of eager training in float32, within the noise of seeds."""
+    settings = {"data": "digits", "norm": norm, "eps": 0.2, "attack": {"steps": 5}, "epochs": 12, "batch_size": 128}
+    ways = {"eager": {"compile": False, "precision": "float32"}, "fast": {"compile": True, "precision": "bf16"}}
+    found = {}
+    for way, changes in ways.items():
+        config = Config.from_dict({**settings, **changes, "held_out": 0, "validate_every": 0})
+        runs = [advnorm.train(config, seed=seed, out=tmp_path / way, device="cuda") for seed in range(3)]
+        results = [
+            benchmark(run.model("last", "cuda"), digits("test"), ThreatModel(eps=0.2), ["pgd10"], route="adv")
+            for run in runs
+        ]
+        found[way] = torch.tensor([result.accuracy["adv"]["pgd10"] for result in results], dtype=torch.float64)
+    noise = (sum(values.var() for values in found.values()) / 3).sqrt()
+    assert abs(found["fast"].mean() - found["eager"].mean()) <= 3 * noise + 0.01, found
+    assert found["fast"].mean() > 0.2  # of ten digits
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=on_gpu) for kind in ("apart", "sam", "apart_sam", "awp")])

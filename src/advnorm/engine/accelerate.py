@@ -54,11 +54,14 @@ def room_for_variants() -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def kernels(*, deterministic: bool) -> Iterator[None]:
-    """Scope: cuDNN tries its convolutions and takes the fastest, or only ones that give the same bits every time."""
+def kernels(*, deterministic: bool, tried: bool = True) -> Iterator[None]:
+    """Scope: cuDNN tries its convolutions and takes the fastest, or only ones that give the same bits every time.
+
+    Trying takes seconds: with ``tried=False`` it takes what it thinks best.
+    """
     cudnn: Any = torch.backends.cudnn
     before = cudnn.benchmark, cudnn.deterministic
-    cudnn.benchmark, cudnn.deterministic = not deterministic, deterministic
+    cudnn.benchmark, cudnn.deterministic = tried and not deterministic, deterministic
     try:
         yield
     finally:
@@ -150,14 +153,16 @@ class _AttackOnCopy:
         """
         objective, copy = self._objective, self._copy
         assert copy is not None
+        once = kernels(deterministic=torch.backends.cudnn.deterministic, tried=False)
         with shaken(objective.model), attacked(objective.model, route=objective.attacked_branch) as predict:
             copy.refresh()
             try:
-                with torch.autocast(x.device.type, enabled=False):
-                    logits, gradient = _logits_and_gradient(predict, x[: self.IMAGES])
-                with forwards("bf16", x.device):
-                    _, rounded = _logits_and_gradient(predict, x[: self.IMAGES])
-                found, climbed = _logits_and_gradient(copy, x[: self.IMAGES])
+                with once:
+                    with torch.autocast(x.device.type, enabled=False):
+                        logits, gradient = _logits_and_gradient(predict, x[: self.IMAGES])
+                    with forwards("bf16", x.device):
+                        _, rounded = _logits_and_gradient(predict, x[: self.IMAGES])
+                    found, climbed = _logits_and_gradient(copy, x[: self.IMAGES])
                 with torch.no_grad():
                     copy(x)
             except RuntimeError as error:  # no such kernel for this device or shape, or no gradient at all
