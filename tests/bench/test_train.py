@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from advnorm import create_model, strip
 from advnorm._core.errors import ConfigError
 from advnorm.bench import train
+from advnorm.bench.profile import kind_of
 from advnorm.bench.train import Row, TrainBenchmark, bench_train
 from advnorm.cli.app import app
 from advnorm.cli.listing import train_benchmark
@@ -141,6 +142,55 @@ def test_the_table_fits_on_80_columns_however_large_the_numbers():
         ["compiled", "16384", "1", "1024", "123,457", "0.41", "100%", "140.0", "1234.5", "12.34"],
         ["compiled", "16384", "100", "1024", "0", "123,457", "0%", "140.0", "1234.5", "12.34"],
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_tilesize128x64x64", "convolutions, forward"),
+        ("void implicit_convolve_sgemm<float, float, 128>", "convolutions, forward"),
+        ("sm90_xmma_dgrad_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc", "convolutions, gradient of images"),
+        ("sm80_xmma_wgrad_implicit_gemm_indexed_bf16bf16", "convolutions, gradient of weights"),
+        ("aten::convolution_backward", "convolutions, backward"),
+        ("aten::mkldnn_convolution", "convolutions, forward"),
+        ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTN", "matrix products"),
+        ("aten::addmm", "matrix products"),
+        ("triton_red_fused_native_batch_norm_backward_threshold_backward_12", "compiled sums"),
+        ("triton_per_fused__to_copy_mean_3", "compiled sums"),
+        ("triton_poi_fused_add_relu_4", "compiled elementwise"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::sign>", "elementwise"),
+        ("aten::nll_loss_forward", "sums"),
+        ("void at::native::multi_tensor_apply_kernel<FusedSgdMathFunctor>", "optimizer"),
+        ("Memcpy DtoD (Device -> Device)", "copies"),
+        ("_draw", "others"),
+    ],
+)
+def test_a_kernel_is_known_by_its_name(name, kind):
+    assert kind_of(name) == kind
+
+
+def test_the_parts_of_a_step_are_its_time_and_are_shown(tmp_path):
+    record = tmp_path / "train.json"
+    out = CliRunner().invoke(
+        app,
+        [
+            "bench", "train", "--model", "small_cnn", "--batch-size", "8", "--attack-steps", "1", "--device", "cpu",
+            "--steps", "1", "--mode", "eager", "--parts", "--json", str(record),
+        ],
+    )  # fmt: skip
+    assert out.exit_code == 0, out.output
+    [row] = json.loads(record.read_text())["rows"]
+    parts = row["parts"]
+    assert {"convolutions, forward", "convolutions, backward", "elementwise"} < parts.keys()
+    assert all(value >= 0 for value in parts.values()) and list(parts.values()) == sorted(parts.values(), reverse=True)
+    assert sum(parts.values()) >= 1e3 * 8 / row["images_per_second"] * 0.999
+    assert "a step of small_cnn, eager, batch 8, 1 attack steps" in " ".join(out.output.split())
+    shown = [line for line in out.output.splitlines() if line.strip().startswith("convolutions, forward")]
+    assert shown[0].split()[-2] == f"{parts['convolutions, forward']:,.2f}"
+
+
+def test_parts_are_measured_only_where_asked_for():
+    assert [row.parts for row in bench_train(**SMALL, modes=("eager",)).rows] == [None]
 
 
 @pytest.mark.parametrize(

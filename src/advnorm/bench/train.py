@@ -24,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from advnorm._core.errors import did_you_mean, raise_all
 from advnorm._core.precision import float32_as
 from advnorm._core.records import write_json
+from advnorm.bench.profile import step_parts
 from advnorm.bench.timing import side_by_side, synchronize
 from advnorm.data import ImageData, load
 from advnorm.engine.accelerate import kernels
@@ -65,6 +66,7 @@ class Row:
     start_up_seconds: float  # of making everything, and the first steps
     speedup: float | None  # over the plain loop
     spread: float  # of the ratio to the plain loop, or else to the first mode: half its interquartile range, relative
+    parts: dict[str, float] | None = None  # milliseconds of a step by what is done, where it was asked for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +101,7 @@ def bench_train(
     data_dir: Path | str | None = None,
     device: str | None = None,
     steps: int | None = None,
+    parts: bool = False,
     on_row: Callable[[str], object] = lambda row: None,
 ) -> TrainBenchmark:
     """Time hybrid training (paper A, eq. 2) by steps of the engine: every model with every batch and attack.
@@ -107,7 +110,7 @@ def bench_train(
     ten steps each. The plain loop trains a single batch norm: a routed one is not its business. Every number of
     ``processes`` divides the same batch, each process on a GPU of its own, or all of them on the cores of the CPU; a
     program that asks for several does so under ``if __name__ == "__main__":``, because they are spawned. Under
-    ``torchrun`` every process calls this, and theirs is the number.
+    ``torchrun`` every process calls this, and theirs is the number. ``parts``: one more step of each is profiled.
     """
     with placed(device) as ranks:
         on_gpu = ranks.device.type == "cuda"
@@ -136,7 +139,7 @@ def bench_train(
         data = _data(data_dir, configs)
         measured = []
         for count in counts:
-            case = (configs, tuple(chosen), steps)
+            case = (configs, tuple(chosen), steps, parts)
             if count == ranks.world:
                 measured.append(_measured(*case, data, ranks, on_row))
             else:
@@ -192,6 +195,7 @@ def _measured(
     configs: Sequence[Config],
     modes: Sequence[Mode],
     steps: int,
+    parts: bool,
     data: ImageData,
     ranks: Ranks,
     on_row: Callable[[str], object] = lambda row: None,
@@ -199,7 +203,7 @@ def _measured(
     """All cases, in this process and those beside it."""
     peak, rows, told = _peak(ranks.device), [], []
     for config in configs:
-        rows += _case(config, data, ranks, modes, steps, peak, told, on_row)
+        rows += _case(config, data, ranks, modes, steps, parts, peak, told, on_row)
     return peak, rows, told
 
 
@@ -208,13 +212,14 @@ def _launched(
     configs: Sequence[Config],
     modes: Sequence[Mode],
     steps: int,
+    parts: bool,
     data_dir: Path | str | None,
     device: str,
 ) -> Measured:
     """All cases in so many processes, which share this one's threads."""
     with TemporaryDirectory() as folder:
         threads = max(1, torch.get_num_threads() // count)
-        given = (count, Path(folder), threads, device, configs, modes, steps, data_dir)
+        given = (count, Path(folder), threads, device, configs, modes, steps, parts, data_dir)
         torch.multiprocessing.spawn(_process, given, nprocs=count)  # pyright: ignore[reportPrivateImportUsage]
         peak, rows, told = json.loads((Path(folder) / "measured.json").read_text())["measured"]
         return peak, [Row(**row) for row in rows], told
@@ -229,6 +234,7 @@ def _process(
     configs: Sequence[Config],
     modes: Sequence[Mode],
     steps: int,
+    parts: bool,
     data_dir: Path | str | None,
 ) -> None:
     torch.set_num_threads(threads)
@@ -237,7 +243,7 @@ def _process(
     dist.init_process_group(backend, init_method=f"file://{folder / 'init'}", rank=rank, world_size=count)
     try:
         with placed(where) as ranks:
-            peak, rows, told = _measured(configs, modes, steps, _data(data_dir, configs), ranks)
+            peak, rows, told = _measured(configs, modes, steps, parts, _data(data_dir, configs), ranks)
         if ranks.lead:
             write_json(folder / "measured.json", {"measured": [peak, [asdict(row) for row in rows], told]})
     finally:
@@ -253,6 +259,7 @@ def _case(
     ranks: Ranks,
     modes: Sequence[Mode],
     steps: int,
+    parts: bool,
     peak: float,
     told: list[str],
     on_row: Callable[[str], object],
@@ -262,6 +269,7 @@ def _case(
     turn = min(steps, 10 if device.type == "cuda" else 1)
     torch._dynamo.reset()  # else the compiler gives up after so many networks in one process
     runners: dict[str, Callable[[], None]] = {}
+    trainings: dict[str, Steps] = {}
     start_up: dict[str, tuple[float, int | None]] = {}
     for mode in modes:
         on_row(f"{name}, batch {config.batch_size}, {count} attack steps, {ranks.world} process(es): {mode}")
@@ -270,7 +278,7 @@ def _case(
         else:
             make = partial(_engine, replace(config, compile=mode == "compiled"), data, ranks, told)
         run, seconds, memory = _started(make, device)
-        runners[mode], start_up[mode] = partial(run, turn), (seconds, memory)
+        trainings[mode], runners[mode], start_up[mode] = run, partial(run, turn), (seconds, memory)
     reference = "plain" if "plain" in modes else modes[0]
     timings = side_by_side(runners, reference=reference, rounds=max(1, steps // turn), device=device, warmup=0)
     # Clean and adversarial images are trained on.
@@ -291,6 +299,7 @@ def _case(
             memory=start_up[mode][1],
             speedup=1 / timings[mode].ratio if reference == "plain" else None,
             spread=timings[mode].spread / 2 / timings[mode].ratio,
+            parts=step_parts(partial(trainings[mode], 1), device, timings[mode].seconds / turn) if parts else None,
         )
         for mode in dict.fromkeys(modes)
     ]

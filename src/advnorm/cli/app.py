@@ -409,13 +409,15 @@ def bench_train(
     eps: Annotated[str, typer.Option(help="Linf radius.")] = "16/255",
     data_dir: Annotated[Path | None, typer.Option(help="Folder of CIFAR-10; without: synthetic images.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Timed steps; default 50, on the CPU 3.")] = None,
+    parts: Annotated[bool, typer.Option("--parts", help="Also show where the time of a step goes.")] = False,
     device: Device = None,
     json: AlsoJson = None,
 ) -> None:
     """Hybrid PGD training: the engine against a plain PyTorch loop, by network, batch size, attack steps and processes.
 
     Examples: `advnorm bench train`, `advnorm bench train --batch-size 512 --mode compiled --data-dir data`,
-    `advnorm bench train --model resnet18 --model wrn_34_10 --processes 1 --processes 2 --json train.json`. Over several
+    `advnorm bench train --model resnet18 --model wrn_34_10 --processes 1 --processes 2 --json train.json`,
+    `advnorm bench train --mode compiled --parts`. Over several
     machines: `torchrun ... -m advnorm bench train`.
     """
     from advnorm._core.distributed import rank
@@ -434,6 +436,7 @@ def bench_train(
             data_dir=data_dir,
             device=device,
             steps=steps,
+            parts=parts,
             on_row=lambda row: status.update(f"measuring {row}"),
         )
     if rank() == 0:

@@ -16,7 +16,7 @@ from advnorm.analysis import ANALYSES
 from advnorm.attacks import ATTACKS, list_attacks
 from advnorm.bench.autoattack import AutoAttackBenchmark
 from advnorm.bench.norms import LIMITS, NormBenchmark
-from advnorm.bench.train import TrainBenchmark
+from advnorm.bench.train import Row, TrainBenchmark
 from advnorm.data import DATASETS
 from advnorm.engine.config import Config, explain
 from advnorm.models import create_model, list_models
@@ -211,12 +211,26 @@ def train_benchmark(result: TrainBenchmark) -> Group:
                 "–" if row.speedup is None else f"{row.speedup:.2f}",
             )
         tables.append(table)
+    tables += [_parts(row) for row in result.rows if row.parts is not None]
     caption = (
         f"median over {result.steps} steps; batch: of all processes; epoch: of 50,000 images; peak: "
         f"{result.peak_tflops:.3g} TFLOP/s per process, of a large matrix product in this run; memory: per process; "
         "start: making, compiling and capturing everything, with the first steps"
     )
     return Group(*tables, *(Text(line, style="dim") for line in (caption, *(f"note: {told}" for told in result.notes))))
+
+
+def _parts(row: Row) -> Table:
+    """Where the time of a step goes."""
+    title = f"a step of {row.model}, {row.mode}, batch {row.batch_size}, {row.attack_steps} attack steps"
+    table = Table("", title=title, title_justify="left", box=SIMPLE, collapse_padding=True, pad_edge=False)
+    for column in ("ms", "share"):
+        table.add_column(column, justify="right", no_wrap=True)
+    assert row.parts is not None
+    whole = sum(row.parts.values())
+    for kind, milliseconds in row.parts.items():
+        table.add_row(kind, f"{milliseconds:,.2f}", f"{milliseconds / whole:.0%}")
+    return table
 
 
 def autoattack_benchmark(result: AutoAttackBenchmark) -> Table:

@@ -1,0 +1,56 @@
+"""Where the time of a step goes: the kernels of a GPU, or the operations of the CPU, by what they do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from advnorm.bench.timing import synchronize
+
+#: What a name says of a kernel or operation; the first that matches counts.
+KINDS: Mapping[str, str] = {
+    "copies": r"memcpy|memset|CatArray|aten::(copy_|clone|cat|fill_|zero_)$",
+    "compiled sums": r"^triton_(red|per)",
+    "compiled elementwise": r"^triton_poi",
+    "optimizer": r"multi_tensor|fused_?(sgd|adam)|_foreach",
+    "convolutions, gradient of weights": r"wgrad",
+    "convolutions, gradient of images": r"dgrad",
+    "convolutions, backward": r"conv\w*_backward",  # of the CPU: both
+    "convolutions, forward": r"fprop|fwd|conv",
+    "matrix products": r"gemm|nvjet|cutlass|addmm|aten::mm",
+    "sums": r"reduce|batch_norm|bn_|softmax|nll|aten::(sum|mean|var|std)",
+    "elementwise": r"elementwise|aten::",
+}
+OTHERS, IDLE = "others", "none of them"
+
+
+def step_parts(step: Callable[[], object], device: torch.device, seconds: float) -> dict[str, float]:
+    """Milliseconds of one step by kind, the longest first; ``none of them``: what is left of ``seconds``, its time.
+
+    Kernels that run side by side count each.
+    """
+    activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
+    with profile(activities=[activity]) as recorded:
+        step()
+        synchronize(device)
+    parts: dict[str, float] = {}
+    for event in recorded.key_averages():
+        own = _milliseconds(event, device)
+        if own:
+            parts[kind_of(event.key)] = parts.get(kind_of(event.key), 0.0) + own
+    parts[IDLE] = max(0.0, 1e3 * seconds - sum(parts.values()))
+    return dict(sorted(parts.items(), key=lambda item: -item[1]))
+
+
+def kind_of(name: str) -> str:
+    """What a kernel or operation of this name does."""
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE)), OTHERS)
+
+
+def _milliseconds(event: Any, device: torch.device) -> float:
+    own = event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
+    return own / 1e3
