@@ -2,6 +2,9 @@
 
     python benchmarks/adversarial_resnet18.py --data-dir DATA --out resnet18_eps8.safetensors --epochs 15
 
+    advnorm evaluate benchmarks.adversarial_resnet18:network --weights resnet18_eps8.safetensors --data cifar10:DATA \\
+        --attacks autoattack autoattack-bf16 --json judged.json
+
 A shortened one-cycle schedule with large batches on one GPU; the recipe is in the metadata of the file it writes.
 """
 
@@ -32,6 +35,11 @@ def augmented(images, generator):
     return cropped.permute(0, 3, 1, 2).float().div(255).contiguous(memory_format=torch.channels_last)
 
 
+def network():
+    """What is trained."""
+    return advnorm.create_model("resnet18", norm="bn")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", required=True)
@@ -48,7 +56,7 @@ def main():
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(options.seed)
     images, labels = (value[: options.limit].to(device) for value in cifar10(options.data_dir, "train"))
-    model = advnorm.create_model("resnet18", norm="bn").to(device, memory_format=torch.channels_last)
+    model = network().to(device, memory_format=torch.channels_last)
     attack = PGD(threat=advnorm.ThreatModel(eps=options.eps), steps=options.steps, step_size="2/255", seed=options.seed)
     forward = torch.compile(model, dynamic=False) if device.type == "cuda" else model
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9, weight_decay=5e-4, nesterov=True)
