@@ -10,6 +10,7 @@ import pytest
 import torch
 from scipy import stats
 
+from advnorm._core import seeding
 from advnorm._core.errors import ConfigError
 from advnorm._core.seeding import ImageNoise
 
@@ -27,6 +28,13 @@ ON_DEVICES = DRAWS | {
     "uniform numbers": lambda noise: noise.uniform(()),
     "a tag per image": lambda noise: noise.fold(2**33 * torch.arange(len(noise), device=noise.device)).bits((7,)),
     "a tag on the device": lambda noise: noise.fold(torch.tensor(2**40 + 3, device=noise.device)).bits((2,), -9),
+    "a last block that is not full": lambda noise: noise.uniform((3000,), 2**34),
+    "no numbers": lambda noise: noise.bits((0, 3)),
+    "no images": lambda noise: noise.select(torch.zeros(0, dtype=torch.int64, device=noise.device)).bits((4,)),
+    "small integers": lambda noise: noise.fold(torch.arange(len(noise), device=noise.device).int() - 5).bits((2,)),
+    "every other tag": lambda noise: noise.fold(torch.arange(2 * len(noise), device=noise.device)[::2]).bits((2,)),
+    "a truth": lambda noise: noise.fold(torch.ones(1, dtype=torch.bool, device=noise.device)).bits((2,)),
+    "a number of the host": lambda noise: noise.fold(torch.tensor(-(2**40))).bits((2,)),
     "some images": lambda noise: noise.select(torch.arange(len(noise), device=noise.device) % 3 == 1).bits((2,), "x"),
 }
 
@@ -186,9 +194,37 @@ def test_no_global_generator_is_touched():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kind", ON_DEVICES)
 def test_the_device_does_not_matter(kind):
-    index = torch.cat([torch.arange(2_000), torch.tensor([2**33, 2**62, 1])])
+    index = torch.cat([torch.arange(2_000), torch.tensor([2**33, 2**62, 1, -7])])
     draw = ON_DEVICES[kind]
-    assert torch.equal(draw(ImageNoise(0, index.cuda())).cpu(), draw(ImageNoise(0, index)))
+    for seed in (0, -3, 2**40 + 1):
+        assert torch.equal(draw(ImageNoise(seed, index.cuda())).cpu(), draw(ImageNoise(seed, index)))
+
+
+@pytest.mark.parametrize("kind", ON_DEVICES)
+def test_every_way_into_the_kernels_is_one_of_the_hash(kind):
+    assert len(ON_DEVICES[kind](ImageNoise(0, torch.arange(4)))) in (0, 1, 4)
+
+
+@pytest.mark.parametrize("tag", [torch.tensor(0.5), torch.tensor([0.2, 0.7]), torch.tensor(1j)])
+def test_a_tag_that_is_no_integer_is_refused(tag):
+    with pytest.raises(ConfigError, match="a tag is an integer or a string, got a tensor of torch"):
+        ImageNoise(0, torch.arange(2)).fold(tag)
+
+
+def test_where_triton_does_not_work_noise_goes_on_without_and_that_is_said(monkeypatch):
+    monkeypatch.setattr(seeding, "find_spec", lambda name: object())
+    monkeypatch.setattr(seeding.importlib, "import_module", no_compiler)
+    seeding._with_triton.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="Triton does not work here, .*: Failed to find C compiler"):
+            assert seeding._with_triton(torch.device("cuda")) is None
+        assert seeding._with_triton(torch.device("cuda")) is None  # said once
+    finally:
+        seeding._with_triton.cache_clear()
+
+
+def no_compiler(name):
+    raise RuntimeError("Failed to find C compiler\nPlease specify one")
 
 
 @pytest.mark.parametrize("index", [torch.zeros(2), torch.zeros(2, 2).long(), torch.tensor([True])])

@@ -12,6 +12,7 @@ import torch
 
 import advnorm
 from advnorm import Config, ThreatModel, benchmark, convert_norm, strip
+from advnorm._core.seeding import ImageNoise
 from advnorm.attacks import PGD, attacked
 from advnorm.attacks.fast_copy import fast_copy
 from advnorm.data import digits, load
@@ -23,6 +24,7 @@ from advnorm.engine.train import Loop
 from advnorm.models.small import SmallCNN
 from advnorm.norms import routed_modules
 from advnorm.objectives import Hybrid
+from advnorm.objectives.base import Images
 
 SETTINGS = {
     "model": "small_cnn",
@@ -163,6 +165,20 @@ def test_a_copy_that_disagrees_is_not_used_and_that_is_said(tmp_path):
     assert said[0].startswith("the attack climbs on the network itself, not on a fast copy: its logits are off by")
 
 
+def test_a_copy_that_fails_in_whatever_way_is_not_used_and_that_is_said(tmp_path):
+    loop, said = loop_of(tmp_path, precision="bf16"), []
+    attack_a_copy(loop.objective, said.append)
+
+    def odd(x):
+        raise TypeError("an odd model")
+
+    loop.objective.climbed = odd
+    expected = adversarial(loop_of(tmp_path, precision="bf16"))[0]
+    for _ in range(2):
+        assert torch.equal(adversarial(loop)[0], expected)
+    assert said == ["the attack climbs on the network itself, not on a fast copy: an odd model"]
+
+
 @pytest.mark.parametrize(("deterministic", "tried"), [(False, True), (False, False), (True, True)])
 def test_the_choice_of_kernels_is_left_as_it_was(deterministic, tried):
     cudnn = torch.backends.cudnn
@@ -284,28 +300,56 @@ def test_what_comes_back_is_captured_and_what_cannot_be_is_told_once():
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
+def stir(loop: Loop, seed: int) -> None:
+    """Change every parameter by up to a half, in place: banks differ, and what a copy or a graph keeps is outdated."""
+    with torch.no_grad():
+        for place, value in enumerate(loop.model.parameters()):
+            one = ImageNoise(seed, torch.full((1,), place, device=value.device))
+            noise = one.uniform(value.shape)[0] - 0.5
+            value.copy_(torch.where(value.any(), value * (1 + noise), 0.2 * noise))
+
+
 class Trained(NamedTuple):
-    """What a training of some steps gives."""
+    """What five steps give, of a training whose parameters are stirred before the first and the fourth."""
 
     losses: torch.Tensor
     statistics: dict[str, torch.Tensor]
     gradients: dict[str, torch.Tensor]  # of the last step
+    alone: dict[str, torch.Tensor]  # gradients of a step more, on images that are given
 
     @classmethod
-    def of(cls, loop: Loop) -> Trained:
-        return cls(torch.tensor(steps(loop, 5)).double(), statistics_of(loop), gradients_of(loop))
+    def of(cls, loop: Loop, given: torch.Tensor | None = None) -> tuple[Trained, torch.Tensor | None]:
+        """``given``: the adversarial images of the step more, by default its own; they are returned too."""
+        batches = list(loop.loader.epoch(0, 0))
+        losses = []
+        with loop.speed():
+            for place, batch in enumerate(batches[:5]):
+                if place in (0, 3):
+                    stir(loop, place)
+                before = loop.sums.get("loss", torch.zeros(())).item()
+                loop.train_step(batch)
+                losses.append(loop.sums["loss"].item() - before)
+            statistics, gradients = statistics_of(loop), gradients_of(loop)
+            images = loop.objective.images
+            given = images(*batches[5]).x_adv if given is None else given
+            loop.objective.images = lambda *batch: Images(*batch, given)
+            loop.train_step(batches[5])
+        return cls(torch.tensor(losses).double(), statistics, gradients, gradients_of(loop)), given
 
 
 @pytest.fixture(scope="module")
 def eager(tmp_path_factory):
-    """The eager training of a case, computed once."""
+    """The eager training of a case, computed once, and its last adversarial images."""
     known = {}
 
-    def of(case: str, precision: str, *, channels_last: bool) -> Trained:
+    def of(case: str, precision: str, *, channels_last: bool) -> tuple[Trained, torch.Tensor | None]:
         key = case, precision, channels_last
         if key not in known:
             settings = {"precision": precision, "compile": False, "channels_last": channels_last, **CASES[case]}
-            known[key] = Trained.of(loop_of(tmp_path_factory.mktemp("eager"), "cuda", **settings))
+            given = (
+                None if precision == "float32" and not channels_last else of(case, "float32", channels_last=False)[1]
+            )
+            known[key] = Trained.of(loop_of(tmp_path_factory.mktemp("eager"), "cuda", **settings), given)
         return known[key]
 
     return of
@@ -317,12 +361,12 @@ def test_a_fast_training_is_the_eager_one(tmp_path, eager, case, precision, tole
     """Within the gates; where rounding alone takes an eager training farther, within three times as far.
 
     Networks of a few channels that have not learned carry rounding far, and an attack turns where a gradient is nearly
-    0. How far is measured: by the eager training in the same precision and layout.
+    0. How far is measured: by the eager training in the same precision and layout. On given images nothing turns.
     """
-    reference = eager(case, "float32", channels_last=False)
-    rounded = eager(case, precision, channels_last=True)
+    reference, given = eager(case, "float32", channels_last=False)
+    rounded, _ = eager(case, precision, channels_last=True)
     loop = loop_of(tmp_path, "cuda", precision=precision, compile=True, **CASES[case])
-    fast = Trained.of(loop)
+    fast, _ = Trained.of(loop, given)
 
     def far(training: Trained, values: str, name: str) -> float:
         return (getattr(training, values)[name] - getattr(reference, values)[name]).norm().item()
@@ -330,12 +374,17 @@ def test_a_fast_training_is_the_eager_one(tmp_path, eager, case, precision, tole
     gap, usual = ((one.losses / reference.losses - 1).abs().max().item() for one in (fast, rounded))
     assert usual <= 0.1, "a case that says nothing"
     assert gap <= max(tolerance, 3 * usual)
-    for values, bound in (("statistics", 3 * tolerance), ("gradients", 30 * tolerance)):
+    for values, bound in (("statistics", 3 * tolerance), ("gradients", 30 * tolerance), ("alone", 30 * tolerance)):
         known = getattr(reference, values)
         assert getattr(fast, values).keys() == known.keys()
+        # A sum that nearly cancels is rounded like its terms.
+        terms = 0.02 * sum(value.norm() ** 2 for value in known.values()) ** 0.5 if values != "statistics" else 0.0
         for name, value in known.items():
-            allowed = max(bound * value.norm().item() + 1e-5, 3 * far(rounded, values, name))
-            assert far(fast, values, name) <= allowed, name
+            allowed = max(bound * (value.norm() + terms) + 1e-5, 3 * far(rounded, values, name))
+            assert far(fast, values, name) <= allowed, (values, name)
+    if precision == "float32":
+        wild = [name for name, value in reference.alone.items() if 3 * far(rounded, "alone", name) > 0.3 * value.norm()]
+        assert len(wild) <= len(reference.alone) / 10, "a case that says nothing"
     log = (tmp_path / "log.txt").read_text() if (tmp_path / "log.txt").exists() else ""
     assert "cannot" not in log and "the network itself" not in log, log
     if loop.captured is not None:
@@ -343,6 +392,22 @@ def test_a_fast_training_is_the_eager_one(tmp_path, eager, case, precision, tole
     if loop.objective.attack is not None:
         x_adv, x = adversarial(loop)
         assert (x_adv - x).abs().max() <= 8 / 255 and x_adv.min() >= 0 and x_adv.max() <= 1
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=on_gpu) for case in ("standard", "clipped")])
+def test_a_fast_training_moves_as_the_eager_one(tmp_path, case):
+    """With a rate at which it learns: parameters, and their average."""
+    settings = CASES[case] | {"objective": "standard", "norm": "bn", "lr": 0.05, "ema": 0.9, "precision": "float32"}
+    slow = loop_of(tmp_path, "cuda", compile=False, channels_last=False, **settings)
+    fast = loop_of(tmp_path, "cuda", compile=True, **settings)
+    start = snapshot(slow)
+    for loop in (slow, fast):
+        steps(loop, 6)
+    for name, value in slow.model.named_parameters():
+        moved = (value - start[name]).norm()
+        assert moved > 0 and (dict(fast.model.named_parameters())[name] - value).norm() <= 0.02 * moved, name
+        average, other = (loop.ema.state_dict()["average"][name] for loop in (slow, fast))
+        assert (average - other).norm() <= 0.02 * (average - start[name]).norm() > 0, name
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=on_gpu) for case in ("hybrid", "trades")])
@@ -403,9 +468,9 @@ def test_a_network_that_was_trained_fast_is_as_robust(tmp_path, norm):
             for run in runs
         ]
         found[way] = torch.tensor([result.accuracy["adv"]["pgd10"] for result in results], dtype=torch.float64)
-    noise = (sum(values.var() for values in found.values()) / 3).sqrt()
+    noise = found["eager"].std() * (2 / 3) ** 0.5  # of a difference of two means
     assert abs(found["fast"].mean() - found["eager"].mean()) <= 3 * noise + 0.01, found
-    assert found["fast"].mean() > 0.2  # of ten digits
+    assert found["fast"].min() > found["eager"].min() - 0.1 > 0.2, found  # of ten digits
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=on_gpu) for kind in ("apart", "sam", "apart_sam", "awp")])

@@ -31,7 +31,7 @@ def _with_word(low, high, word):
 
 @triton.jit(do_not_specialize=["first", "second", "stride", "count"])
 def _fold(low, high, tag, first, second, stride, new_low, new_high, count, SIZE: tl.constexpr):
-    row = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    row = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = row < count
     a, b = tl.load(low + row, inside).to(tl.uint32), tl.load(high + row, inside).to(tl.uint32)
     if tag is None:
@@ -45,10 +45,11 @@ def _fold(low, high, tag, first, second, stride, new_low, new_high, count, SIZE:
     tl.store(new_high + row, b.to(tl.int64), inside)
 
 
-@triton.jit(do_not_specialize=["count"])
-def _draw(low, high, out, count, FLOAT: tl.constexpr, SIZE: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+@triton.jit(do_not_specialize=["count", "blocks"])
+def _draw(low, high, out, count, blocks, FLOAT: tl.constexpr, SIZE: tl.constexpr):
+    program = tl.program_id(0).to(tl.int64)  # a grid has room for more along its first side than along the others
+    row = program // blocks
+    place = (program % blocks) * SIZE + tl.arange(0, SIZE)
     a, b = tl.load(low + row).to(tl.uint32), tl.load(high + row).to(tl.uint32)
     words = _mix(_mix(place.to(tl.uint32) + a) ^ b)
     numbers = (words >> 8).to(tl.float32) * 5.9604644775390625e-08 if FLOAT else words.to(tl.int64)  # 2**-24
@@ -61,24 +62,13 @@ def fold(key: tuple[Tensor, Tensor], tag: Tensor | tuple[int, int]) -> tuple[Ten
     new = torch.empty_like(low), torch.empty_like(high)
     values, stride, words = None, 0, (0, 0)
     if isinstance(tag, Tensor):
-        values = tag.to(low.device, torch.int64).expand_as(low)
+        values = tag.to(torch.int64).expand_as(low)
         stride = values.stride(0)
     else:
         words = tag
     if len(low):
-        _on(
-            low,
-            _fold,
-            (triton.cdiv(len(low), KEYS),),
-            low,
-            high,
-            values,
-            *map(_signed, words),
-            stride,
-            *new,
-            len(low),
-            SIZE=KEYS,
-        )
+        grid = (triton.cdiv(len(low), KEYS),)
+        _on(low, _fold, grid, low, high, values, *map(_signed, words), stride, *new, len(low), SIZE=KEYS)
     return new
 
 
@@ -88,17 +78,9 @@ def draw(key: tuple[Tensor, Tensor], count: int, dtype: torch.dtype) -> Tensor:
     out = torch.empty((len(low), count), dtype=dtype, device=low.device)
     if out.numel():
         size = min(NUMBERS, triton.next_power_of_2(count))
-        _on(
-            low,
-            _draw,
-            (len(low), triton.cdiv(count, size)),
-            low,
-            high,
-            out,
-            count,
-            FLOAT=dtype == torch.float32,
-            SIZE=size,
-        )
+        blocks = triton.cdiv(count, size)
+        settings = {"FLOAT": dtype == torch.float32, "SIZE": size}
+        _on(low, _draw, (len(low) * blocks,), low, high, out, count, blocks, **settings)
     return out
 
 

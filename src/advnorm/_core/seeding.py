@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import importlib
 import math
+import operator
+import warnings
 from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -55,7 +57,7 @@ class ImageNoise:
                 "use torch.arange(len(x)), or each image's place in its data set"
             )
         index = index.long()
-        low, high = (torch.full_like(index, word) for word in _fold(_INITIAL, seed))
+        low, high = (torch.full_like(index, word) for word in _fold(_INITIAL, operator.index(seed)))
         self._key = _fold((low, high), index)
 
     @classmethod
@@ -116,6 +118,11 @@ Key = TypeVar("Key", int, Tensor)
 
 def _fold(key: tuple[Key, Key], tag: int | str | Tensor) -> tuple[Key, Key]:
     """Mix a tag into 64-bit keys; a bijection of the key, so that two images never fall together."""
+    if isinstance(tag, Tensor):
+        if tag.is_floating_point() or tag.is_complex():
+            raise ConfigError(f"a tag is an integer or a string, got a tensor of {tag.dtype}")
+        if tag.dim() == 0 and tag.device.type == "cpu":
+            tag = int(tag)
     low, high = key
     kernels = _kernels(low)
     if kernels is not None:
@@ -135,10 +142,23 @@ def _draw(key: tuple[Tensor, Tensor], count: int, dtype: torch.dtype) -> Tensor:
 
 
 def _kernels(low: int | Tensor) -> Any:
-    """The same as kernels of a GPU, where a key lies on one and Triton is there."""
-    return _with_triton() if isinstance(low, Tensor) and low.is_cuda else None
+    """The same as kernels of a GPU, where a key lies on one and Triton works; what is compiled is fused anyway."""
+    if not isinstance(low, Tensor) or not low.is_cuda or torch.compiler.is_compiling():
+        return None
+    return _with_triton(low.device)
 
 
 @cache
-def _with_triton() -> Any:
-    return importlib.import_module("advnorm._core.noise_kernels") if find_spec("triton") else None
+def _with_triton(device: torch.device) -> Any:
+    """The kernels, tried once on a device: Triton needs a compiler, a folder to write to, and a GPU that it knows."""
+    if find_spec("triton") is None:
+        return None
+    try:
+        kernels = importlib.import_module("advnorm._core.noise_kernels")
+        key = torch.zeros(1, dtype=torch.int64, device=device)
+        kernels.draw(kernels.fold((key, key), (0, 0)), 1, torch.int64)
+    except Exception as error:  # it fails in as many ways as there are machines
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        warnings.warn(f"Triton does not work here, noise takes more and smaller kernels: {reason}", stacklevel=2)
+        return None
+    return kernels

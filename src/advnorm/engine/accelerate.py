@@ -136,11 +136,11 @@ class _AttackOnCopy:
 
     def __call__(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
         if not self._checked:
-            self._checked = True
             problem = self._problem or self._disagreement(x)
             if problem is not None:
                 self._say(f"the attack climbs on the network itself, not on a fast copy: {problem}")
                 self._objective.climbed = None
+            self._checked = True
         if self._copy is not None and self._objective.climbed is not None:
             self._copy.refresh()
         return self._adversarial(x, y, index)
@@ -151,21 +151,19 @@ class _AttackOnCopy:
         With all parameters and statistics shaken: a training starts from zeros and ones, the same in all banks, and
         what is wrong with them would show later.
         """
-        objective, copy = self._objective, self._copy
-        assert copy is not None
-        once = kernels(deterministic=torch.backends.cudnn.deterministic, tried=False)
+        objective, copy, few = self._objective, self._copy, x[: self.IMAGES]
+        assert copy is not None and objective.climbed is not None
+        once = partial(kernels, deterministic=torch.backends.cudnn.deterministic, tried=len(x) <= self.IMAGES)
         with shaken(objective.model), attacked(objective.model, route=objective.attacked_branch) as predict:
             copy.refresh()
             try:
-                with once:
-                    with torch.autocast(x.device.type, enabled=False):
-                        logits, gradient = _logits_and_gradient(predict, x[: self.IMAGES])
-                    with forwards("bf16", x.device):
-                        _, rounded = _logits_and_gradient(predict, x[: self.IMAGES])
-                    found, climbed = _logits_and_gradient(copy, x[: self.IMAGES])
-                with torch.no_grad():
-                    copy(x)
-            except RuntimeError as error:  # no such kernel for this device or shape, or no gradient at all
+                with once(), torch.autocast(x.device.type, enabled=False):
+                    logits, gradient = _logits_and_gradient(predict, few)
+                with once(), forwards("bf16", x.device):
+                    _, rounded = _logits_and_gradient(predict, few)
+                # The very function that the attack will climb, with as many images.
+                found, climbed = (value[: self.IMAGES] for value in _logits_and_gradient(objective.climbed, x))
+            except Exception as error:  # no such kernel for this device or shape, no gradient at all, anything
                 return _first_line(error)
         gap = (found - logits).abs().max() / logits.abs().max()
         if not gap <= self.LOGITS:

@@ -246,7 +246,10 @@ class Loop:
         self.stop = Stop()
 
     def _try_forwards(self, shape: tuple[int, ...]) -> None:
-        """Refuse images and batches that the network cannot take, with forwards that leave no trace in it."""
+        """Refuse images and batches that the network cannot take, with forwards that leave no trace in it.
+
+        Under :meth:`speed`: cuDNN keeps what it chooses here for the batches that come.
+        """
         config, ranks, objective = self.config, self.ranks, self.objective.bare
         count = config.batch_size // ranks.world
         share = getattr(objective, "clean_share", 1)
@@ -256,24 +259,18 @@ class Loop:
                 f"{ranks.world} processes would not train as one; change either so that clean_share · batch_size / "
                 f"{ranks.world} is whole"
             )
-        x = torch.full((count, *shape), 0.5, device=ranks.device)
+        layout = torch.channels_last if self.loader.channels_last else torch.contiguous_format
+        x = torch.full((count, *shape), 0.5, device=ranks.device).contiguous(memory_format=layout)
         index = torch.arange(count, device=ranks.device)
         images = Images(x, index % self.classes, index, x)
         try:
-            with (
-                forwards(self.precision, ranks.device),
-                attacked(self.model, statistics="batch_frozen"),
-                torch.no_grad(),
-            ):
-                objective.measured(images)
-            for domain in objective.trained_domains():
-                branch = domain if domain in domains(self.model) else None
-                with (
-                    forwards(self.precision, ranks.device),
-                    attacked(self.model, route=branch) as predict,
-                    torch.no_grad(),
-                ):
-                    predict(x)
+            with self.speed(), forwards(self.precision, ranks.device), torch.no_grad():
+                with attacked(self.model, statistics="batch_frozen"):
+                    objective.measured(images)
+                for domain in objective.trained_domains():
+                    branch = domain if domain in domains(self.model) else None
+                    with attacked(self.model, route=branch) as predict:
+                        predict(x)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a network says to a shape that nobody thought of
