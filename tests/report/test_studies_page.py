@@ -32,6 +32,7 @@ def cell(name, seeds, minutes, **settings):
     return {
         "name": name,
         "seeds": seeds,
+        "measured_for": ["A/table3"] if name.startswith("dual_bn") else [],
         "devices": ["NVIDIA H200"] if seeds else [],
         "minutes": minutes,
         "settings": settings,
@@ -48,6 +49,7 @@ def result(**changes):
         "settings": {"epochs": "30"},
         "outdated": [],
         "minutes": {},
+        "measures": [],
         "torch": [],
         "precision": [],
         "commits": [],
@@ -70,6 +72,7 @@ DONE = result(
     ],
     cells=[cell("dual_bn/eps16", [0, 1, 2], 12.34, norm="dual_bn"), cell("cross_bn/eps16", [], None, norm="cross_bn")],
     minutes={"NVIDIA H200": 12.34},
+    measures=["benchmark (pgd10-step2, autoattack) on all images"],
     torch=["2.11.0"],
     precision=["bf16"],
     commits=[COMMIT],
@@ -139,6 +142,8 @@ def test_conditions_cost_and_settings_stand_beside_the_numbers():
     for piece in (
         "Protocol fast: a shortened schedule",
         "12.3 GPU minutes (NVIDIA H200)",
+        "measured benchmark (pgd10-step2, autoattack) on all images",
+        "dual_bn/eps16 (for A/table3)",
         "hardware NVIDIA H200",
         "precision bf16",
         "torch 2.11.0",
@@ -172,6 +177,17 @@ def test_a_figure_without_printed_numbers_shows_ours_alone_as_table_and_lines():
     assert ["v0", "0.00012", "1"] in rows(html) and ["", "ours", "n"] in rows(html)
     assert "5 more measured numbers and lines are in the records" in html
     assert "LIGS, close to: 1" in html and 'class="line s0"' in html
+
+
+def test_lines_whose_names_differ_in_one_part_share_a_figure():
+    names = ["affine/AP_clean/weight", "affine/AP_adv/weight", "affine/AP_clean/bias", "loss"]
+    series = [{"cell": "bn", "value": name, "x": [1, 2, 3], "ours": [1.0, 2.0, 3.0]} for name in names]
+    html = render_studies({**SUMMARY, "studies": [study("A/fig5", [{**CURVES, "series": series}])]})
+    figures = [part.partition("</figure")[0] for part in section(html, "A-fig5").split("<figure")[1:]]
+    titles = ["affine/weight", "affine/bias", "loss"]
+    assert [title in figure for title, figure in zip(titles, figures, strict=True)] == [True] * 3
+    assert ["AP_clean" in figure for figure in figures] == [True, True, False]
+    assert ["AP_adv" in figure for figure in figures] == [True, False, False]
 
 
 def test_problems_are_listed_and_other_folders_named():

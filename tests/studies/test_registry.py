@@ -132,6 +132,7 @@ def test_no_two_cells_of_a_study_share_a_training(name, protocol, tmp_path):
         ("B/table1", "preact_resnet18/cifar10/standard/1x", 0.4, 1.0),  # it ends without a norm
         ("B/table1", "wrn_40_2/cifar10/standard/1x", 0.4, None),
         ("C/table1", "cifar10/eps16/mat_cat_0.5", 0.2, None),
+        ("C/table2", "cifar10/eps16/mat_cat_0.5/none", 0.2, 1.0),  # it has none
     ],
 )
 def test_the_short_schedule_scales_the_rate_and_clips_where_a_network_would_diverge(study, cell, lr, clip):

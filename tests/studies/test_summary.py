@@ -9,6 +9,7 @@ import pytest
 from advnorm._core.errors import ConfigError
 from advnorm._core.records import write_json
 from advnorm.studies import STUDIES
+from advnorm.studies.base import Study, same_as
 from advnorm.studies.record import FORMAT
 from advnorm.studies.run import Task, tasks, work
 from advnorm.studies.summary import PAPERS, collected, summary
@@ -262,6 +263,119 @@ def test_a_figures_numbers_are_series_by_place_and_single_ones(tmp_path):
     (result,) = of(summary(tmp_path), "A/fig2")["results"]
     assert result["series"] == [{"cell": cell, "value": "loss", "x": [1, 9, 10], "ours": [1.0, 1 / 9, 0.1]}]
     assert [(entry["value"], entry["ours"], entry["paper"]) for entry in result["entries"]] == [("sums/AP", 0.5, None)]
+
+
+def test_layers_are_a_row_and_what_the_check_reads_comes_first(tmp_path):
+    values = {"sums/adv-noise": 9.0, "sums/clean-noise": 2.0, "channels/0": 7, "channels/1": 8, "channels/2": 9}
+    values |= {f"layers/AP/{name}/total": value for name, value in (("bn1", 5.0), ("layer1.0.bn1", 6.0), ("x", 4.0))}
+    written(task(tmp_path, "standard/eps16", study="A/fig7"), values | {"sums/clean-adv": 3.0})
+    (result,) = of(summary(tmp_path), "A/fig7")["results"]
+    assert result["answer"] == "confirmed"
+    assert [entry["value"] for entry in result["entries"]] == ["sums/clean-noise", "sums/clean-adv", "sums/adv-noise"]
+    layers = {"cell": "standard/eps16", "value": "layers/AP/total", "x": [1, 2, 3], "ours": [5.0, 6.0, 4.0]}
+    assert result["series"] == [layers]
+
+
+BOTH = ("A/table1", "A/table8")  # have Dual BN at 16/255
+VALUES = {f"{branch}/{name}": 1.0 for branch in ("clean", "adv") for name in ("clean", "pgd10", "autoattack")}
+
+
+def dual(out, study, value, *, seed=0, **changes):
+    values = dict.fromkeys(VALUES, value)
+    return written(task(out, "dual_bn/eps16", study=study, seed=seed), values, **changes)
+
+
+def found_in(out, study):
+    values, problems = collected(STUDIES.get(study), protocol="fast", out=out)
+    return values.get(("dual_bn/eps16", "adv/clean")), problems
+
+
+def test_seeds_of_several_studies_come_together_in_order(tmp_path):
+    for study, seed in (("A/table8", 2), ("A/table1", 0), ("A/table3", 1)):
+        dual(tmp_path, study, 10.0 + seed, seed=seed)
+    for study in (*BOTH, "A/table2", "A/table3", "A/table7"):
+        assert found_in(tmp_path, study) == ([10.0, 11.0, 12.0], [])
+    [cell] = [cell for cell in of(summary(tmp_path), "A/table1")["results"][0]["cells"] if "16" in cell["name"]]
+    assert cell["seeds"] == [0, 1, 2] and cell["measured_for"] == ["A/table3", "A/table8"]
+    assert summary(tmp_path)["minutes"] == {"NVIDIA H200": pytest.approx(6.0)}
+
+
+def test_a_record_of_its_own_comes_first_unless_it_is_outdated(tmp_path):
+    for study, value in zip(BOTH, (1.0, 2.0)):
+        dual(tmp_path, study, value)
+    assert [found_in(tmp_path, study)[0] for study in BOTH] == [[1.0], [2.0]]
+    outdated = task(tmp_path, "dual_bn/eps16", study=BOTH[1]).found().config.to_dict() | {"lr": 7.0}
+    dual(tmp_path, BOTH[1], 2.0, run={"config": outdated, "seconds": 1.0, "processes": 1})
+    values, problems = found_in(tmp_path, BOTH[1])
+    assert values == [1.0] and "lr 7.0, now" in problems[0]
+    assert task(tmp_path, "dual_bn/eps16", study=BOTH[1]).told()["values"] == dict.fromkeys(VALUES, 1.0)
+    task(tmp_path, "dual_bn/eps16", study=BOTH[0]).record.unlink()
+    assert found_in(tmp_path, BOTH[1])[0] == [2.0]  # better than none, and it is told
+
+
+def test_what_the_runner_takes_is_what_the_report_shows(tmp_path):
+    for study, value in (("A/table3", 3.0), ("A/fig4", 4.0), ("A/table7", 7.0), ("A/table2", 2.0)):
+        dual(tmp_path, study, value)
+    for study in BOTH:
+        assert task(tmp_path, "dual_bn/eps16", study=study).told()["values"]["adv/clean"] == 2.0
+        assert found_in(tmp_path, study)[0] == [2.0]
+
+
+@pytest.mark.parametrize(
+    "wrong", ["no settings", "a setting less", "a setting more", "no measurements", "no values", "another limit"]
+)
+def test_an_incomplete_record_stands_for_no_other_study(tmp_path, wrong):
+    record = dual(tmp_path, BOTH[0], 1.0)
+    config = record["run"]["config"]
+    changes = {
+        "no settings": {"run": {**record["run"], "config": {}}},
+        "a setting less": {"run": {**record["run"], "config": {k: v for k, v in config.items() if k != "eps"}}},
+        "a setting more": {"run": {**record["run"], "config": {**config, "colour": "red"}}},
+        "no measurements": {"measures": None},
+        "no values": {"values": {}},
+        "another limit": {"measures": [{**record["measures"][0], "options": {"limit": 7}}]},
+    }
+    write_json(task(tmp_path, "dual_bn/eps16", study=BOTH[0]).record, {**record, **changes[wrong]})
+    assert found_in(tmp_path, BOTH[1])[0] is None
+    assert task(tmp_path, "dual_bn/eps16", study=BOTH[1]).state == "to do"
+
+
+def test_the_way_a_length_is_written_does_not_matter(tmp_path):
+    record = dual(tmp_path, BOTH[0], 1.0)
+    config = {**record["run"]["config"], "eps": 16 / 255}
+    write_json(
+        task(tmp_path, "dual_bn/eps16", study=BOTH[0]).record, {**record, "run": {**record["run"], "config": config}}
+    )
+    assert found_in(tmp_path, BOTH[1])[0] == [1.0]
+    assert task(tmp_path, "dual_bn/eps16", study=BOTH[1]).state == "done"
+
+
+def test_a_damaged_record_is_told_while_another_stands_for_it(tmp_path):
+    dual(tmp_path, BOTH[0], 1.0)
+    path = task(tmp_path, "dual_bn/eps16", study=BOTH[1]).record
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    values, problems = found_in(tmp_path, BOTH[1])
+    assert values == [1.0] and "is skipped" in problems[0]
+    assert task(tmp_path, "dual_bn/eps16", study=BOTH[1]).state == "done" and path.read_text() == "{"
+
+
+def test_a_study_that_is_registered_later_has_its_cells(tmp_path, monkeypatch):
+    dual(tmp_path, BOTH[0], 1.0)
+    assert found_in(tmp_path, BOTH[1])[0] == [1.0]
+    monkeypatch.setattr(STUDIES, "_entries", dict(STUDIES._entries))
+    cell = STUDIES.get("A/table1").cell("dual_bn/eps16")
+    STUDIES.add("A/later", Study(name="A/later", cells=lambda: [cell], place=lambda *_: None, check=lambda _: True))
+    assert same_as("A/later", "dual_bn/eps16")[:1] == [("A/table1", "dual_bn/eps16")]
+    assert found_in(tmp_path, "A/later")[0] == [1.0]
+
+
+def test_problems_of_another_study_are_not_this_ones(tmp_path):
+    for name in ("D/fig1", "D/fig10"):
+        (tmp_path / "records" / name).mkdir(parents=True)
+        (tmp_path / "records" / name / "notes.txt").write_text("notes")
+    _, problems = collected(STUDIES.get("D/fig1"), protocol="fast", out=tmp_path)
+    assert [problem.split(" ")[0] for problem in problems] == ["records/D/fig1/notes.txt"]
 
 
 def test_tables_come_before_figures_and_both_by_number(tmp_path):

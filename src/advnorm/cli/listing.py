@@ -111,7 +111,10 @@ def tasks(todo: Sequence[Task]) -> Table:
     """The cells of a study, and how far each is."""
     table = Table("cell", "seed", "protocol", "state", title=todo[0].study if todo else "", title_justify="left")
     for task in todo:
-        table.add_row(task.cell, str(task.seed), task.protocol, task.state)
+        other = None if task.record.exists() else task.same
+        table.add_row(
+            task.cell, str(task.seed), task.protocol, task.state if other is None else f"done, for {other.study}"
+        )
     return table
 
 
@@ -128,12 +131,14 @@ def study(found: Study, values: Values | None = None, protocol: str = "") -> Tab
     title = f"{found.name} {protocol}".rstrip()
     columns = found.printed.get("columns", [])
     rows: dict[str, dict[str, str]] = {}
+    printed = [repr(float(n.printed)).partition(".")[2] for n in found.numbers() if n.printed is not None]
+    decimals = max(map(len, printed), default=1)
     for number in found.numbers():
         cell = "–" if number.printed is None else f"{number.printed:g}"
         ours = (values or {}).get((number.cell, number.value))
         if ours:
-            spread = f" ± {_short(stdev(ours))} (n={len(ours)})" if len(ours) > 1 else ""  # as the report has it
-            cell += f" | {_short(fmean(ours))}{spread}"
+            spread = f" ± {stdev(ours):.{decimals}f} (n={len(ours)})" if len(ours) > 1 else ""  # as the report has it
+            cell += f" | {fmean(ours):.{decimals}f}{spread}"
         elif values is not None:
             cell += " | not run"
         rows.setdefault(number.row, {})[number.column] = cell
@@ -146,11 +151,6 @@ def study(found: Study, values: Values | None = None, protocol: str = "") -> Tab
     table.caption = said if values is None else f"paper | ours. {said}"
     table.caption_justify = "left"
     return table
-
-
-def _short(value: float) -> str:
-    """One decimal of a percentage; of a small number as much as there is."""
-    return f"{value:.1f}" if abs(value) >= 1 or value == 0 else f"{value:.2g}"
 
 
 def configuration(config: Config) -> Table:

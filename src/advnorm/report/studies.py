@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # a summary is plain data: the page is made where there is no
 
 PROTOCOLS = {
     "paper": "the schedule as printed",
-    "fast": "a shortened schedule (fewer epochs, larger batch, one cycle), not the paper's",
+    "fast": "a shortened schedule (30 epochs, batch 512, one cycle) and analyses on 1,000 images, not the paper's",
     "smoke": "two steps on synthetic images: shows that the parts work together, and nothing about the claim",
 }
 MARKS = {"confirmed": "✓", "not confirmed": "✗", "not run": "○"}
@@ -82,6 +82,7 @@ def _result(study: StudySummary, result: Result) -> dict[str, Any]:
         "protocol": None if protocol is None else f"{protocol}: {PROTOCOLS[protocol]}",
         "cells": f"{len(done)} of {len(result['cells'])} run",
         **({"of other settings than now": ", ".join(result["outdated"])} if result["outdated"] else {}),
+        "measured": "; ".join(result["measures"]) or None,
         "training cost": cost(result["minutes"]),
         "hardware": ", ".join(result["minutes"]) or None,
         "precision": ", ".join(result["precision"]) or None,
@@ -156,13 +157,19 @@ def _table(entries: Sequence[Entry]) -> Table:
 
 
 def _all_lines(study: StudySummary, result: Result) -> list[Lines]:
-    """A figure for every few cells of the same series."""
-    figures = []
-    for value, group in groupby(sorted(result["series"], key=lambda series: series["value"]), lambda s: s["value"]):
-        rows = list(group)
-        for start in range(0, len(rows), LINES_EACH):
-            figures.append(_lines(f"{study['name']}: {value}", rows[start : start + LINES_EACH]))
-    return figures
+    """A figure for every few series that are compared: of several cells, else of names that differ in one part."""
+    several = len({series["cell"] for series in result["series"]}) > 1
+    groups: dict[str, list[tuple[str, Series]]] = {}
+    for series in result["series"]:
+        *before, part, last = ["", *series["value"].split("/")]
+        alone = several or not any(before)
+        title = series["value"] if alone else "/".join([*filter(None, before), last])
+        groups.setdefault(title, []).append((series["cell"] if alone else part, series))
+    return [
+        _lines(f"{study['name']}: {title}", rows[start : start + LINES_EACH])
+        for title, rows in groups.items()
+        for start in range(0, len(rows), LINES_EACH)
+    ]
 
 
 def _dots(study: StudySummary, result: Result) -> Dots:
@@ -198,16 +205,16 @@ def _dots(study: StudySummary, result: Result) -> Dots:
     return {"kind": "dots", "title": f"{study['name']}: paper and ours", "groups": groups, "note": note}
 
 
-def _lines(title: str, series: Sequence[Series]) -> Lines:
-    x = sorted({place for row in series for place in row["x"]})
-    values = [dict(zip(row["x"], row["ours"])) for row in series]
+def _lines(title: str, named: Sequence[tuple[str, Series]]) -> Lines:
+    x = sorted({place for _, row in named for place in row["x"]})
+    values = {label: dict(zip(row["x"], row["ours"])) for label, row in named}
     return {
         "kind": "lines",
         "title": title,
         "x": x,
-        "x_label": "epoch or place in a list",
+        "x_label": "layer, epoch or place in a list",
         "plain": True,
-        "rows": [{"label": row["cell"], "values": [found.get(i) for i in x]} for row, found in zip(series, values)],
+        "rows": [{"label": label, "values": [found.get(i) for i in x]} for label, found in values.items()],
         "note": "Ours, the mean over seeds; the paper prints no numbers.",
     }
 
@@ -218,7 +225,8 @@ def _cells(result: Result) -> Table:
         own = ", ".join(f"{key} {value}" for key, value in cell["settings"].items())
         seeds = ", ".join(map(str, cell["seeds"])) or None
         minutes = None if cell["minutes"] is None else f"{cell['minutes']:.1f}"
-        rows.append([cell["name"], own or "all as below", seeds, minutes])
+        others = f" (for {', '.join(cell['measured_for'])})" if cell["measured_for"] else ""
+        rows.append([f"{cell['name']}{others}", own or "all as below", seeds, minutes])
     return {
         "title": "Cells",
         "columns": [
@@ -228,5 +236,6 @@ def _cells(result: Result) -> Table:
             {"label": "minutes", "kind": "number"},
         ],
         "rows": rows,
-        "note": "Minutes of training over all seeds; a training that studies share is done once and shown in each.",
+        "note": "Minutes of training over all seeds; a training that studies share is done once and shown in each. "
+        "For: the study whose record it is.",
     }

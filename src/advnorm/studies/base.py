@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from importlib.resources import files
 from typing import Any, Literal
 
@@ -60,9 +60,9 @@ class Cell:
     after: str | None = None
     features: str | None = None
 
-    @property
+    @cached_property
     def identity(self) -> tuple[Any, ...]:
-        """Equal for cells that give the same numbers; one that needs another is like no cell but itself."""
+        """Equal for cells of a paper that give the same numbers; one that needs another is like none but itself."""
         needs = self.after or self.features or any("beside" in measure.options for measure in self.measures)
         measures = tuple((measure.key, measure.scale) for measure in self.measures)
         return self.config.digest, measures, id(self) if needs else None
@@ -163,19 +163,22 @@ def study(
     return add
 
 
+Place = tuple[str, str]
+
+
+def same_as(study: str, cell: str) -> Sequence[Place]:
+    """The cells of the paper's other studies with the same training and measurements, by study and name, in order."""
+    names = tuple(STUDIES.names(f"{study.split('/')[0]}/*"))
+    return [place for place in _same(names).get(STUDIES.get(study).cell(cell).identity, ()) if place[0] != study]
+
+
 @cache
-def _same() -> Mapping[tuple[Any, ...], Sequence[tuple[str, str]]]:
-    places: dict[tuple[Any, ...], list[tuple[str, str]]] = {}
-    for name in STUDIES.names():
+def _same(names: tuple[str, ...]) -> Mapping[tuple[Any, ...], Sequence[Place]]:
+    places: dict[tuple[Any, ...], list[Place]] = {}
+    for name in sorted(names):
         for cell in STUDIES.get(name).by_name().values():
             places.setdefault(cell.identity, []).append((name, cell.name))
     return places
-
-
-def same_as(study: str, cell: str) -> list[tuple[str, str]]:
-    """The cells of other studies with the same training and measurements, each by study and name."""
-    identity = STUDIES.get(study).cell(cell).identity
-    return [place for place in _same()[identity] if place[0] != study]
 
 
 def list_studies(pattern: str = "*") -> list[str]:

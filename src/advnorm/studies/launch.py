@@ -54,10 +54,13 @@ def launch(
     configuration is not. ``on_outcome`` is called in this process, once per task, as they end.
     """
     _check(tasks, launcher, devices, processes, address, retries)
-    waiting = deque(deque(chain) for chain in chains(tasks))
+    done = {task: Outcome(task=task) for task in tasks if task.state == "done"}
+    tell = on_outcome or (lambda outcome: None)
+    for outcome in done.values():
+        tell(outcome)
+    waiting = deque(deque(chain) for chain in chains(task for task in tasks if task not in done))
     working: dict[Task, deque[Task]] = {}
     tries: Counter[Task] = Counter()
-    done: dict[Task, Outcome] = {}
     with RayPool(tasks, address) if launcher == "ray" else LocalPool(_places(tasks, devices) * processes) as pool:
         while waiting or working:
             while waiting and pool.free():
@@ -70,8 +73,7 @@ def launch(
             if not again or tries[task] > retries:
                 done[task] = Outcome(task=task, error=error)
                 chain.popleft()
-                if on_outcome is not None:
-                    on_outcome(done[task])
+                tell(done[task])
             if chain:
                 waiting.appendleft(chain)
     return [done[task] for task in tasks]

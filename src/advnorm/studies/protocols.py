@@ -49,15 +49,17 @@ def fast(cell: Cell) -> Cell:
             gamma=Config.gamma,
             warmup_epochs=0.0,
             nesterov=config.optimizer == "sgd",
-            grad_clip=config.grad_clip or (FAST_CLIP if _ends_without_norm(config.model) else None),
+            grad_clip=config.grad_clip or (FAST_CLIP if _ends_without_norm(config) else None),
             running_epochs=min(config.running_epochs, min(FAST_EPOCHS, config.epochs) // 10),
             validate_every=5 if config.validate_every else 0,
         ),
     )
 
 
-def _ends_without_norm(model: Named) -> bool:
-    return model.name.startswith("preact_resnet") and not model.options.get("final_norm", False)
+def _ends_without_norm(config: Config) -> bool:
+    model = config.model
+    bare = model.name.startswith("preact_resnet") and not model.options.get("final_norm", False)
+    return bare or config.norm == "none" or model.name.startswith("fixup")
 
 
 def _on_fewer_images(measure: Measure) -> Measure:

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 from advnorm._core.errors import AdvnormError, ConfigError, did_you_mean, raise_all
 from advnorm._core.records import read_json
+from advnorm.engine.config import Config
 from advnorm.studies.base import Cell, Protocol
 from advnorm.studies.protocols import under
 
@@ -59,6 +60,17 @@ def _check(record: Record, place: str, cells: Mapping[str, Mapping[str, Cell]]) 
 def _finite(value: object) -> bool:
     """Whether it is a number that can be counted with: no NaN, no infinity, none near the largest."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e100
+
+
+def stands(record: Record, cell: Cell) -> bool:
+    """Whether a record, of whatever study, has all numbers of a cell as it is now."""
+    planned = under(record["protocol"], cell)
+    measures = json.loads(json.dumps([asdict(one) for one in planned.measures]))
+    try:
+        config = Config.from_dict(record["run"]["config"])
+    except ConfigError:
+        return False
+    return config.digest == planned.config.digest and record.get("measures") == measures and bool(record["values"])
 
 
 def changed(record: Record, cell: Cell) -> list[str]:

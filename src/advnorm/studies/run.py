@@ -27,7 +27,7 @@ from advnorm.engine.run import Run
 from advnorm.engine.train import train
 from advnorm.studies.base import STUDIES, Cell, Measure, Protocol, Study, same_as
 from advnorm.studies.protocols import under
-from advnorm.studies.record import FORMAT, Record, changed, read_record
+from advnorm.studies.record import FORMAT, Record, read_record, stands
 from advnorm.threat import ThreatModel
 
 #: Parts of an analysis' record that stay beside the run: settings, and a number for each image.
@@ -114,29 +114,42 @@ class Task:
     @property
     def same(self) -> Task | None:
         """A task of another study whose record has this one's numbers, where no cell goes on from this one's run."""
+        cells = STUDIES.get(self.study).by_name()
         for study, cell in same_as(self.study, self.cell):
             other = replace(self, study=study, cell=cell)
-            if other.record.exists() and not any(self.cell in self.of(name).needs for name in self.cells):
-                with suppress(ConfigError):
-                    if not changed(recorded(other), STUDIES.get(study).cell(cell)):
-                        return other
+            with suppress(ConfigError, OSError):
+                if not other.record.exists() or any(self.cell in self.of(name).needs for name in cells):
+                    continue
+                if stands(recorded(other), cells[self.cell]):
+                    return other
         return None
 
-    @property
-    def cells(self) -> Iterable[str]:
-        """All cells of its study."""
-        return STUDIES.get(self.study).by_name()
+    def told(self) -> Record | None:
+        """Its record, or one of another study that stands for it where its own is outdated, damaged or not there.
+
+        A file in its place that is no record is refused where none stands for it.
+        """
+        try:
+            own = recorded(self) if self.record.exists() else None
+            damage = None
+        except ConfigError as error:
+            own, damage = None, error
+        if own is not None and stands(own, STUDIES.get(self.study).cell(self.cell)):
+            return own
+        other = self.same
+        if other is not None:
+            return recorded(other)
+        if damage is not None:
+            raise damage
+        return own
 
     @property
     def state(self) -> State:
-        if self.record.exists():
-            try:
-                recorded(self)
-            except ConfigError:
-                return "damaged"
-            return "done"
-        if self.same is not None:
-            return "done"
+        try:
+            if self.told() is not None:
+                return "done"
+        except ConfigError:
+            return "damaged"
         return "started" if self.run.folder.exists() else "to do"
 
 
@@ -190,11 +203,9 @@ def work(task: Task, *, progress: bool = False) -> Record:
 
     A record of another study that has the same numbers stands for it.
     """
-    if task.record.exists():
-        return recorded(task)
-    other = task.same
-    if other is not None:
-        return recorded(other)
+    told = task.told()
+    if told is not None:
+        return told
     cell = task.found()
     config, data_dir = task.configured()
     for name in task.needs:

@@ -6,15 +6,16 @@ import json
 import os
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
-from typing import TypedDict, get_args
+from typing import Any, TypedDict, get_args
 
 from advnorm._core.errors import ConfigError
 from advnorm.studies.base import STUDIES, Answer, Cell, Number, Protocol, Study, Values, same_as
 from advnorm.studies.protocols import under
-from advnorm.studies.record import Record, changed, flat, read_record
+from advnorm.studies.record import Record, changed, flat, read_record, stands
 
 PAPERS = {
     "A": "Towards Understanding Dual BN in Hybrid Adversarial Training",
@@ -55,10 +56,14 @@ class Series(TypedDict):
 
 
 class CellState(TypedDict):
-    """A cell: which seeds are done (none: it is missing), where, at what cost, and the settings that are its own."""
+    """A cell: which seeds are done (none: it is missing), where, at what cost, and the settings that are its own.
+
+    ``measured_for``: other studies whose records stand for it.
+    """
 
     name: str
     seeds: list[int]
+    measured_for: list[str]
     devices: list[str]
     minutes: float | None
     settings: dict[str, str]
@@ -78,6 +83,7 @@ class Result(TypedDict):
     settings: dict[str, str]
     outdated: list[str]
     minutes: dict[str, float]
+    measures: list[str]
     torch: list[str]
     precision: list[str]
     commits: list[str]
@@ -172,36 +178,45 @@ def collected(
     study: Study, *, seeds: Iterable[int] | None = None, protocol: Protocol, out: Path | str
 ) -> tuple[Values, list[str]]:
     """The measured values of a study over seeds, and what is wrong with its records that cannot be read."""
-    records, problems = read_records(Path(out), {name: STUDIES.get(name).by_name() for name in STUDIES.names()})
-    problems = [problem for problem in problems if problem.startswith(f"records/{study.name}/")]
+    names = [study.name, *(other for cell in study.by_name() for other, _ in same_as(study.name, cell))]
+    cells = {name: STUDIES.get(name).by_name() for name in dict.fromkeys(names)}
+    records, problems = read_records(Path(out), cells, within=cells)
+    problems = [problem for problem in problems if re.match(rf"records/{re.escape(study.name)}[/ ]", problem)]
     wanted = None if seeds is None else set(seeds)
     chosen = [r for r in _of(study, records) if r["protocol"] == protocol and (wanted is None or r["seed"] in wanted)]
     return _values(chosen), problems
 
 
 def _of(study: Study, records: Sequence[Record]) -> list[Record]:
-    """A study's records, and where it has none those of the same cells of other studies, made with its settings."""
-    own = [record for record in records if record["study"] == study.name]
-    done = {(record["cell"], record["protocol"], record["seed"]) for record in own}
-    for record in records:
-        for other, cell in same_as(record["study"], record["cell"]):
+    """A study's records by cell and seed; where one is missing or outdated, another study's that stands for it."""
+    cells, chosen = study.by_name(), {}
+    for record in records:  # in the order of their places
+        own = record["study"] == study.name
+        names = [record["cell"]] if own else [c for s, c in same_as(record["study"], record["cell"]) if s == study.name]
+        for cell in names:
             key = cell, record["protocol"], record["seed"]
-            if other == study.name and key not in done and not changed(record, study.cell(cell)):
-                done.add(key)
-                own.append({**record, "study": other, "cell": cell})
-    return own
+            rank = (2 if own else 1) if stands(record, cells[cell]) else 0
+            if (own or rank) and rank > chosen.get(key, (-1, None))[0]:
+                chosen[key] = rank, {**record, "study": study.name, "cell": cell, "measured_for": record["study"]}
+    return [chosen[key][1] for key in sorted(chosen, key=lambda key: (key[0], key[2]))]
 
 
-def read_records(out: Path, cells: Mapping[str, Mapping[str, Cell]]) -> tuple[list[Record], list[str]]:
-    """The records of cells below ``out/records``, and what is wrong with the files that are none."""
+def read_records(
+    out: Path, cells: Mapping[str, Mapping[str, Cell]], within: Iterable[str] = ("",)
+) -> tuple[list[Record], list[str]]:
+    """The records of cells below ``out/records``, or of some studies, and what is wrong with the files that are none.
+
+    In the order of their places.
+    """
     folder = out / "records"
     problems: list[str] = []
     records = []
 
     def closed(error: OSError) -> None:
-        problems.append(f"{Path(error.filename).relative_to(out)} cannot be read: {error.strerror}")
+        if not isinstance(error, FileNotFoundError):  # nothing was run yet
+            problems.append(f"{Path(error.filename).relative_to(out)} cannot be read: {error.strerror}")
 
-    walk = os.walk(folder, onerror=closed, followlinks=True) if folder.is_dir() else ()
+    walk = chain.from_iterable(os.walk(folder / name, onerror=closed, followlinks=True) for name in within)
     # Hidden files are what a killed writer leaves (see write_whole); its cell counts as missing.
     paths = [Path(parent) / name for parent, _, names in walk for name in names if not name.startswith(".")]
     for path in sorted(paths):
@@ -228,7 +243,7 @@ def _result(study: Study, cells: Mapping[str, Cell], protocol: Protocol | None, 
     answer: Answer = "not run" if protocol == "smoke" else study.answer(values)
     entries, series = _placed(study, values), []
     if not entries:  # a figure: the paper prints no numbers
-        entries, series = _unplaced(values)
+        entries, series = _unplaced(values, _decisive(study, values))
     return Result(
         protocol=protocol,
         answer=answer,
@@ -238,10 +253,29 @@ def _result(study: Study, cells: Mapping[str, Cell], protocol: Protocol | None, 
         settings=settings,
         outdated=[f"{r['cell']} seed {r['seed']}" for r in records if changed(r, cells[r["cell"]])],
         minutes=_minutes(records),
-        torch=_distinct(record.get("torch") for record in records),
+        measures=_distinct(_told(one) for record in records for one in _measures(record)),
+        torch=_distinct(part.get("torch") for record in records for part in (record["run"], record)),
         precision=_distinct(record["run"].get("precision") for record in records),
-        commits=_distinct(record.get("commit") for record in records),
+        commits=_distinct(part.get("commit") for record in records for part in (record["run"], record)),
     )
+
+
+def _measures(record: Record) -> list[Mapping[str, Any]]:
+    """What was measured, as far as a record says it."""
+    measures = record.get("measures")
+    found = [one for one in measures if isinstance(one, Mapping)] if isinstance(measures, list) else []
+    return [one for one in found if isinstance(one.get("options"), Mapping)]
+
+
+def _told(measure: Mapping[str, Any]) -> str:
+    """``benchmark (pgd10-step2, autoattack) on all images``, ``channels on 1000 images``."""
+    options = measure["options"]
+    attacks = options.get("attacks") or options.get("inputs")
+    attacks = attacks if isinstance(attacks, Mapping | list) else ()
+    names = ", ".join(map(str, attacks.values() if isinstance(attacks, Mapping) else attacks))
+    limit = options.get("limit", None if measure.get("name") == "benchmark" else 1000)
+    images = "" if measure.get("name") == "metrics" else f" on {'all' if limit is None else limit} images"
+    return f"{measure.get('name')}{f' ({names})' if names else ''}{images}"
 
 
 def _values(records: Iterable[Record]) -> dict[tuple[str, str], list[float]]:
@@ -260,15 +294,43 @@ def _placed(study: Study, values: Mapping[tuple[str, str], Sequence[float]]) -> 
     ]
 
 
-def _unplaced(values: Mapping[tuple[str, str], Sequence[float]]) -> tuple[list[Entry], list[Series]]:
-    """Numbers that stand alone, and those in a row: ``accuracy/0``, ``accuracy/1`` or ``1/loss``, ``2/loss``."""
+class _Read(dict[tuple[str, str], list[float]]):
+    """Values that remember which of them were looked at."""
+
+    def __init__(self, values: Mapping[tuple[str, str], Sequence[float]]) -> None:
+        super().__init__({key: list(value) for key, value in values.items()})
+        self.seen: set[tuple[str, str]] = set()
+
+    def __getitem__(self, key: tuple[str, str]) -> list[float]:
+        self.seen.add(key)
+        return super().__getitem__(key)
+
+
+def _decisive(study: Study, values: Mapping[tuple[str, str], Sequence[float]]) -> set[tuple[str, str]]:
+    """The values that the check of the claim reads."""
+    read = _Read(values)
+    study.answer(read)
+    return read.seen
+
+
+def _unplaced(
+    values: Mapping[tuple[str, str], Sequence[float]], first: Set[tuple[str, str]]
+) -> tuple[list[Entry], list[Series]]:
+    """Numbers that stand alone, and those in a row: ``accuracy/0``, ``accuracy/1`` or ``1/loss``, ``2/loss``.
+
+    Layers are a row too: ``layers/AP/bn1/total``, ``layers/AP/layer1.0.bn1/total``. Those in ``first`` come first.
+    """
     rows: dict[tuple[str, str, bool], dict[int, str]] = {}
-    for cell, name in values:
+    for cell, name in sorted(values, key=lambda key: key not in first):
         parts = name.split("/")
+        if len(parts) == 4 and parts[0].endswith("layers"):
+            layers = rows.setdefault((cell, "/".join([*parts[:2], parts[3]]), True), {})
+            layers[len(layers) + 1] = name
+            continue
         places = [index for index, part in enumerate(parts) if part.isascii() and part.isdecimal()]
         at = places[-1] if places else len(parts)
         family = "/".join([*parts[:at], *parts[at + 1 :]])
-        if "conditions" not in parts and parts[-1] not in ("epoch", "step"):
+        if "conditions" not in parts and parts[0] != "channels" and parts[-1] not in ("epoch", "step"):
             rows.setdefault((cell, family, bool(places)), {})[int(parts[at]) if places else 0] = name
     entries, series = [], []
     for (cell, family, _), names in rows.items():
@@ -312,6 +374,7 @@ def _states(
             CellState(
                 name=cell.name,
                 seeds=[record["seed"] for record in done],
+                measured_for=[name for name in _distinct(r["measured_for"] for r in done) if name != done[0]["study"]],
                 devices=list(minutes),
                 minutes=sum(minutes.values()) if done else None,
                 settings={},
