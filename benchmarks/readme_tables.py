@@ -93,7 +93,7 @@ def train(pattern="train_*.json"):
             rows.append(f"| {' | '.join(map(str, cells))} |")
         conditions += [
             f"`{record['norm']}`, eps {record['eps']}, {record['data']}, {record['device']}, median over "
-            f"{record['steps']} steps, peak {record['peak_tflops']:.0f} TFLOP/s.",
+            f"{record['steps']} steps, peak {record['peak_tflops']:.3g} TFLOP/s.",
             *record["notes"],
         ]
     return "\n".join([*rows, "", *conditions])
