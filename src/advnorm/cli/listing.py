@@ -145,7 +145,10 @@ def study(found: Study, values: Values | None = None, protocol: str = "") -> Tab
     if not rows:
         where = "" if values is None or protocol == "smoke" else "; `advnorm report` shows ours"
         return Text(f"{title}\n{said}\nThe paper prints no numbers{where}.")
-    table = Table("", *columns, title=title, title_justify="left")
+    table = Table(title=title, title_justify="left")
+    table.add_column("", overflow="fold")
+    for column in columns:
+        table.add_column(column)
     for row, cells in rows.items():
         table.add_row(row, *(cells.get(column, "") for column in columns))
     table.caption = said if values is None else f"paper | ours. {said}"
