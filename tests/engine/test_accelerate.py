@@ -332,7 +332,8 @@ class Trained(NamedTuple):
             statistics, gradients = statistics_of(loop), gradients_of(loop)
             images = loop.objective.images
             given = images(*batches[5]).x_adv if given is None else given
-            loop.objective.images = lambda *batch: Images(*batch, given)
+            same = None if given is None else torch.empty_like(batches[5].x).copy_(given)  # in this training's layout
+            loop.objective.images = lambda *batch: Images(*batch, same)
             loop.train_step(batches[5])
         return cls(torch.tensor(losses).double(), statistics, gradients, gradients_of(loop)), given
 
