@@ -57,6 +57,7 @@ def test_a_figure_which_prints_no_numbers_is_told_in_whole_lines():
     assert (
         told.startswith("C/fig4 fast\nclaim: ") and "Not confirmed." in told and "`advnorm report` shows ours" in told
     )
+    assert [line.rpartition(" ")[2] for line in told.splitlines()[-len(sums) :]] == ["1"] * len(sums)
     out = invoke("study", "A/fig7", "--smoke", "--device", "cpu")
     assert out.exit_code == 0 and "its numbers mean nothing.\nThe paper prints no numbers.\n" in out.output
 

@@ -25,6 +25,10 @@ from advnorm.objectives import OBJECTIVES, REGULARIZERS, SECOND_PASSES, Objectiv
 from advnorm.studies import STUDIES, Study
 from advnorm.studies.base import Values
 from advnorm.studies.run import Task
+from advnorm.studies.summary import decisive
+
+#: Numbers of a figure that a terminal shows.
+MOST = 12
 
 
 def norms(pattern: str) -> Table:
@@ -143,8 +147,13 @@ def study(found: Study, values: Values | None = None, protocol: str = "") -> Tab
             cell += " | not run"
         rows.setdefault(number.row, {})[number.column] = cell
     if not rows:
-        where = "" if values is None or protocol == "smoke" else "; `advnorm report` shows ours"
-        return Text(f"{title}\n{said}\nThe paper prints no numbers{where}.")
+        where, read = "", []
+        if values is not None and protocol != "smoke":
+            where = "; `advnorm report` shows ours"
+            keys = sorted(decisive(found, values) & values.keys())
+            read = [f"{cell} {name}: {fmean(values[cell, name]):.4g}" for cell, name in keys]
+        more = [f"and {len(read) - MOST} more that the check reads"] if len(read) > MOST else []
+        return Text("\n".join([title, said, f"The paper prints no numbers{where}.", *read[:MOST], *more]))
     table = Table(title=title, title_justify="left")
     table.add_column("", overflow="fold")
     for column in columns:

@@ -75,7 +75,7 @@ def _result(study: StudySummary, result: Result) -> dict[str, Any]:
     protocol = result["protocol"]
     done = [cell for cell in result["cells"] if cell["seeds"]]
     shown = result["entries"][:MOST_ENTRIES] if _unprinted(result) else result["entries"]
-    compared = not _unprinted(result) and any(entry["n"] for entry in result["entries"])
+    compared = not _unprinted(result) and any(entry["n"] for entry in result["entries"]) and protocol != "smoke"
     lines = _all_lines(study, result)[:MOST_FIGURES]
     left_out = len(result["entries"]) - len(shown) + len(result["series"]) - sum(len(each["rows"]) for each in lines)
     facts = {

@@ -243,7 +243,7 @@ def _result(study: Study, cells: Mapping[str, Cell], protocol: Protocol | None, 
     answer: Answer = "not run" if protocol == "smoke" else study.answer(values)
     entries, series = _placed(study, values), []
     if not entries:  # a figure: the paper prints no numbers
-        entries, series = _unplaced(values, _decisive(study, values))
+        entries, series = _unplaced(values, decisive(study, values))
     return Result(
         protocol=protocol,
         answer=answer,
@@ -306,7 +306,7 @@ class _Read(dict[tuple[str, str], list[float]]):
         return super().__getitem__(key)
 
 
-def _decisive(study: Study, values: Mapping[tuple[str, str], Sequence[float]]) -> set[tuple[str, str]]:
+def decisive(study: Study, values: Mapping[tuple[str, str], Sequence[float]]) -> set[tuple[str, str]]:
     """The values that the check of the claim reads."""
     read = _Read(values)
     study.answer(read)
