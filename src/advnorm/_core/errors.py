@@ -32,6 +32,11 @@ def did_you_mean(name: object, allowed: Iterable[str]) -> str:
     return f"; allowed: {', '.join(map(repr, allowed)) or 'nothing'}"
 
 
+def first_line(error: BaseException) -> str:
+    """What an error of somebody else's says, without the pages below; its name where it says nothing."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def raise_all(problems: Sequence[str], heading: str, kind: type[AdvnormError] = ConfigError) -> None:
     """Raise one error that lists every problem, or return when there is none."""
     if problems:

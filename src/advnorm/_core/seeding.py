@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from advnorm._core.errors import ConfigError
+from advnorm._core.errors import ConfigError, first_line
 
 _WORD = 0xFFFFFFFF
 _INITIAL = (0x243F6A88, 0x85A308D3)  # the first digits of pi: nothing up the sleeve
@@ -158,7 +158,7 @@ def _with_triton(device: torch.device) -> Any:
         key = torch.zeros(1, dtype=torch.int64, device=device)
         kernels.draw(kernels.fold((key, key), (0, 0)), 1, torch.int64)
     except Exception as error:  # it fails in as many ways as there are machines
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        warnings.warn(f"Triton does not work here, noise takes more and smaller kernels: {reason}", stacklevel=2)
+        told = f"Triton does not work here, noise takes more and smaller kernels: {first_line(error)}"
+        warnings.warn(told, stacklevel=2)
         return None
     return kernels

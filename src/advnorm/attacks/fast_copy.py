@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node, Proxy, Tracer
 
-from advnorm._core.errors import ConfigError
+from advnorm._core.errors import ConfigError, first_line
 from advnorm.attacks.base import logits_of
 
 aten: Any = torch.ops.aten
@@ -203,7 +203,7 @@ def fast_copy(
         # Called by another module it gets its image alone: an optional argument is what it is by default.
         copy = _traced(root := nn.Sequential(network), following=following)
     except Exception as error:  # tracing fails in as many ways as there are models
-        on_refusal((str(error).splitlines() or [type(error).__name__])[0])
+        on_refusal(first_line(error))
         return None
     graph, modules = copy.graph, dict(root.named_modules())
 

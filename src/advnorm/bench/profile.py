@@ -39,9 +39,9 @@ def step_parts(step: Callable[[], object], device: torch.device, seconds: float)
         synchronize(device)
     parts: dict[str, float] = {}
     for event in recorded.key_averages():
-        own = _milliseconds(event, device)
+        own, kind = _milliseconds(event, device), kind_of(event.key)
         if own:
-            parts[kind_of(event.key)] = parts.get(kind_of(event.key), 0.0) + own
+            parts[kind] = parts.get(kind, 0.0) + own
     parts[IDLE] = max(0.0, 1e3 * seconds - sum(parts.values()))
     return dict(sorted(parts.items(), key=lambda item: -item[1]))
 

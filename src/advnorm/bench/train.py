@@ -268,7 +268,6 @@ def _case(
     name, count = config.model.name, config.attack.steps
     turn = min(steps, 10 if device.type == "cuda" else 1)
     torch._dynamo.reset()  # else the compiler gives up after so many networks in one process
-    runners: dict[str, Callable[[], None]] = {}
     trainings: dict[str, Steps] = {}
     start_up: dict[str, tuple[float, int | None]] = {}
     for mode in modes:
@@ -278,7 +277,8 @@ def _case(
         else:
             make = partial(_engine, replace(config, compile=mode == "compiled"), data, ranks, told)
         run, seconds, memory = _started(make, device)
-        trainings[mode], runners[mode], start_up[mode] = run, partial(run, turn), (seconds, memory)
+        trainings[mode], start_up[mode] = run, (seconds, memory)
+    runners = {mode: partial(run, turn) for mode, run in trainings.items()}
     reference = "plain" if "plain" in modes else modes[0]
     timings = side_by_side(runners, reference=reference, rounds=max(1, steps // turn), device=device, warmup=0)
     # Clean and adversarial images are trained on.

@@ -22,6 +22,7 @@ from advnorm.engine.config import Config, explain
 from advnorm.models import create_model, list_models
 from advnorm.norms import NORMS
 from advnorm.objectives import OBJECTIVES, REGULARIZERS, SECOND_PASSES, Objective
+from advnorm.report.studies import decimals_of
 from advnorm.studies import STUDIES, Study
 from advnorm.studies.base import Values
 from advnorm.studies.run import Task
@@ -135,8 +136,7 @@ def study(found: Study, values: Values | None = None, protocol: str = "") -> Tab
     title = f"{found.name} {protocol}".rstrip()
     columns = found.printed.get("columns", [])
     rows: dict[str, dict[str, str]] = {}
-    printed = [repr(float(n.printed)).partition(".")[2] for n in found.numbers() if n.printed is not None]
-    decimals = max(map(len, printed), default=1)
+    decimals = decimals_of(number.printed for number in found.numbers()) or 1
     for number in found.numbers():
         cell = "–" if number.printed is None else f"{number.printed:g}"
         ours = (values or {}).get((number.cell, number.value))

@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from advnorm._core.errors import AdvnormError
+from advnorm._core.errors import AdvnormError, first_line
 from advnorm._core.seeding import ImageNoise
 from advnorm.attacks.base import attacked
 from advnorm.attacks.fast_copy import FastCopy, fast_copy
@@ -79,7 +79,7 @@ def compiled_or_not(eager: Callable[[Tensor], Any], what: str, say: Say) -> Call
         try:
             return compiled(x)
         except torch._dynamo.exc.TorchDynamoException as error:  # pyright: ignore
-            say(f"{what} cannot be compiled and runs as it is: {_first_line(error)}")
+            say(f"{what} cannot be compiled and runs as it is: {first_line(error)}")
             compiled = eager
             return eager(x)
 
@@ -113,7 +113,7 @@ def _copy_of_branch(objective: Objective, on_refusal: Callable[[str], object]) -
     except AdvnormError:  # a mixture has no norm to fold
         return None
     except (RuntimeError, TypeError) as error:  # a model that cannot be copied
-        on_refusal(_first_line(error))
+        on_refusal(first_line(error))
         return None
     copy = fast_copy(branch, following=True, on_refusal=on_refusal)
     return copy if copy is not None and copy.folded else None
@@ -164,7 +164,7 @@ class _AttackOnCopy:
                 # The very function that the attack will climb, with as many images.
                 found, climbed = (value[: self.IMAGES] for value in _logits_and_gradient(objective.climbed, x))
             except Exception as error:  # no such kernel for this device or shape, no gradient at all, anything
-                return _first_line(error)
+                return first_line(error)
         gap = (found - logits).abs().max() / logits.abs().max()
         if not gap <= self.LOGITS:
             return f"its logits are off by {gap:.0%} of the largest"
@@ -202,10 +202,6 @@ def shaken(model: nn.Module) -> Iterator[None]:
             torch._foreach_copy_(tensors, kept)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
 def capture_attack(objective: Objective, say: Say) -> None:
     """Replay the objective's attack as a CUDA graph: ten steps are hundreds of launches, which a small batch waits for.
 
@@ -236,7 +232,7 @@ class Replays(Generic[R]):
                 self.replay = capture()
             except RuntimeError as error:
                 self.works = False
-                self._say(f"{self._what} cannot be captured as a CUDA graph and runs as it is: {_first_line(error)}")
+                self._say(f"{self._what} cannot be captured as a CUDA graph and runs as it is: {first_line(error)}")
         return self.replay
 
 

@@ -20,7 +20,7 @@ import torch
 import yaml
 
 from advnorm._core import records
-from advnorm._core.errors import ConfigError, did_you_mean, raise_all
+from advnorm._core.errors import ConfigError, did_you_mean, first_line, raise_all
 from advnorm.attacks import PGD, Attack
 from advnorm.attacks import get as get_attack
 from advnorm.attacks.pgd import Keep, Start, Target
@@ -240,7 +240,7 @@ class Config:
         except ConfigError as error:
             return [told(error)]
         except Exception as error:  # whatever a registered model says to options nobody thought of
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
             return [f"cannot build {shown(self.model)} with norm_options {shown(self.norm_options)}: {reason}"]
         if fine("train_only", "weights") and self.train_only == "norms":
             if not parameters:

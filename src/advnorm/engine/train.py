@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from advnorm._core.errors import AdvnormError, ConfigError, raise_all
+from advnorm._core.errors import AdvnormError, ConfigError, first_line, raise_all
 from advnorm._core.precision import float32_as
 from advnorm._core.records import write_json
 from advnorm.attacks import attacked
@@ -274,7 +274,7 @@ class Loop:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a network says to a shape that nobody thought of
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
             size = "×".join(map(str, shape))
             raise ConfigError(
                 f"model {config.model.name} with norm {config.norm} cannot take batches of {count} images of {size}: "

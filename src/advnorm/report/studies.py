@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -111,10 +111,10 @@ def _unprinted(result: Result) -> bool:
     return all(entry["paper"] is None for entry in result["entries"])
 
 
-def _decimals(entries: Sequence[Entry]) -> int | None:
+def decimals_of(printed: Iterable[float | None]) -> int | None:
     """As many as the paper prints; None where it prints no number."""
-    printed = [repr(float(entry["paper"])).partition(".")[2] for entry in entries if entry["paper"] is not None]
-    return min(max(map(len, printed)), 4) if printed else None
+    fractions = [repr(float(number)).partition(".")[2] for number in printed if number is not None]
+    return min(max(map(len, fractions)), 4) if fractions else None
 
 
 def _number(value: float, decimals: int | None, sign: str = "") -> str:
@@ -134,7 +134,7 @@ def _ours(entry: Entry, decimals: int | None) -> str | None:
 
 def _table(entries: Sequence[Entry]) -> Table:
     """Paper, ours, difference under the heading of each row; ours alone where the paper prints no number."""
-    decimals = _decimals(entries)
+    decimals = decimals_of(entry["paper"] for entry in entries)
     rows: list[list[Cell]] = []
     for heading, group in groupby(entries, key=lambda entry: entry["row"]):
         rows.append([heading])
@@ -173,7 +173,7 @@ def _all_lines(study: StudySummary, result: Result) -> list[Lines]:
 
 
 def _dots(study: StudySummary, result: Result) -> Dots:
-    decimals = _decimals(result["entries"])
+    decimals = decimals_of(entry["paper"] for entry in result["entries"])
     seeds = {cell["name"]: cell for cell in result["cells"]}
 
     def hint(entry: Entry) -> str:

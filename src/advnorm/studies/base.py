@@ -20,6 +20,8 @@ Protocol = Literal["paper", "fast", "smoke"]
 #: Numbers that were measured, by cell and by name, each a list over seeds.
 Values = Mapping[tuple[str, str], Sequence[float]]
 Answer = Literal["confirmed", "not confirmed", "not run"]
+#: Images that an analysis looks at, where a measure does not say how many.
+IMAGES = 1000
 
 
 @dataclass(frozen=True, kw_only=True)

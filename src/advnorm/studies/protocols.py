@@ -6,14 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from advnorm.engine.config import Config, Named
-from advnorm.studies.base import Cell, Measure, Protocol
+from advnorm.studies.base import IMAGES, Cell, Measure, Protocol
 
 #: Of the shortened schedule.
 FAST_EPOCHS, FAST_BATCH = 30, 512
-#: Norm of all gradients together; that of a training which goes well is about 2 at first, and falls.
+#: Norm of all gradients together.
 FAST_CLIP = 1.0
-#: Images that an analysis looks at; accuracies are of all of them.
-FAST_IMAGES = 1000
 
 
 def under(protocol: Protocol, cell: Cell) -> Cell:
@@ -27,10 +25,9 @@ def fast(cell: Cell) -> Cell:
     """One cycle of 30 epochs at batch 512, analyses on 1,000 images: a recipe of its own, named wherever it appears.
 
     The learning rate of SGD grows with the batch, that of adaptive optimizers with its root; groups of a second
-    pass stay as large as they are. Gradients of a network without a norm at its end are clipped: at that rate it
-    diverges after three epochs, in float32 too, and with a norm there it does not. Cells that differ in the
-    schedule itself (B/table3's 1.20x, E/table3's decay) become one, and a network early in its training (D) has a
-    cycle of its own.
+    pass stay as large as they are. Gradients of a network without a norm at its end, or without any, are clipped:
+    at that rate it diverges, and with one there it does not. Cells that differ in the schedule itself (B/table3's
+    1.20x, E/table3's decay) become one, and a network early in its training (D) has a cycle of its own.
     """
     config = cell.config
     batch_size = max(FAST_BATCH, config.batch_size)
@@ -63,8 +60,8 @@ def _ends_without_norm(config: Config) -> bool:
 
 
 def _on_fewer_images(measure: Measure) -> Measure:
-    whole = measure.name not in ("benchmark", "metrics") and measure.options.get("limit", FAST_IMAGES) is None
-    return replace(measure, options={**measure.options, "limit": FAST_IMAGES}) if whole else measure
+    whole = measure.name not in ("benchmark", "metrics") and measure.options.get("limit", IMAGES) is None
+    return replace(measure, options={**measure.options, "limit": IMAGES}) if whole else measure
 
 
 def smoke(cell: Cell) -> Cell:

@@ -64,19 +64,18 @@ def _finite(value: object) -> bool:
 
 def stands(record: Record, cell: Cell) -> bool:
     """Whether a record, of whatever study, has all numbers of a cell as it is now."""
-    planned = under(record["protocol"], cell)
-    measures = json.loads(json.dumps([asdict(one) for one in planned.measures]))
+    now, measures = _planned(record["protocol"], cell)
     try:
         config = Config.from_dict(record["run"]["config"])
     except ConfigError:
         return False
-    return config.digest == planned.config.digest and record.get("measures") == measures and bool(record["values"])
+    return config.digest == now.digest and record.get("measures") == measures and bool(record["values"])
 
 
 def changed(record: Record, cell: Cell) -> list[str]:
     """Settings of a record's run, and of its measurements, that the study has changed since."""
-    planned = under(record["protocol"], cell)
-    now, measures = json.loads(json.dumps([planned.config.to_dict(), [asdict(one) for one in planned.measures]]))
+    config, measures = _planned(record["protocol"], cell)
+    now = json.loads(json.dumps(config.to_dict()))
     ignored = {*_RUN_ONLY, *(("weights", "data") if cell.after else ())}  # the runner fills those in
     before, taken = record["run"]["config"], record.get("measures")
     others = [
@@ -92,6 +91,12 @@ def changed(record: Record, cell: Cell) -> list[str]:
             if old.get(key) != new.get(key):
                 others.append(f"{key} {old.get(key, 'not there')}, now {new.get(key, 'not there')}")
     return others
+
+
+def _planned(protocol: Protocol, cell: Cell) -> tuple[Config, list[Any]]:
+    """The settings of a cell under a protocol, and its measurements as a record has them."""
+    planned = under(protocol, cell)
+    return planned.config, json.loads(json.dumps([asdict(one) for one in planned.measures]))
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:

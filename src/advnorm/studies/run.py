@@ -25,7 +25,7 @@ from advnorm.engine.evaluate import benchmark
 from advnorm.engine.partial import environment
 from advnorm.engine.run import Run
 from advnorm.engine.train import train
-from advnorm.studies.base import STUDIES, Cell, Measure, Protocol, Study, same_as
+from advnorm.studies.base import IMAGES, STUDIES, Cell, Measure, Protocol, Study, same_as
 from advnorm.studies.protocols import under
 from advnorm.studies.record import FORMAT, Record, read_record, stands
 from advnorm.threat import ThreatModel
@@ -114,13 +114,13 @@ class Task:
     @property
     def same(self) -> Task | None:
         """A task of another study whose record has this one's numbers, where no cell goes on from this one's run."""
-        cells = STUDIES.get(self.study).by_name()
-        for study, cell in same_as(self.study, self.cell):
+        cells, others = STUDIES.get(self.study).by_name(), same_as(self.study, self.cell)
+        if not others or any(self.cell in self.of(name).needs for name in cells):
+            return None
+        for study, cell in others:
             other = replace(self, study=study, cell=cell)
             with suppress(ConfigError, OSError):
-                if not other.record.exists() or any(self.cell in self.of(name).needs for name in cells):
-                    continue
-                if stands(recorded(other), cells[self.cell]):
+                if other.record.exists() and stands(recorded(other), cells[self.cell]):
                     return other
         return None
 
@@ -287,7 +287,7 @@ def measured(run: Run, measure: Measure, task: Task) -> dict[str, float]:
             if name != "union"
         }
     if not path.exists():
-        how = {"limit": options.pop("limit", 1000), "eps": options.pop("eps", None), "device": task.device}
+        how = {"limit": options.pop("limit", IMAGES), "eps": options.pop("eps", None), "device": task.device}
         beside = {name: task.of(name).run for name in options.pop("beside", ())}
         # Named so that the numbers have the same paths whatever the seed.
         networks = {**beside, task.cell: run} if beside else {"run": run}

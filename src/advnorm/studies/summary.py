@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypedDict, get_args
 
 from advnorm._core.errors import ConfigError
-from advnorm.studies.base import STUDIES, Answer, Cell, Number, Protocol, Study, Values, same_as
+from advnorm.studies.base import IMAGES, STUDIES, Answer, Cell, Number, Protocol, Study, Values, same_as
 from advnorm.studies.protocols import under
 from advnorm.studies.record import Record, changed, flat, read_record, stands
 
@@ -190,14 +190,15 @@ def collected(
 def _of(study: Study, records: Sequence[Record]) -> list[Record]:
     """A study's records by cell and seed; where one is missing or outdated, another study's that stands for it."""
     cells, chosen = study.by_name(), {}
+    served = {place: cell for cell in cells for place in [(study.name, cell), *same_as(study.name, cell)]}
     for record in records:  # in the order of their places
-        own = record["study"] == study.name
-        names = [record["cell"]] if own else [c for s, c in same_as(record["study"], record["cell"]) if s == study.name]
-        for cell in names:
-            key = cell, record["protocol"], record["seed"]
-            rank = (2 if own else 1) if stands(record, cells[cell]) else 0
-            if (own or rank) and rank > chosen.get(key, (-1, None))[0]:
-                chosen[key] = rank, {**record, "study": study.name, "cell": cell, "measured_for": record["study"]}
+        own, cell = record["study"] == study.name, served.get((record["study"], record["cell"]))
+        if cell is None:
+            continue
+        key = cell, record["protocol"], record["seed"]
+        rank = (2 if own else 1) if stands(record, cells[cell]) else 0
+        if (own or rank) and rank > chosen.get(key, (-1, None))[0]:
+            chosen[key] = rank, {**record, "study": study.name, "cell": cell, "measured_for": record["study"]}
     return [chosen[key][1] for key in sorted(chosen, key=lambda key: (key[0], key[2]))]
 
 
@@ -273,7 +274,7 @@ def _told(measure: Mapping[str, Any]) -> str:
     attacks = options.get("attacks") or options.get("inputs")
     attacks = attacks if isinstance(attacks, Mapping | list) else ()
     names = ", ".join(map(str, attacks.values() if isinstance(attacks, Mapping) else attacks))
-    limit = options.get("limit", None if measure.get("name") == "benchmark" else 1000)
+    limit = options.get("limit", None if measure.get("name") == "benchmark" else IMAGES)
     images = "" if measure.get("name") == "metrics" else f" on {'all' if limit is None else limit} images"
     return f"{measure.get('name')}{f' ({names})' if names else ''}{images}"
 
@@ -294,14 +295,14 @@ def _placed(study: Study, values: Mapping[tuple[str, str], Sequence[float]]) -> 
     ]
 
 
-class _Read(dict[tuple[str, str], list[float]]):
+class _Read(dict[tuple[str, str], Sequence[float]]):
     """Values that remember which of them were looked at."""
 
     def __init__(self, values: Mapping[tuple[str, str], Sequence[float]]) -> None:
-        super().__init__({key: list(value) for key, value in values.items()})
+        super().__init__(values)
         self.seen: set[tuple[str, str]] = set()
 
-    def __getitem__(self, key: tuple[str, str]) -> list[float]:
+    def __getitem__(self, key: tuple[str, str]) -> Sequence[float]:
         self.seen.add(key)
         return super().__getitem__(key)
 
