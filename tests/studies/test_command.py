@@ -103,6 +103,7 @@ def test_show_prints_a_study_with_the_papers_numbers_and_a_cell_with_its_setting
     [
         (["study", "A/tabel3"], "did you mean 'A/table3'"),
         (["study", "A/table3", "--protocol", "quick"], "unknown protocol 'quick'"),
+        (["study", "A/table3", "--protocol", "fast", "--smoke"], "--smoke is a protocol of its own"),
         (["study", "A/table6", "--smoke", "--launcher", "rye", "--device", "cpu"], "did you mean 'ray'"),
     ],
 )

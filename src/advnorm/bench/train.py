@@ -89,6 +89,25 @@ class TrainBenchmark:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """What is timed, in whatever number of processes."""
+
+    configs: Sequence[Config]
+    modes: Sequence[Mode]
+    steps: int
+    parts: bool
+    data_dir: Path | str | None
+
+    def data(self) -> ImageData:
+        if self.data_dir is not None:
+            data = load("cifar10", "train", self.data_dir)
+        else:
+            data = load("synthetic", "train", size=max([2048, *(4 * config.batch_size for config in self.configs)]))
+        assert isinstance(data, ImageData)
+        return data
+
+
 def bench_train(
     *,
     models: Sequence[str] = ("resnet18",),
@@ -136,15 +155,15 @@ def bench_train(
             )
             for model, batch_size, count in itertools.product(models, batch_sizes, attack_steps)
         ]
-        data = _data(data_dir, configs)
+        plan = _Plan(configs, tuple(chosen), steps, parts, data_dir)
+        data = plan.data()
         measured = []
         for count in counts:
-            case = (configs, tuple(chosen), steps, parts)
             if count == ranks.world:
-                measured.append(_measured(*case, data, ranks, on_row))
+                measured.append(_measured(plan, data, ranks, on_row))
             else:
                 on_row(f"in {count} processes")
-                measured.append(_launched(count, *case, data_dir, ranks.device.type))
+                measured.append(_launched(count, plan, ranks.device.type))
     return TrainBenchmark(
         norm=norm,
         objective="hybrid",
@@ -178,13 +197,6 @@ def _check(modes: Sequence[str], counts: Sequence[int], batch_sizes: Sequence[in
     raise_all(problems, "bad benchmark")
 
 
-def _data(data_dir: Path | str | None, configs: Sequence[Config]) -> ImageData:
-    size = max([2048, *(4 * config.batch_size for config in configs)])
-    data = load("cifar10", "train", data_dir) if data_dir is not None else load("synthetic", "train", size=size)
-    assert isinstance(data, ImageData)
-    return data
-
-
 # -- a number of processes ---------------------------------------------------------------------------------------------
 
 #: The peak of a process in operations a second, the rows, and what the engine said.
@@ -192,58 +204,33 @@ Measured = tuple[float, list[Row], list[str]]
 
 
 def _measured(
-    configs: Sequence[Config],
-    modes: Sequence[Mode],
-    steps: int,
-    parts: bool,
-    data: ImageData,
-    ranks: Ranks,
-    on_row: Callable[[str], object] = lambda row: None,
+    plan: _Plan, data: ImageData, ranks: Ranks, on_row: Callable[[str], object] = lambda row: None
 ) -> Measured:
     """All cases, in this process and those beside it."""
     peak, rows, told = _peak(ranks.device), [], []
-    for config in configs:
-        rows += _case(config, data, ranks, modes, steps, parts, peak, told, on_row)
+    for config in plan.configs:
+        rows += _case(config, plan, data, ranks, peak, told, on_row)
     return peak, rows, told
 
 
-def _launched(
-    count: int,
-    configs: Sequence[Config],
-    modes: Sequence[Mode],
-    steps: int,
-    parts: bool,
-    data_dir: Path | str | None,
-    device: str,
-) -> Measured:
+def _launched(count: int, plan: _Plan, device: str) -> Measured:
     """All cases in so many processes, which share this one's threads."""
     with TemporaryDirectory() as folder:
         threads = max(1, torch.get_num_threads() // count)
-        given = (count, Path(folder), threads, device, configs, modes, steps, parts, data_dir)
+        given = (count, Path(folder), threads, device, plan)
         torch.multiprocessing.spawn(_process, given, nprocs=count)  # pyright: ignore[reportPrivateImportUsage]
         peak, rows, told = json.loads((Path(folder) / "measured.json").read_text())["measured"]
         return peak, [Row(**row) for row in rows], told
 
 
-def _process(
-    rank: int,
-    count: int,
-    folder: Path,
-    threads: int,
-    device: str,
-    configs: Sequence[Config],
-    modes: Sequence[Mode],
-    steps: int,
-    parts: bool,
-    data_dir: Path | str | None,
-) -> None:
+def _process(rank: int, count: int, folder: Path, threads: int, device: str, plan: _Plan) -> None:
     torch.set_num_threads(threads)
     where = torch.device(device, rank) if device == "cuda" else torch.device(device)
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder / 'init'}", rank=rank, world_size=count)
     try:
         with placed(where) as ranks:
-            peak, rows, told = _measured(configs, modes, steps, parts, _data(data_dir, configs), ranks)
+            peak, rows, told = _measured(plan, plan.data(), ranks)
         if ranks.lead:
             write_json(folder / "measured.json", {"measured": [peak, [asdict(row) for row in rows], told]})
     finally:
@@ -255,16 +242,14 @@ def _process(
 
 def _case(
     config: Config,
+    plan: _Plan,
     data: ImageData,
     ranks: Ranks,
-    modes: Sequence[Mode],
-    steps: int,
-    parts: bool,
     peak: float,
     told: list[str],
     on_row: Callable[[str], object],
 ) -> list[Row]:
-    device = ranks.device
+    device, modes, steps = ranks.device, plan.modes, plan.steps
     name, count = config.model.name, config.attack.steps
     turn = min(steps, 10 if device.type == "cuda" else 1)
     torch._dynamo.reset()  # else the compiler gives up after so many networks in one process
@@ -299,7 +284,7 @@ def _case(
             memory=start_up[mode][1],
             speedup=1 / timings[mode].ratio if reference == "plain" else None,
             spread=timings[mode].spread / 2 / timings[mode].ratio,
-            parts=step_parts(partial(trainings[mode], 1), device, timings[mode].seconds / turn) if parts else None,
+            parts=step_parts(partial(trainings[mode], 1), device, timings[mode].seconds / turn) if plan.parts else None,
         )
         for mode in dict.fromkeys(modes)
     ]

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from advnorm._core.errors import AdvnormError
+from advnorm._core.errors import AdvnormError, ConfigError
 
 app = typer.Typer(
     name="advnorm",
@@ -113,7 +113,9 @@ def show(source: Source = None, overrides: Overrides = None) -> None:
 def study(
     name: Annotated[str, typer.Argument(help="A table or figure, or one cell of it; see `advnorm ls studies`.")],
     seeds: Annotated[list[int] | None, typer.Option(help="One or several.")] = None,
-    protocol: Annotated[str, typer.Option(help="paper: as printed; fast: 30 epochs, batch 512, one cycle.")] = "paper",
+    protocol: Annotated[
+        str | None, typer.Option(help="paper: as printed, the default; fast: 30 epochs, batch 512, one cycle.")
+    ] = None,
     smoke: Annotated[bool, typer.Option(help="Two steps on synthetic images: does every part work?")] = False,
     dry_run: Annotated[bool, typer.Option(help="Only show the cells and what is done.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for runs and records; a killed study goes on.")] = Path("results"),
@@ -130,11 +132,13 @@ def study(
     """
     from advnorm.cli.study import run
 
+    if smoke and protocol not in (None, "smoke"):
+        raise ConfigError(f"--smoke is a protocol of its own; leave it out, or --protocol {protocol}")
     code = run(
         console,
         name,
         seeds=seeds or [0],
-        protocol="smoke" if smoke else protocol,  # pyright: ignore[reportArgumentType]  # checked there
+        protocol="smoke" if smoke else protocol or "paper",  # pyright: ignore[reportArgumentType]  # checked there
         dry_run=dry_run,
         out=out,
         data_dir=data_dir,
