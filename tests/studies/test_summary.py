@@ -246,6 +246,23 @@ def test_a_record_of_measurements_that_the_study_has_left_is_told(tmp_path):
     assert problem.endswith(": measures.0.options.attacks.pgd10 pgd10-step4, now pgd10-step2")
 
 
+@pytest.mark.parametrize(
+    ("protocol", "search", "stands"),
+    [("fast", "autoattack", True), ("fast", "autoattack-tf32", False), ("paper", "autoattack-bf16", False)],
+)
+def test_an_exact_search_stands_for_a_fast_one_and_no_other(tmp_path, protocol, search, stands):
+    one = task(tmp_path, "single/eps16", protocol=protocol)
+    record = written(one, {"shared/clean": 90.0})
+    record["measures"][0]["options"]["attacks"]["autoattack"] = search
+    write_json(one.record, record)
+    planned = {"fast": "autoattack-bf16", "paper": "autoattack"}[protocol]
+    told = f"measures.0.options.attacks.autoattack {search}, now {planned}"
+    found = summary(tmp_path)
+    assert [problem.endswith(f": {told}") for problem in found["problems"]] == ([] if stands else [True])
+    results = of(found, "A/table8")["results"]  # it has the same cell
+    assert any(result["protocol"] == protocol for result in results) == stands
+
+
 @pytest.mark.parametrize("measures", [None, 3, [None], [], [[1]], [{"options": 7}], "text"])
 def test_measurements_that_are_no_measurements_harm_nobody(tmp_path, measures):
     table2(tmp_path)

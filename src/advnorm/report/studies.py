@@ -16,7 +16,8 @@ if TYPE_CHECKING:  # a summary is plain data: the page is made where there is no
 
 PROTOCOLS = {
     "paper": "the schedule as printed",
-    "fast": "a shortened schedule (30 epochs, batch 512, one cycle) and analyses on 1,000 images, not the paper's",
+    "fast": "a shortened schedule (30 epochs, batch 512, one cycle), AutoAttack with a search in bf16, analyses on "
+    "1,000 images; not the paper's",
     "smoke": "two steps on synthetic images: shows that the parts work together, and nothing about the claim",
 }
 MARKS = {"confirmed": "✓", "not confirmed": "✗", "not run": "○"}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from advnorm.engine.config import Config, Named
 from advnorm.studies.base import IMAGES, Cell, Measure, Protocol
@@ -12,6 +13,8 @@ from advnorm.studies.base import IMAGES, Cell, Measure, Protocol
 FAST_EPOCHS, FAST_BATCH = 30, 512
 #: Norm of all gradients together.
 FAST_CLIP = 1.0
+#: Half precision searches, strict float32 decides.
+FAST_AUTOATTACK = "autoattack-bf16"
 
 
 def under(protocol: Protocol, cell: Cell) -> Cell:
@@ -24,17 +27,18 @@ def under(protocol: Protocol, cell: Cell) -> Cell:
 def fast(cell: Cell) -> Cell:
     """One cycle of 30 epochs at batch 512, analyses on 1,000 images: a recipe of its own, named wherever it appears.
 
-    The learning rate of SGD grows with the batch, that of adaptive optimizers with its root; groups of a second
-    pass stay as large as they are. Gradients of a network without a norm at its end, or without any, are clipped:
-    at that rate it diverges, and with one there it does not. Cells that differ in the schedule itself (B/table3's
-    1.20x, E/table3's decay) become one, and a network early in its training (D) has a cycle of its own.
+    AutoAttack searches in bf16, and strict float32 decides. The learning rate of SGD grows with the batch, that of
+    adaptive optimizers with its root; groups of a second pass stay as large as they are. Gradients of a network
+    without a norm at its end, or without any, are clipped: at that rate it diverges, and with one there it does not.
+    Cells that differ in the schedule itself (B/table3's 1.20x, E/table3's decay) become one, and a network early in
+    its training (D) has a cycle of its own.
     """
     config = cell.config
     batch_size = max(FAST_BATCH, config.batch_size)
     larger = batch_size / config.batch_size
     return replace(
         cell,
-        measures=tuple(_on_fewer_images(measure) for measure in cell.measures),
+        measures=tuple(_cheaper(measure) for measure in cell.measures),
         config=replace(
             config,
             epochs=min(FAST_EPOCHS, config.epochs),
@@ -59,9 +63,20 @@ def _ends_without_norm(config: Config) -> bool:
     return bare or config.norm == "none" or model.name.startswith("fixup")
 
 
-def _on_fewer_images(measure: Measure) -> Measure:
-    whole = measure.name not in ("benchmark", "metrics") and measure.options.get("limit", IMAGES) is None
-    return replace(measure, options={**measure.options, "limit": IMAGES}) if whole else measure
+def _cheaper(measure: Measure) -> Measure:
+    options = fast_search(measure.options)
+    if measure.name not in ("benchmark", "metrics") and options.get("limit", IMAGES) is None:
+        options["limit"] = IMAGES
+    return replace(measure, options=options)
+
+
+def fast_search(options: Mapping[str, Any]) -> dict[str, Any]:
+    """A measurement's options with AutoAttack as the shortened schedule has it."""
+    attacks = options.get("attacks")
+    if not isinstance(attacks, Mapping):
+        return dict(options)
+    faster = {name: FAST_AUTOATTACK if spec == "autoattack" else spec for name, spec in attacks.items()}
+    return {**options, "attacks": faster}
 
 
 def smoke(cell: Cell) -> Cell:

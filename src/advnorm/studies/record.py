@@ -12,7 +12,7 @@ from advnorm._core.errors import AdvnormError, ConfigError, did_you_mean, raise_
 from advnorm._core.records import read_json
 from advnorm.engine.config import Config
 from advnorm.studies.base import Cell, Protocol
-from advnorm.studies.protocols import under
+from advnorm.studies.protocols import fast_search, under
 
 FORMAT = "advnorm.cell/1"
 #: Settings that tell runs apart and not methods.
@@ -69,7 +69,7 @@ def stands(record: Record, cell: Cell) -> bool:
         config = Config.from_dict(record["run"]["config"])
     except ConfigError:
         return False
-    return config.digest == now.digest and record.get("measures") == measures and bool(record["values"])
+    return config.digest == now.digest and _taken(record) == measures and bool(record["values"])
 
 
 def changed(record: Record, cell: Cell) -> list[str]:
@@ -77,7 +77,7 @@ def changed(record: Record, cell: Cell) -> list[str]:
     config, measures = _planned(record["protocol"], cell)
     now = json.loads(json.dumps(config.to_dict()))
     ignored = {*_RUN_ONLY, *(("weights", "data") if cell.after else ())}  # the runner fills those in
-    before, taken = record["run"]["config"], record.get("measures")
+    before, taken = record["run"]["config"], _taken(record)
     others = [
         f"{key} {before[key]}, now {now[key]}"
         for key in now
@@ -97,6 +97,18 @@ def _planned(protocol: Protocol, cell: Cell) -> tuple[Config, list[Any]]:
     """The settings of a cell under a protocol, and its measurements as a record has them."""
     planned = under(protocol, cell)
     return planned.config, json.loads(json.dumps([asdict(one) for one in planned.measures]))
+
+
+def _taken(record: Record) -> Any:
+    """The measurements of a record; an AutoAttack in strict float32 stands for the shortened schedule's."""
+    taken = record.get("measures")
+    if record["protocol"] != "fast" or not isinstance(taken, list):
+        return taken
+    options = [one.get("options") if isinstance(one, Mapping) else None for one in taken]
+    return [
+        {**one, "options": fast_search(given)} if isinstance(given, Mapping) else one
+        for one, given in zip(taken, options)
+    ]
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
