@@ -71,36 +71,93 @@ def cifar10():
     )
 
 
-def train(pattern="train_*.json"):
-    """Hybrid training by the engine and by a plain loop."""
-    paths = sorted(RECORDS.glob(pattern))
-    if not paths:
-        return "Not measured yet."
-    rows = [
-        "| network | mode | batch | attack steps | processes | images/s | an epoch | of peak | memory | × plain |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    conditions = []
-    for path in paths:
-        record = json.loads(path.read_text())
-        for row in record["rows"]:
-            cells = [row["model"], row["mode"], row["batch_size"], row["attack_steps"], row["processes"]]
-            cells += [f"{row['images_per_second']:,.0f}", f"{row['epoch_seconds']:.2f} s"]
-            cells.append(f"{row['share_of_peak']:.0%}")
-            cells.append("–" if row["memory"] is None else f"{row['memory'] / 2**30:.1f} GiB")
-            cells.append("–" if row["speedup"] is None else f"{row['speedup']:.2f}")
-            rows.append(f"| {' | '.join(map(str, cells))} |")
-        conditions += [
+#: The head of a table about training.
+TRAINED = "| network | mode | batch | attack steps | processes | images/s | an epoch | of peak | memory | × plain |"
+
+
+def training(*patterns):
+    """Records of `advnorm bench train`."""
+    return [json.loads(path.read_text()) for pattern in patterns for path in sorted(RECORDS.glob(pattern))]
+
+
+def trained(records, modes=("plain", "eager", "compiled"), order=None):
+    """Hybrid training by the engine and by a plain loop: a table for each machine and way to measure."""
+    tables = {}
+    for record in records:
+        where = (
             f"`{record['norm']}`, eps {record['eps']}, {record['data']}, {record['device']}, median over "
-            f"{record['steps']} steps, peak {record['peak_tflops']:.3g} TFLOP/s.",
-            *record["notes"],
-        ]
-    return "\n".join([*rows, "", *conditions])
+            f"{record['steps']} steps, peak"
+        )
+        rows, peaks, notes = tables.setdefault(where, ([], [], []))
+        rows += [row for row in record["rows"] if row["mode"] in modes]
+        peaks.append(f"{record['peak_tflops']:.3g}")
+        notes += record["notes"]
+    blocks = []
+    for where, (rows, peaks, notes) in tables.items():
+        peak = " to ".join(dict.fromkeys((min(peaks, key=float), max(peaks, key=float))))
+        lines = [_training(row) for row in (sorted(rows, key=order) if order else rows)]
+        said = [f"{where} {peak} TFLOP/s.", *dict.fromkeys(notes)]
+        blocks.append("\n".join([TRAINED, "|---" * 10 + "|", *lines, "", *said]))
+    return "\n\n".join(blocks)
+
+
+def _training(row):
+    cells = [row["model"], row["mode"], row["batch_size"], row["attack_steps"], row["processes"]]
+    cells += [f"{row['images_per_second']:,.0f}", f"{row['epoch_seconds']:.2f} s", f"{row['share_of_peak']:.0%}"]
+    cells.append("–" if row["memory"] is None else f"{row['memory'] / 2**30:.1f} GiB")
+    cells.append("–" if row["speedup"] is None else f"{row['speedup']:.2f}")
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def growth():
+    """The engine at its fastest by batch size, attack steps, network and processes."""
+    on_gpu = trained(
+        training("growth_h200_*.json", "train_h200*.json"),
+        modes=("compiled",),
+        order=lambda row: (row["model"], row["attack_steps"], row["batch_size"]),
+    )
+    return f"{on_gpu}\n\n{trained(training('growth_cpu.json'))}"
+
+
+def epochs():
+    """An epoch of hybrid training by a plain loop and by the engine."""
+    found = {}
+    for row in (row for record in training("train_*.json") for row in record["rows"]):
+        found.setdefault((row["model"], row["batch_size"]), {})[row["mode"]] = row
+    lines = [
+        "| hybrid PGD-10 training | batch | plain loop, TF32 | advnorm | of the bf16 peak |",
+        "|---|---|---|---|---|",
+    ]
+    for (model, batch_size), modes in found.items():
+        ours = modes["compiled"]
+        plain = f"{modes['plain']['epoch_seconds']:.1f} s" if "plain" in modes else "–"
+        faster = f" ({ours['speedup']:.1f}×)" if ours["speedup"] else ""
+        seconds = f"{ours['epoch_seconds']:.2f} s an epoch{faster}"
+        lines.append(f"| {model} | {batch_size} | {plain} | {seconds} | {ours['share_of_peak']:.0%} |")
+    record = training("train_*.json")[0]
+    return "\n".join([*lines, "", f"CIFAR-10, 50,000 images an epoch, `{record['norm']}`, {record['device']}."])
+
+
+def parts():
+    """Where the time of a step goes."""
+    rows = [row for record in training("train_*.json") for row in record["rows"] if row["mode"] == "compiled"]
+    rows = [row for row in rows if row["parts"]]
+    names = sorted({name for row in rows for name in row["parts"]}, key=lambda name: -rows[-1]["parts"].get(name, 0.0))
+    shown = [name for name in names if max(row["parts"].get(name, 0.0) for row in rows) >= 0.5]
+    lines = ["| ms of a step | " + " | ".join(f"{row['model']}, batch {row['batch_size']}" for row in rows) + " |"]
+    lines.append("|---" * (len(rows) + 1) + "|")
+    for name in shown:
+        lines.append(f"| {name} | " + " | ".join(f"{row['parts'].get(name, 0.0):.1f}" for row in rows) + " |")
+    wholes = [sum(row["parts"].values()) for row in rows]
+    rest = [whole - sum(row["parts"].get(name, 0.0) for name in shown) for whole, row in zip(wholes, rows)]
+    lines.append("| others | " + " | ".join(f"{value:.1f}" for value in rest) + " |")
+    lines.append("| all | " + " | ".join(f"{value:.1f}" for value in wholes) + " |")
+    return "\n".join(lines)
 
 
 PAGES = {
-    "README.md": {"cifar10": cifar10, "norms": norms, "autoattack": autoattack},
-    "docs/speed.md": {"train": train, "growth": lambda: train("growth_*.json")},
+    "README.md": {"cifar10": cifar10, "epochs": epochs, "norms": norms, "autoattack": autoattack},
+    "docs/speed.md": {"train": lambda: trained(training("train_*.json")), "parts": parts, "growth": growth},
 }
 
 
