@@ -362,7 +362,8 @@ def test_a_fast_training_is_the_eager_one(tmp_path, eager, case, precision, tole
     """Within the gates; where rounding alone takes an eager training farther, within three times as far.
 
     Networks of a few channels that have not learned carry rounding far, and an attack turns where a gradient is nearly
-    0. How far is measured: by the eager training in the same precision and layout. On given images nothing turns.
+    0. How far is measured: by the eager training in the same precision and layout. On given images nothing turns. One
+    tensor's rounding is one draw of many, so within five times for each.
     """
     reference, given = eager(case, "float32", channels_last=False)
     rounded, _ = eager(case, precision, channels_last=True)
@@ -381,10 +382,10 @@ def test_a_fast_training_is_the_eager_one(tmp_path, eager, case, precision, tole
         # A sum that nearly cancels is rounded like its terms.
         terms = 0.02 * sum(value.norm() ** 2 for value in known.values()) ** 0.5 if values != "statistics" else 0.0
         for name, value in known.items():
-            allowed = max(bound * (value.norm() + terms) + 1e-5, 3 * far(rounded, values, name))
+            allowed = max(bound * (value.norm() + terms) + 1e-5, 5 * far(rounded, values, name))
             assert far(fast, values, name) <= allowed, (values, name)
     if precision == "float32":
-        wild = [name for name, value in reference.alone.items() if 3 * far(rounded, "alone", name) > 0.3 * value.norm()]
+        wild = [name for name, value in reference.alone.items() if 5 * far(rounded, "alone", name) > 0.5 * value.norm()]
         assert len(wild) <= len(reference.alone) / 10, "a case that says nothing"
     log = (tmp_path / "log.txt").read_text() if (tmp_path / "log.txt").exists() else ""
     assert "cannot" not in log and "the network itself" not in log, log
