@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from advnorm.attacks import PGD
 from advnorm.norms import make_norm, recalibrate, route, routed_modules, statistics
+from advnorm.threat import ThreatModel
 
 WORLD = 2
 CHANNELS = 3
@@ -177,6 +179,22 @@ def objective_in_one_forward(rank: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def adversarial(model: nn.Module, mode: Any) -> Tensor:
+    """By an attack that uses the statistics of its batch."""
+    attack = PGD(threat=ThreatModel(eps=0.1), steps=3, route="adv", statistics=mode)
+    return attack(model, half(0).float().sigmoid(), torch.tensor([0, 1, 0]))
+
+
+def attack_of_one_rank(rank: int) -> dict[str, Any]:
+    """It would wait for ever if a norm asked the other rank."""
+    model, before = small_network().float().train(), CALLS["all_reduce"]
+    made = {mode: adversarial(model, mode) for mode in ("batch_frozen", "batch") if rank == 0}
+    attack = CALLS["all_reduce"] - before
+    with route(model, "adv"):
+        model(half(rank).float())  # together again
+    return {"made": made, "attack": attack, "forward": CALLS["all_reduce"] - before}
+
+
 def one_route_with_defaults(rank: int) -> dict[str, Any]:
     ddp = DDP(small_network())
     for step in range(2):
@@ -252,6 +270,7 @@ SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
     scenario.__name__: scenario
     for scenario in (
         objective_in_one_forward,
+        attack_of_one_rank,
         concatenated_with_defaults,
         one_route_with_find_unused,
         collectives_per_forward,

@@ -102,6 +102,14 @@ def test_an_attack_on_the_bare_module_communicates_nothing(ranks):
         assert result["buckets"] >= 1  # and the gradients once, in the backward
 
 
+def test_an_attack_with_the_statistics_of_its_batch_asks_no_other_rank(ranks):
+    first, second = seen(ranks, "attack_of_one_rank")
+    assert [(result["attack"], result["forward"]) for result in (first, second)] == [(0, 1), (0, 1)]
+    model = small_network(sync=False).float().train()
+    for mode, images in first["made"].items():
+        torch.testing.assert_close(images, rank_worker.adversarial(model, mode), rtol=0, atol=0)
+
+
 def test_a_concatenated_batch_works_under_ddp_with_its_defaults(ranks):
     model = small_network(sync=False)
     for step in range(2):

@@ -49,6 +49,7 @@ def attacked(model: nn.Module, *, route: str | None = None, statistics: Mode = "
     ``batch`` while moving the running ones, or those of the batch with the running ones frozen (``batch_frozen``). A
     norm that was in eval mode inside a model in train mode was frozen by its owner and stays on its running statistics.
     ``route`` is the branch of a model with routed norms; without it an enclosing ``advnorm.route`` counts.
+    Nothing is reduced over ranks: the statistics of a batch are those of this rank's images.
     On exit every flag and the global random state are what they were. Only ``batch`` leaves a trace, in the statistics.
     """
     if not isinstance(model, nn.Module):
@@ -76,7 +77,7 @@ def attacked(model: nn.Module, *, route: str | None = None, statistics: Mode = "
                 flags.set(parameter, "requires_grad", False)
         if routed_modules(model):
             # The likelihood of a mixture norm is collected for the training pass, not for the attack's forwards.
-            stack.enter_context(Scope(model, {"mode": statistics, "collected": None}))
+            stack.enter_context(Scope(model, {"mode": statistics, "collected": None, "alone": True}))
             for module in frozen:
                 if isinstance(module, Routed):
                     stack.enter_context(Scope(module, {"mode": "running"}))

@@ -217,11 +217,10 @@ class Loop:
                 self.captured = CapturedStep(self.objective, self.precision, device, journal.say)
         self.wrapped: nn.Module = self.objective
         if ranks.world > 1:
-            # Statistics that are not synchronized are rank 0's before each step, as a checkpoint has them.
+            # Statistics that ranks move apart are rank 0's before each step, as a checkpoint has them.
+            together = config.sync_statistics and config.attack.statistics != "batch"
             new = "forward_sync_buffers" in signature(nn.parallel.DistributedDataParallel).parameters  # torch 2.13
-            buffers: dict[str, Any] = {
-                "forward_sync_buffers" if new else "broadcast_buffers": not config.sync_statistics
-            }
+            buffers: dict[str, Any] = {"forward_sync_buffers" if new else "broadcast_buffers": not together}
             self.wrapped = DistributedDataParallel(
                 self.objective,
                 device_ids=[device.index] if on_cuda else None,

@@ -54,7 +54,8 @@ def recalibrate(
             raise ConfigError(f"say under which affine bank: route= one of {', '.join(routed.domains)}")
         route = next(iter(norms.values())).plan.domains[0]
     chosen = pair(model, statistics=into or route, affine=route)
-    plainly = Scope(model, {"mode": "batch_frozen", "groups": 1, "delta": None, "collected": None})
+    # Each rank walks through its own batches, as many as it has.
+    plainly = Scope(model, {"mode": "batch_frozen", "groups": 1, "delta": None, "collected": None, "alone": True})
     untracked = [name for name, norm in norms.items() if not norm.track_running_stats]
     if untracked:
         raise ConfigError(f"these norms keep no running statistics: {', '.join(untracked)}")
@@ -75,10 +76,7 @@ def recalibrate(
     handles = [norm.register_forward_pre_hook(hook(name, norm)) for name, norm in norms.items()]
     device = next((t.device for t in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
     samples = batches = 0
-    flags = [(norm, norm.sync) for norm in norms.values()]
     try:
-        for norm in norms.values():  # each rank walks through its own batches, as many as it has
-            norm.sync = False
         with evaluating(model), chosen, plainly:
             for images in _batches(data, batch_size):
                 samples, batches = samples + len(images), batches + 1
@@ -86,8 +84,6 @@ def recalibrate(
     finally:
         for handle in handles:
             handle.remove()
-        for norm, sync in flags:
-            norm.sync = sync
     if not samples:
         raise ConfigError("recalibrate got no data: an iterator that was used up already, or an empty data set")
     for name, (mean, var, count) in pooled.items():

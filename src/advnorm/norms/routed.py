@@ -336,7 +336,7 @@ class RoutedNorm(Routed):
     @property
     def synchronized(self) -> bool:
         """Whether batch moments are taken over several ranks."""
-        return self.sync and world_size(self.process_group) > 1
+        return self.sync and not self.state.alone and world_size(self.process_group) > 1
 
     def _check_count(self, rows: int, x: Tensor, bank: str) -> None:
         if rows * math.prod(x.shape[2:]) <= 1:

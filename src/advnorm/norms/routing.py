@@ -50,6 +50,7 @@ class State(NamedTuple):
     groups: int = 1
     delta: Mapping[str, tuple[Tensor, Tensor]] | None = None  # by statistics bank: of the mean, of the std
     collected: list[Tensor] | None = None  # receives the negative log-likelihoods of a mixture norm
+    alone: bool = False  # moments of this rank's samples, whether the norm synchronizes or not
     recomputing: bool = False  # the forward repeats an earlier one, whose samples were counted then
     owner: int | None = None  # the thread that holds the scope
 
