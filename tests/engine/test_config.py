@@ -121,6 +121,19 @@ BAD = {
 }
 
 
+def test_milestones_move_with_epochs_that_alone_are_changed(tmp_path):
+    config = Config(schedule="step", epochs=110, milestones=(100, 105))
+    assert config.with_overrides(["epochs=30"]).milestones == (27.2727, 28.6364)
+    assert config.with_overrides(["epochs=220"]).milestones == (200.0, 210.0)
+    assert config.with_overrides(["epochs=30", "milestones=[5, 9]"]).milestones == (5.0, 9.0)
+    assert config.with_overrides(["lr=0.3"]).milestones == (100.0, 105.0)
+    (tmp_path / "c.yaml").write_text(config.to_yaml())
+    assert load_config(tmp_path / "c.yaml", ["epochs=11"]).milestones == (10.0, 10.5)
+    for wrong in ("epochs=0", "epochs=ten", "epochs=none"):
+        with pytest.raises(ConfigError, match="epochs must be"):
+            config.with_overrides([wrong])
+
+
 def test_the_cases_cover_every_setting():
     assert set(GOOD) == set(SETTINGS)
     assert set(LIMITS) < set(SETTINGS)

@@ -11,6 +11,7 @@ import re
 import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -347,7 +348,7 @@ class Config:
             if fine("epochs") and not (ordered and self.milestones[0] > 0 and self.milestones[-1] < self.epochs):
                 problems.append(
                     f"milestones must increase and lie between 0 and epochs ({self.epochs}), "
-                    f"got {shown(list(self.milestones))}"
+                    f"got {shown(list(self.milestones))}; set milestones too, or another schedule"
                 )
         if fine("schedule", "warmup_epochs") and self.schedule == "one_cycle" and self.warmup_epochs:
             problems.append(
@@ -470,14 +471,23 @@ class Config:
         return cls._overridden(settings, ())
 
     def with_overrides(self, overrides: Sequence[str]) -> Config:
-        """A changed configuration: ``config.with_overrides(["attack.steps=20", "eps=16/255"])``."""
+        """A changed configuration: ``config.with_overrides(["attack.steps=20", "eps=16/255"])``.
+
+        Milestones move along with ``epochs`` where these alone are changed, so that a schedule keeps its shape.
+        """
         return self._overridden(self.to_dict(), overrides)
 
     @classmethod
     def _overridden(cls, settings: Any, overrides: Sequence[str]) -> Config:
         if not isinstance(settings, Mapping):
             raise ConfigError(f"a configuration is a mapping of settings, got {shown(settings)}; write key: value")
-        return from_mapping(cls, *overridden(settings, overrides, _IN_PARTS))
+        changed, problems = overridden(settings, overrides, _IN_PARTS)
+        before, now = (given.get("epochs", cls.epochs) for given in (settings, changed))
+        milestones = changed.get("milestones")
+        if now != before and milestones and milestones is settings.get("milestones"):  # not set by an override
+            with suppress(TypeError, ZeroDivisionError):  # what is wrong with them is told with the rest
+                changed["milestones"] = [round(milestone * now / before, 4) for milestone in milestones]
+        return from_mapping(cls, changed, problems)
 
 
 #: Settings whose parts can be set one by one, as ``attack.steps=20``, with their defaults.
