@@ -160,7 +160,7 @@ def test_all_dimensions_convert(dim, name):
             model[1](torch.rand(4, 8, *(8,) * (dim % 3 + 2)))
 
 
-def test_mode_dtype_device_hooks_and_flags_survive():
+def test_mode_dtype_hooks_and_flags_survive():
     model = trained(tiny(), 4, 3, 8, 8).double()
     model.train()
     model[1].eval()
@@ -195,11 +195,11 @@ def test_channels_last_stays_channels_last():
             assert model[:2](x).is_contiguous(memory_format=torch.channels_last)
 
 
-def test_meta_models_convert():
+def test_meta_models_convert_and_new_banks_are_where_the_old_one_was():
     with torch.device("meta"):
         model = create_model("imagenet_resnet50", num_classes=1000)
-        convert_norm(model, "dual_bn")
-    assert all(p.is_meta for p in model.parameters())
+    convert_norm(model, "dual_bn")
+    assert all(value.is_meta for value in (*model.parameters(), *model.buffers()))
     assert sum(p.numel() for p in model.parameters()) == 25_557_032 + 53_120
 
 

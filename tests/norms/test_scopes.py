@@ -423,8 +423,10 @@ def test_a_graph_survives_the_end_of_its_scope_and_an_attack_in_between(name):
 
 
 @pytest.mark.parametrize("first", MODES)
-@pytest.mark.parametrize("name", list_norms())
-def test_a_graph_keeps_its_gradient_when_a_later_forward_feeds_the_banks(name, first):
+@pytest.mark.parametrize(
+    ("name", "perturbed"), [*((name, False) for name in list_norms()), *((name, True) for name in BANKED)]
+)
+def test_a_graph_keeps_its_gradient_when_a_later_forward_feeds_the_banks(name, perturbed, first):
     """Two forwards, then one backward: what the second one stores must not reach into the graph of the first.
 
     The built-in norm gets this wrong in silence: its backward in eval mode reads the running statistics as they are by
@@ -432,9 +434,10 @@ def test_a_graph_keeps_its_gradient_when_a_later_forward_feeds_the_banks(name, f
     """
     counts = shares(name)
     model, x = network(name), images(counts).requires_grad_()
-    with along(model, counts), statistics(model, mode=first):
+    delta = zero_perturbation(model) if perturbed else None
+    with along(model, counts), statistics(model, mode=first, perturbation=delta):
         loss = model(x).square().sum()
-    wanted = [x, *model.parameters()]
+    wanted = [x, *model.parameters(), *(delta.tensors if delta is not None else ())]
     before = torch.autograd.grad(loss, wanted, retain_graph=True)
     with along(model, counts), statistics(model, mode="batch"), torch.no_grad():
         model(3 * images(counts, seed=5) + 1)

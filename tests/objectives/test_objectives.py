@@ -24,6 +24,7 @@ from objective_oracles import (
     kl,
     mixed,
     pairing,
+    pgd,
     tiny,
 )
 from torch import Tensor
@@ -243,6 +244,16 @@ def test_a_sequential_step_feeds_one_bank_twice_and_a_concatenated_one_once():
         assert int(model.norm1.num_batches_tracked) - before == batches
 
 
+@pytest.mark.parametrize(("mode", "clean", "adv"), [("running", 0, 0), ("batch_frozen", 0, 0), ("batch", 1, 5)])
+def test_an_attack_feeds_the_banks_it_goes_through_where_it_is_told_to_and_only_there(mode, clean, adv):
+    """Beside the one batch of the training pass; TRADES looks at the clean output once, then climbs (trap 1)."""
+    model = tiny("dual_bn")
+    before = [int(model.norm1.statistics_bank(domain)[2]) for domain in ("clean", "adv")]
+    OBJECTIVES.get("trades")(model, pgd(steps=5, statistics=mode))(X, Y)
+    after = [int(model.norm1.statistics_bank(domain)[2]) for domain in ("clean", "adv")]
+    assert [b - a for a, b in zip(before, after)] == [1 + clean, 1 + adv]
+
+
 # -- the clean images' share (paper E, sec. 4.1) -----------------------------------------------------------------------
 
 
@@ -372,13 +383,14 @@ def test_cross_hybrid_at_learns_from_both_with_and_without_gradients_through_the
 @pytest.mark.parametrize("key", ["hybrid", "kl", "trades"])
 def test_a_training_pass_on_running_statistics_leaves_them_untouched(key, norm):
     model = tiny(plain=True) if norm == "plain" else tiny(norm)
+    model.norm1.eval()  # frozen by its owner (trap 3)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     network = Network(model)
     expected = DUAL[key].expected(network, X, Y, layout="concatenated", mode="running")
     objective = DUAL[key].objective(model, statistics="running")
     agree(objective, objective(X, Y), network, expected)
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
-    assert all(module.training for module in model.modules())
+    assert [module for module in model.modules() if not module.training] == [model.norm1]
 
 
 @pytest.mark.parametrize("norm", ["dual_bn", "plain"])
