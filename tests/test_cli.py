@@ -31,6 +31,14 @@ def test_ls_models_lists_parameters_and_takes_a_pattern():
     assert "vgg11" not in out.output
 
 
+def test_ls_attacks_names_options_as_they_are_typed():
+    out = invoke("ls", "attacks").output
+    assert all(word in out for word in ("pgd10", "restartsN", "float32, tf32, bf16"))
+    threat = advnorm.ThreatModel(eps="8/255")
+    for precision in ("float32", "tf32", "bf16"):
+        assert advnorm.attacks.get(f"autoattack-{precision}", threat=threat).precision == precision
+
+
 def test_ls_objectives_says_what_is_no_option_of_theirs():
     out = invoke("ls", "objectives").output
     assert "label_smoothing, statistics and mix (mixup, cutmix) are settings of their own" in out and "beta=6.0" in out

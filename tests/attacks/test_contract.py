@@ -581,6 +581,7 @@ def test_keywords_complete_a_name():
     ("name", "settings", "message"),
     [
         ("pdg10", {}, "unknown attack 'pdg10', did you mean 'pgd10'"),
+        ("pgdd", {}, "unknown attack 'pgdd', did you mean 'pgd10'"),
         ("pgd10-restart5", {}, "unknown option 'restart', did you mean 'restarts'"),
         ("pgd10-restarts", {}, "option 'restarts' needs a number"),
         ("pgd10-restarts1.5", {}, "option 'restarts' needs a whole number, got '1.5'"),

@@ -389,7 +389,10 @@ register(
     options={
         **{name: Option(setting=name, parse=int) for name in ("steps", "queries")},
         **{version: Option(setting="version", value=version) for version in VERSIONS},
-        **{word: Option(setting="precision", parse=word.__add__) for word in ("float", "tf", "bf")},
+        **{
+            word: Option(setting="precision", parse=word.__add__, number=bits)
+            for word, bits in (("float", "32"), ("tf", "32"), ("bf", "16"))
+        },
     },
     summary="APGD-CE, APGD-T, FAB-T and Square in a cascade",
     paper="A, C",

@@ -278,12 +278,14 @@ def checked(predict: Predict, largest_label: int) -> Predict:
 class Option:
     """An option in an attack's name: which setting it sets, and to what; ``parse`` reads the number after it.
 
-    ``norm``: the only norm of the threat that the number is meant for.
+    ``number`` is the only one that it takes, where that is so. ``norm``: the only norm of the threat that the number is
+    meant for.
     """
 
     setting: str
     value: Any = None
     parse: Callable[[str], Any] | None = None
+    number: str = ""
     norm: Norm | None = None
 
 
@@ -372,4 +374,4 @@ def parse_name(name: str) -> tuple[Family, dict[str, Any]]:
                     problems.append(f"option {word!r} needs {kind}, got {number!r}")
         raise_all(problems, f"bad attack {name!r}")
         return family, settings
-    raise ConfigError(f"unknown attack {name!r}{did_you_mean(name, [*list_attacks(), *ATTACKS])}")
+    raise ConfigError(f"unknown attack {name!r}{did_you_mean(name, list_attacks())}")
