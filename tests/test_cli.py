@@ -127,16 +127,45 @@ def test_evaluate_and_audit_judge_ones_own_model(tmp_path):
     common = [sys.executable, "-m", "advnorm"]
     run = {"cwd": tmp_path, "capture_output": True, "text": True, "check": False}
     out = subprocess.run(
-        [*common, "evaluate", "mine:build", "--attacks", "fgsm", "pgd2", "--route", "clean", "adv", "--limit", "16"],
+        [
+            *common,
+            "evaluate",
+            "mine:build",
+            "--attacks",
+            "fgsm",
+            "pgd2",
+            "--route",
+            "clean",
+            "adv",
+            "--limit",
+            "16",
+            "--data",
+            "digits",
+        ],
         **run,
     )
     assert out.returncode == 0, out.stderr
     assert all(word in out.stdout for word in ("fgsm", "pgd2", "union", "clean", "adv"))
-    out = subprocess.run([*common, "audit", "mine:build", "--limit", "30", "--budget", "quick", "--eps", "0.2"], **run)
+    quick = ["--data", "digits", "--limit", "30", "--budget", "quick", "--eps", "0.2"]
+    out = subprocess.run([*common, "audit", "mine:build", *quick], **run)
     assert out.returncode == 4, out.stdout + out.stderr  # an untrained network claims nothing
     assert "NONE" in out.stdout
     out = subprocess.run([*common, "evaluate", "mine:bild"], **run)
-    assert out.returncode == 2 and "did you mean 'build'" in out.stderr
+    assert out.returncode == 2 and "did you mean 'build'" in out.stderr and "on which images? --data" in out.stderr
+
+
+def test_the_record_of_a_judged_run_says_how_it_was_trained(tmp_path):
+    small = {"model": "small_cnn", "eps": 0.1, "epochs": 1, "batch_size": 256, "attack": {"steps": 1}, "seed": 7}
+    run = advnorm.train(advnorm.Config.from_dict({**small, "held_out": 0.1}), out=tmp_path, device="cpu")
+    for which in ("best", "last"):
+        path = tmp_path / f"{which}.json"
+        given = ("--attacks", "fgsm", "--limit", "8", "--device", "cpu", "--json", str(path))
+        result = invoke("evaluate", str(run.folder), *given, *(("--checkpoint", "last") if which == "last" else ()))
+        assert result.exit_code == 0, result.output
+        about = json.loads(path.read_text())["about"]
+        assert about.pop("training") == json.loads(json.dumps(run.config.to_dict())) and run.config.seed == 7
+        assert about == {"run": run.folder.name, "checkpoint": which, "data": "digits, test"}
+        assert f"checkpoint {which}, data digits, test" in " ".join(result.output.split())
 
 
 def test_the_seed_reaches_an_analysis_and_comparisons_do_not_replace_each_other(tmp_path):

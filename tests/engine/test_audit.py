@@ -383,12 +383,15 @@ def test_the_command_prints_the_verdict_and_returns_its_status(undefended, tmp_p
     console = Console(record=True, width=160, file=open("/dev/null", "w"))  # noqa: SIM115
     asked = cli.Asked(
         target="model_under_audit:build", weights=Path("w.safetensors"), eps="51/255", limit=40, device="cpu",
-        json=Path("v.json"),
+        json=Path("v.json"), data="digits",
     )  # fmt: skip
     status = cli.audit(console, asked, budget="quick", plot=Path("v.png"))
     assert status == 4 and json.loads(Path("v.json").read_text())["exit_code"] == 4 and Path("v.png").exists()
     text = console.export_text()
     assert "NONE: this model is not robust" in text and "record: v.json" in text
+    assert "model model_under_audit:build, weights w.safetensors, data digits, test" in text
+    limits = {item["text"]: item["expected"] for item in json.loads(Path("v.json").read_text())["evidence"]}
+    assert limits["points by which one step beats PGD-10"] == "at most 5"  # two of 40 images
 
 
 @pytest.mark.gpu

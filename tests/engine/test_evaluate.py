@@ -22,6 +22,7 @@ from advnorm._core.errors import ConfigError
 from advnorm.attacks import PGD
 from advnorm.cli import evaluate as cli
 from advnorm.cli import listing
+from advnorm.data import ImageData, load, make_loader
 from advnorm.engine import BenchmarkResult, accuracy_against_eps, accuracy_against_steps, benchmark
 from advnorm.engine.case import gather
 from advnorm.engine.partial import Partial, alone
@@ -264,8 +265,9 @@ class MapStyle(Dataset):
         MapStyle,
         lambda x, y: DataLoader(TensorDataset(x, y), batch_size=7),
         lambda x, y: ((x[i : i + 9], y[i : i + 9]) for i in range(0, len(x), 9)),
+        lambda x, y: ImageData(name="some", split="test", images=x, labels=y, num_classes=10),
     ],
-    ids=["tensors", "arrays", "TensorDataset", "map style", "loader", "generator"],
+    ids=["tensors", "arrays", "TensorDataset", "map style", "loader", "generator", "ours"],
 )
 def test_data_comes_in_many_forms(wrap, data):
     x, y = some(data, 20)
@@ -291,6 +293,8 @@ def test_data_comes_in_many_forms(wrap, data):
         ({"data": lambda x, y: (x[:, :, :4], y)}, "the model fails on images of shape"),
         ({"data": lambda x, y: x}, "data must be \\(images, labels\\)"),
         ({"data": lambda x, y: [x, x, x]}, "data must give \\(images, labels\\)"),
+        ({"data": lambda x, y: "digits"}, "load them: advnorm.data.load\\('digits', 'test'\\)"),
+        ({"data": lambda x, y: make_loader(load("digits", "test"), batch_size=8)}, "give its data set: loader.data"),
         ({"model": lambda: Counting(lambda z: z * float("nan"))}, "returns NaN logits"),
         ({"model": lambda: Counting(lambda z: (z, z))}, "returned tuple .*return self.model\\(x\\)\\[0\\]"),
         ({"model": lambda: Counting(lambda z: z[:, 0])}, "needs logits of shape"),
@@ -331,6 +335,20 @@ def test_a_missing_and_an_unknown_route_are_explained(data):
         benchmark(model, some(data), THREAT, "pgd10", "avd")
     with advnorm.route(model, "adv"):
         assert benchmark(model, some(data), THREAT, "fgsm").routes == ("as called",)
+
+
+def test_what_all_routes_have_in_common_is_told_once(data):
+    model = advnorm.create_model("small_cnn", in_channels=1, norm="dual_bn")
+    colour = torch.rand(8, 3, 8, 8), torch.zeros(8, dtype=torch.long)
+    with pytest.raises(ConfigError) as error:
+        benchmark(model, colour, THREAT, "pgd10", ["clean", "adv"])
+    assert str(error.value).count("the model fails on images of shape") == 1 and "through route" not in str(error.value)
+    with pytest.raises(ConfigError) as error:
+        advnorm.audit(advnorm.create_model("small_cnn", norm="dual_bn"), colour, THREAT, surrogate=model)
+    assert str(error.value).count("the surrogate: the model fails on images of shape") == 1
+    next(buffer for name, buffer in model.named_buffers() if name.endswith("running_mean_adv")).fill_(torch.nan)
+    with pytest.raises(ConfigError, match="NaN logits through route 'adv'; check"):
+        benchmark(model, some(data), THREAT, "pgd10", ["clean", "adv"])
 
 
 def test_all_problems_come_in_one_error(data):
@@ -582,9 +600,9 @@ def test_all_that_is_wrong_with_a_command_is_told_at_once(own_model):
     for part in ("norm 'L3'", "'quick'", "v.xyz names no known kind", "the surrogate: .*got int"):
         assert re.search(part, str(error.value)), part
     with pytest.raises(ConfigError) as error:
-        cli.evaluate(quiet, cli.Asked(target="my_model_of_tests:broken", device="cpu"))
+        cli.evaluate(quiet, cli.Asked(target="my_model_of_tests:broken", data="digits", device="cpu"))
     assert isinstance(error.value.__cause__, KeyError)
-    asked = cli.Asked(target="my_model_of_tests:build", norm="l2", limit=4, device="cpu")
+    asked = cli.Asked(target="my_model_of_tests:build", data="digits", norm="l2", limit=4, device="cpu")
     assert cli.evaluate(quiet, asked, attacks=["fgsm"]) == 0
 
 

@@ -43,7 +43,7 @@ Checkpoint = Annotated[str | None, typer.Option(help="Of a run: best (by held-ou
 Weights = Annotated[Path | None, typer.Option(help="Its weights, as .safetensors.")]
 Data = Annotated[
     str | None,
-    typer.Option(help="NAME:FOLDER of a data set, or a .npz or .safetensors file with x and y; default: the run's."),
+    typer.Option(help="NAME:FOLDER of a data set, or a .npz or .safetensors file with x and y; a run has its own."),
 ]
 DataDir = Annotated[Path | None, typer.Option(help="Folder that holds the data set.")]
 Eps = Annotated[str | None, typer.Option(help="Radius in pixel scale; default: the run's, else 8/255.")]

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -84,6 +85,7 @@ def evaluate(
         seed=asked.seed,
         limit=asked.limit,
         statistics=asked.statistics,
+        about=case.about,
     )
     console.print(result.table(console.width))
     if asked.json is not None:
@@ -122,6 +124,7 @@ def audit(
         progress=console.is_terminal,
         seed=asked.seed,
         statistics=asked.statistics,
+        about=case.about,
     )
     console.print(verdict.table())
     console.print(verdict.evidence_table())
@@ -139,11 +142,12 @@ def audit(
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is judged: a model, images and labels, and the threat model."""
+    """What is judged: a model, images and labels, the threat model, and where they come from."""
 
     model: nn.Module
     data: tuple[Tensor, Tensor]
     threat: ThreatModel
+    about: dict[str, Any]
 
 
 class Problems:
@@ -175,18 +179,23 @@ def subject(asked: Asked, problems: Problems) -> Subject:
     What is given goes before what the run says. What is wrong comes in one error, with the ``problems`` so far.
     """
     config = model = images = threat = None
+    about: dict[str, Any] = {}
     with problems.collected():
         config = Run.open(asked.target).config if Path(asked.target).is_dir() else None
         if config is None:
             if asked.checkpoint is not None:
                 raise ConfigError("a checkpoint is chosen for the folder of a run; for a module use --weights")
             model = load_model(asked.target, asked.weights, asked.device)
+            about = {"model": asked.target, "weights": asked.weights.name if asked.weights else None}
         elif asked.weights is not None:
             raise ConfigError(
                 f"{asked.target} is a run with weights of its own; leave --weights out, or use --checkpoint"
             )
         else:
-            model = Run.open(asked.target).model(asked.checkpoint, place(asked.device))
+            run = Run.open(asked.target)
+            model = run.model(asked.checkpoint, place(asked.device))
+            about = {"run": run.folder.resolve().name, "checkpoint": run.judged(asked.checkpoint)}
+            about["training"] = config.to_dict()
     with problems.collected():
         norm = asked.norm
         for known in NORMS:
@@ -195,13 +204,17 @@ def subject(asked: Asked, problems: Problems) -> Subject:
             norm=norm or (config.threat if config else "Linf"), eps=asked.eps or (config.eps if config else "8/255")
         )
     with problems.collected():
-        if asked.data is None and config is not None:
+        if asked.data is not None:
+            images = load_data(asked.data, asked.data_dir)
+        elif config is not None:
             images = pixels(data_sets.load(config.data.name, "test", asked.data_dir, **config.data.options))
         else:
-            images = load_data(asked.data or "digits", asked.data_dir)
+            raise ConfigError("on which images? --data, for example --data cifar10:FOLDER or --data digits")
+        name = asked.data.partition(":")[0] if asked.data else config.data.name if config else ""
+        about["data"] = f"{name}, test" if name in data_sets.DATASETS else Path(str(asked.data)).name
     problems.tell()
     assert model is not None and images is not None and threat is not None
-    return Subject(model=model, data=images, threat=threat)
+    return Subject(model=model, data=images, threat=threat, about=about)
 
 
 def place(device: str | None) -> torch.device:

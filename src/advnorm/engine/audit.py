@@ -123,6 +123,7 @@ def audit(
     progress: bool = False,
     seed: int = 0,
     statistics: Mode = "running",
+    about: Mapping[str, Any] | None = None,
 ) -> Verdict:
     """Tell real robustness from false: climb a ladder of attacks, look for the signs of masking, and say what follows.
 
@@ -132,7 +133,7 @@ def audit(
     ``surrogate``: a copy of the model without what may mask its gradients; attacks on it are transferred.
     ``statistics="batch_frozen"``: the model uses the statistics of the batch at test time.
     ``record``: JSON file for the verdict; a killed audit continues from ``<record>.partial``, one that is finished is
-    read back, and the record of another audit is refused.
+    read back, and the record of another audit is refused. ``about``: as in :func:`benchmark`.
     """
     problems = budget_problems(budget)
     if not (route is None or isinstance(route, str)):
@@ -158,6 +159,7 @@ def audit(
         statistics=statistics,
         record=record,
         surrogate=surrogate,
+        about=about,
     )
     origin = "" if surrogate is None else model_fingerprint(surrogate)
     fingerprint = digest(case.fingerprint, case.threat, budget, case.routes, route, origin)
@@ -427,10 +429,11 @@ class _Audit:
 
     def _expect(self, name: str, text: str, value: float, most: float, *, weight: Weight = "doubt") -> None:
         """Add a measurement that should be at most so large; two images more are never a sign where it is in points."""
-        in_points = text.startswith(("points", "accuracy"))
-        ok = value <= (max(most, self.slack) if in_points else most)
+        most = max(most, self.slack) if text.startswith(("points", "accuracy")) else most
         expected = "" if math.isinf(most) else f"at most {most:.3g}"
-        self.evidence.append(Evidence(name=name, value=value, expected=expected, ok=ok, weight=weight, text=text))
+        self.evidence.append(
+            Evidence(name=name, value=value, expected=expected, ok=value <= most, weight=weight, text=text)
+        )
 
     def _what_to_try(self, word: Word, claimed: float, others: Mapping[str, Mapping[str, float]]) -> list[str]:
         advice = list(self.advice)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from advnorm._core.records import digest, write_json
 from advnorm.attacks import Attack, attacked, input_gradient
 from advnorm.attacks.base import check_images, parse_name
 from advnorm.attacks.losses import cross_entropy
+from advnorm.data import ImageData, Loader
 from advnorm.engine.partial import (
     Partial,
     alone,
@@ -59,6 +60,7 @@ def prepare(
     statistics: Mode = "running",
     record: Path | str | None = None,
     surrogate: nn.Module | None = None,
+    about: Mapping[str, Any] | None = None,
 ) -> Case:
     """Check everything with one small forward per route; all that is wrong in one error.
 
@@ -96,7 +98,7 @@ def prepare(
         problems += bad
         if images is not None and labels is not None and not bad:
             few, classes = images[:PROBE].to(place), int(labels.max()) + 1
-            problems += [text for name in routes if (text := _probe(model, name, few, classes, statistics))]
+            problems += _once({name: _probe(model, name, few, classes, statistics) for name in routes})
             problems += _surrogate_problems(surrogate, routes, few, labels[:PROBE].to(place), classes)
     raise_all(list(dict.fromkeys(problems)), "bad evaluation")
     assert images is not None and labels is not None and index is not None
@@ -113,6 +115,7 @@ def prepare(
         seed=seed,
         statistics=statistics,
         record=record,
+        about={**(about or {}), **({"data": f"{data.name}, {data.split}"} if isinstance(data, ImageData) else {})},
     )
 
 
@@ -132,6 +135,7 @@ class Case:
     seed: int
     statistics: Mode
     record: Path | str | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)
 
     def run(self, *, progress: bool = False) -> BenchmarkResult:
         """Work through the jobs; with a record continue where an earlier run was killed."""
@@ -218,6 +222,7 @@ class Case:
             "precision": "float32, TF32 and autocast off",
             "image_shape": list(self.images.shape[1:]),
             **environment(self.device),
+            "about": dict(self.about),
         }
 
 
@@ -312,6 +317,15 @@ def _probe(model: nn.Module, route: str | None, x: Tensor, classes: int, statist
     return None
 
 
+def _once(found: Mapping[str | None, str | None]) -> list[str]:
+    """What is wrong by route; what several routes have in common once, and without their names."""
+    common: dict[str, list[str]] = {}
+    for route, text in found.items():
+        if text:
+            common.setdefault(text.replace(f" through route {route!r}", ""), []).append(text)
+    return [texts[0] if len(texts) == 1 else shared for shared, texts in common.items()]
+
+
 def _surrogate_problems(
     surrogate: nn.Module | None, routes: Sequence[str | None], x: Tensor, y: Tensor, classes: int
 ) -> list[str]:
@@ -324,6 +338,7 @@ def _surrogate_problems(
         problems.append(
             f"it has the branches {', '.join(known)}; give one of them: advnorm.strip(surrogate, route={known[-1]!r})"
         )
+    found: dict[str | None, str | None] = {}
     for route in () if problems else dict.fromkeys(same_branch(surrogate, route) for route in routes):
         problem = _probe(surrogate, route, x, classes, "running")
         if problem is None:
@@ -333,8 +348,8 @@ def _surrogate_problems(
                     input_gradient(cross_entropy(predict(points), y), points)
                 except ConfigError as error:
                     problem = str(error)
-        problems += [problem] if problem else []
-    return [f"the surrogate: {problem}" for problem in problems]
+        found[route] = problem
+    return [f"the surrogate: {problem}" for problem in [*problems, *_once(found)]]
 
 
 def same_branch(model: nn.Module, route: str | None) -> str | None:
@@ -350,6 +365,8 @@ def gather(data: Any, limit: int | None = None) -> tuple[Tensor, Tensor]:
     if isinstance(data, Sequence) and len(data) == 2 and all(hasattr(part, "shape") for part in data):
         images, labels = (torch.as_tensor(part) for part in data)
         return images[:limit].cpu(), labels[:limit].cpu()
+    if isinstance(data, ImageData):
+        return data.pixels(slice(limit)), data.labels[:limit]
     images_parts: list[Tensor] = []
     labels_parts: list[Tensor] = []
     count = 0
@@ -373,6 +390,12 @@ def gather(data: Any, limit: int | None = None) -> tuple[Tensor, Tensor]:
 
 
 def _items(data: Any) -> Iterator[Any]:
+    if isinstance(data, Loader):
+        raise ConfigError("a loader of advnorm shuffles and augments for training; give its data set: loader.data")
+    if isinstance(data, str):
+        raise ConfigError(
+            f"data must be images and labels, got {data!r}; load them: advnorm.data.load({data!r}, 'test')"
+        )
     if isinstance(data, Tensor) or not (hasattr(data, "__iter__") or hasattr(data, "__getitem__")):
         raise ConfigError(
             f"data must be (images, labels), a data set or a loader of (images, labels), got {type(data).__name__}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ def benchmark(
     seed: int = 0,
     limit: int | None = None,
     statistics: Mode = "running",
+    about: Mapping[str, Any] | None = None,
 ) -> BenchmarkResult:
     """Clean accuracy, robust accuracy by attack, and the union over the attacks: the worst case per image.
 
@@ -43,7 +44,7 @@ def benchmark(
     The mode of the model plays no part, and every flag stays as it was. Verdicts are those of a float32 forward without
     TF32 and autocast. Noise belongs to an image's place in the data, so results do not depend on the batch size.
     ``record``: JSON file for the result; a run that was killed continues from ``<record>.partial``, and one that is
-    finished is read back.
+    finished is read back. ``about``: where the model comes from, as plain data, for the record.
     """
     case = prepare(
         model,
@@ -57,6 +58,7 @@ def benchmark(
         limit=limit,
         statistics=statistics,
         record=record,
+        about=about,
     )
     return case.run(progress=progress)
 

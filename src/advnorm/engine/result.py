@@ -110,6 +110,7 @@ class BenchmarkResult:
         seconds = sum(sum(row.values()) for row in self.seconds.values())
         c = self.conditions
         caption = [f"{c['model']['class']}, seed {c['seed']}, {c['device']}, strict float32, {seconds:.1f} s"]
+        caption += told_about(c)
         scopes = c.get("scopes")
         caption += [f"as called inside: {', '.join(' '.join(item) for item in scopes.items())}"] if scopes else []
         table.caption = "\n".join([*caption, *(f"note: {warning}" for warning in self.warnings)])
@@ -198,6 +199,13 @@ class Curve:
         """As plain data, for JSON."""
         record = self.result.record()
         return {**record, "parameter": self.parameter, "values": list(self.values)}
+
+
+def told_about(conditions: Mapping[str, Any]) -> list[str]:
+    """Where model and data come from, in a line; none where nobody said."""
+    about = conditions.get("about") or {}
+    told = [f"{name} {about[name]}" for name in ("run", "checkpoint", "model", "weights", "data") if about.get(name)]
+    return [", ".join(told)] if told else []
 
 
 def _share(verdicts: Tensor) -> float:

@@ -94,13 +94,17 @@ class Run:
 
         With an EMA it is the averaged one. It comes in eval mode.
         """
-        name = which or ("best" if checkpoint.exists(self.checkpoints, "best") else "last")
+        name = self.judged(which)
         tensors, _ = checkpoint.load(self.checkpoints, name)
         with torch.random.fork_rng([]):  # the weights are drawn, then overwritten; nobody's random state moves
             model = build_model(self.config, self.description["data"])
         state = part(tensors, "model.") | part(tensors, "ema.")
         checkpoint.restore_model(model, state, f"the checkpoint {name!r} of {self.folder}")
         return model.to(device).eval()
+
+    def judged(self, which: Which | None = None) -> Which:
+        """The checkpoint that counts: the given one, else the best where there is one."""
+        return which or ("best" if checkpoint.exists(self.checkpoints, "best") else "last")
 
     # -- taking possession -----------------------------------------------------------------------------------------
 

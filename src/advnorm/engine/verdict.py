@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from advnorm._core.errors import ConfigError, did_you_mean, raise_all
 from advnorm._core.records import read_json
 from advnorm.engine.partial import unwritable
-from advnorm.engine.result import rendered
+from advnorm.engine.result import rendered, told_about
 from advnorm.threat import ThreatModel
 
 if TYPE_CHECKING:
@@ -164,7 +164,8 @@ class Verdict:
         from rich.table import Table
 
         title = f"{self.route}, {self.images} images, {self.threat}"
-        table = Table(title=title, title_justify="left")
+        caption = "".join(told_about(self.conditions)) or None
+        table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
         table.add_column("attack", no_wrap=True)
         table.add_column("")
         for column in ("accuracy", "worst case so far"):
