@@ -7,6 +7,7 @@ import copy
 import pickle
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -1146,3 +1147,27 @@ def test_a_perturbation_fits_a_compiled_or_wrapped_model():
     for wrong in (3, {"0": 3}, {next(iter(delta)): {"clean": (torch.zeros(4),)}}, {next(iter(delta)): 3}):
         with pytest.raises(ConfigError, match="bad statistics scope"):
             statistics(model, perturbation=wrong)
+
+
+@pytest.mark.parametrize("mode", ["batch", "batch_frozen"])
+def test_crossed_samples_without_forwarded_ones_give_each_other_their_moments(mode):
+    norm = randomized(make_norm("cross_bn", 3).double())
+    before = {name: value.clone() for name, value in norm.state_dict().items()}
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(7, 3, 2, 2, generator=generator, dtype=torch.float64).mul(2).add(1).requires_grad_()
+    parts = dict(zip(("clean", "adv"), x.split([4, 3])))
+    with route(norm, {"clean": 4, "adv": 3}), statistics(norm, mode=mode):
+        y = norm(x)
+    expected = []
+    for domain, other in (("clean", "adv"), ("adv", "clean")):
+        mean, var = (f(parts[other], (0, 2, 3))[:, None, None] for f in (torch.mean, partial(torch.var, correction=0)))
+        weight, bias = (before[f"{name}_{domain}"][:, None, None] for name in ("weight", "bias"))
+        expected.append((parts[domain] - mean) / (var + norm.eps).sqrt() * weight + bias)
+        moved = before[f"running_mean_{domain}"].lerp(parts[domain].detach().mean((0, 2, 3)), norm.momentum)
+        kept = moved if mode == "batch" else before[f"running_mean_{domain}"]
+        torch.testing.assert_close(norm.state_dict()[f"running_mean_{domain}"], kept, rtol=1e-12, atol=1e-12)
+    expected = torch.cat(expected)
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    weights = torch.randn(y.shape, generator=generator, dtype=torch.float64)
+    found, known = (torch.autograd.grad((out * weights).sum(), x)[0] for out in (y, expected))
+    torch.testing.assert_close(found, known, rtol=1e-10, atol=1e-12)

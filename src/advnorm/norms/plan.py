@@ -20,7 +20,7 @@ class Plan:
 
     Where a domain is normalized by another bank than it feeds, its samples feed theirs while they are *forwarded*: a
     second time, beside those that the loss is taken of, normalized by their own statistics and scaled as what the bank
-    normalizes.
+    normalizes. In a batch without forwarded samples every sample feeds the bank of its domain.
 
     ``statistics`` says what a normalization is computed from: the ``batch`` (banks), the channel ``group`` of one
     sample (layer, group and instance norm), the ``last`` dimensions of one sample (the layer norm of transformers), or
@@ -77,12 +77,15 @@ class Plan:
         """A route over all domains, as one would type it, for messages."""
         return "{" + ", ".join(f"'{domain}': n{index}" for index, domain in enumerate(self.domains)) + "}"
 
-    def banks(self, domain: str, *, forwarded: bool = False) -> tuple[str, str, str]:
-        """Which banks normalize a domain's samples, are fed by them and scale them; empty: none."""
+    def banks(self, domain: str, *, forwarded: bool = False, beside: bool = True) -> tuple[str, str, str]:
+        """Which banks normalize a domain's samples, are fed by them and scale them; empty: none.
+
+        ``beside``: forwarded samples lie beside them, and feed the banks of crossed ones alone.
+        """
         index = self.domains.index(domain)
         by, feeds = (self.normalized_by[index], self.feeds[index]) if self.feeds else ("", "")
         if not forwarded:
-            return by, feeds if by == feeds else "", self.affine[index]
+            return by, feeds if by == feeds or not beside else "", self.affine[index]
         crossed = by != feeds and feeds in self.normalized_by
         return feeds, feeds, self.affine[self.normalized_by.index(feeds) if crossed else index]
 

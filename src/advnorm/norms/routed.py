@@ -286,7 +286,8 @@ class RoutedNorm(Routed):
         present = {run.feeds for run in runs}
         if self.synchronized and self.state.route is not None:  # a domain's samples may all be on other ranks
             present |= {plan.banks(domain, forwarded=True)[1] for domain, _ in self.state.forwarded}
-            present |= {plan.banks(domain)[1] for domain, _ in self.state.route}
+            beside = bool(self.state.forwarded)
+            present |= {plan.banks(domain, beside=beside)[1] for domain, _ in self.state.route}
         missing = [bank for bank in needed if bank not in present]
         if missing:
             which, again = "such samples", ""

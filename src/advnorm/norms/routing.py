@@ -130,7 +130,8 @@ def cut(plan: Plan, state: State, batch: int, needs_route: bool) -> tuple[Run, .
     start = 0
     for position, (domain, count) in enumerate((*state.forwarded, *route)):
         stop = max(start, batch) if count is None else start + count
-        run = Run(*plan.banks(domain, forwarded=position < len(state.forwarded)), start, stop)
+        first = position < len(state.forwarded)
+        run = Run(*plan.banks(domain, forwarded=first, beside=bool(state.forwarded)), start, stop)
         if runs and runs[-1][:3] == run[:3] and state.groups == 1:  # a group is the n-th of every domain's samples
             runs[-1] = runs[-1]._replace(stop=stop)
         elif stop > start:
@@ -291,7 +292,7 @@ def route(model: nn.Module, route: Route, *, forwarded: Mapping[str, int] | None
 
     ``forwarded`` samples lie in front of them, and are there for the statistics of their banks alone: where a norm
     crosses domains, they are normalized by their own and scaled as what their bank normalizes (paper A, sec. 3); other
-    norms treat them as any of their domain.
+    norms treat them as any of their domain. Without any, crossed samples give each other their moments at every norm.
 
     >>> with route(model, "adv"): ...
     >>> with route(model, {"clean": 128, "adv": 128}): ...
