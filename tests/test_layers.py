@@ -1,6 +1,8 @@
 """Imports go down only: the order of the layers is that of the architecture."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,7 +28,7 @@ LAYERS = [
     "bench",
     "cli",
 ]
-TOP = {"__init__", "__main__"}  # the public names and the command: above everything
+TOP = {"__init__", "_public", "__main__"}  # the public names and the command: above everything
 CORE_MAY_USE = {"torch", "triton", "advnorm"}  # Triton comes with a torch that has CUDA
 # `report` is read where no torch is installed.
 FREE_OF_TORCH = {"report"}
@@ -77,7 +79,6 @@ def test_imports_go_down_only(path):
 
 @pytest.mark.parametrize("path", [p for p in SOURCES if layer_of(p) == "_core"], ids=lambda path: path.name)
 def test_the_core_uses_torch_and_the_standard_library_only(path):
-    import sys
 
     roots = {name.split(".")[0] for name in imported_modules(path.read_text())}
     assert roots - set(sys.stdlib_module_names) <= CORE_MAY_USE
@@ -99,3 +100,30 @@ def test_an_upward_edge_is_found():
 
 def test_there_is_no_drawer_for_odds_and_ends():
     assert not [path for path in PACKAGE.rglob("*.py") if path.stem in {"utils", "util", "helpers", "misc", "common"}]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "from advnorm.report import terminal, Table; import advnorm.report.studies",
+        "from advnorm.cli.app import app, main",
+        "import advnorm; advnorm.__version__",
+    ],
+)
+def test_reports_and_help_need_no_torch(program):
+    blocked = f"import sys; sys.modules['torch'] = None; {program}"  # an import of it raises
+    out = subprocess.run([sys.executable, "-c", blocked], capture_output=True, text=True, check=False)
+    assert out.returncode == 0, out.stderr
+
+
+@pytest.mark.parametrize("name", ["norms", "engine", "create_model", "report", "__all__"])
+def test_whatever_is_asked_for_first_is_there(name):
+    asked = f"import advnorm; assert advnorm.{name} and set(advnorm.__all__) <= set(dir(advnorm))"
+    out = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=False)
+    assert out.returncode == 0, out.stderr
+
+
+def test_what_is_not_there_is_no_attribute():
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        advnorm.nonsense  # noqa: B018
+    assert not hasattr(advnorm, "__wrapped__")

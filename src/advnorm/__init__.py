@@ -1,72 +1,26 @@
 """Adversarial training in which normalization is the subject."""
 
-from advnorm import analysis, attacks, data, objectives, studies
-from advnorm._core.errors import AdvnormError, ConfigError, RouteError, SurgeryError
-from advnorm.engine import (
-    Config,
-    Run,
-    accuracy_against_eps,
-    accuracy_against_steps,
-    audit,
-    benchmark,
-    load_config,
-    train,
-)
-from advnorm.models import create_model, list_models
-from advnorm.norms import (
-    Perturbation,
-    checkpoint_context,
-    component,
-    domains,
-    likelihood,
-    list_norms,
-    make_norm,
-    pair,
-    recalibrate,
-    route,
-    statistics,
-    zero_perturbation,
-)
-from advnorm.surgery import SurgeryReport, convert_head, convert_norm, strip
-from advnorm.threat import ThreatModel
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from advnorm._public import *  # noqa: F403
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AdvnormError",
-    "Config",
-    "ConfigError",
-    "Perturbation",
-    "RouteError",
-    "Run",
-    "SurgeryError",
-    "SurgeryReport",
-    "ThreatModel",
-    "accuracy_against_eps",
-    "accuracy_against_steps",
-    "analysis",
-    "attacks",
-    "audit",
-    "benchmark",
-    "checkpoint_context",
-    "component",
-    "convert_head",
-    "convert_norm",
-    "create_model",
-    "data",
-    "domains",
-    "likelihood",
-    "list_models",
-    "list_norms",
-    "load_config",
-    "make_norm",
-    "objectives",
-    "pair",
-    "recalibrate",
-    "route",
-    "statistics",
-    "strip",
-    "studies",
-    "train",
-    "zero_perturbation",
-]
+
+def __getattr__(name: str) -> Any:
+    """The public names and the parts of the package, read when asked for: reports and help need no torch."""
+    public = import_module("advnorm._public")
+    if name == "__all__" or name in public.__all__:
+        return getattr(public, name)
+    try:
+        return import_module(f"advnorm.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"advnorm.{name}":
+            raise
+        raise AttributeError(f"module 'advnorm' has no attribute {name!r}") from None
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__getattr__("__all__")})

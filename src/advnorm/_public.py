@@ -1,0 +1,70 @@
+"""What a user types: every public name, taken from the module that defines it."""
+
+from advnorm import analysis, attacks, data, objectives, studies
+from advnorm._core.errors import AdvnormError, ConfigError, RouteError, SurgeryError
+from advnorm.engine import (
+    Config,
+    Run,
+    accuracy_against_eps,
+    accuracy_against_steps,
+    audit,
+    benchmark,
+    load_config,
+    train,
+)
+from advnorm.models import create_model, list_models
+from advnorm.norms import (
+    Perturbation,
+    checkpoint_context,
+    component,
+    domains,
+    likelihood,
+    list_norms,
+    make_norm,
+    pair,
+    recalibrate,
+    route,
+    statistics,
+    zero_perturbation,
+)
+from advnorm.surgery import SurgeryReport, convert_head, convert_norm, strip
+from advnorm.threat import ThreatModel
+
+__all__ = [
+    "AdvnormError",
+    "Config",
+    "ConfigError",
+    "Perturbation",
+    "RouteError",
+    "Run",
+    "SurgeryError",
+    "SurgeryReport",
+    "ThreatModel",
+    "accuracy_against_eps",
+    "accuracy_against_steps",
+    "analysis",
+    "attacks",
+    "audit",
+    "benchmark",
+    "checkpoint_context",
+    "component",
+    "convert_head",
+    "convert_norm",
+    "create_model",
+    "data",
+    "domains",
+    "likelihood",
+    "list_models",
+    "list_norms",
+    "load_config",
+    "make_norm",
+    "objectives",
+    "pair",
+    "recalibrate",
+    "route",
+    "statistics",
+    "strip",
+    "studies",
+    "train",
+    "zero_perturbation",
+]
