@@ -218,17 +218,29 @@ def test_a_call_and_an_evaluation_do_the_same(linf):
 
 
 def test_an_evaluation_leaves_no_trace(linf):
-    model = advnorm.create_model("small_cnn", num_classes=10, norm="dual_bn", in_channels=1).train()
-    x, y = linf.first(8)
+    routed = advnorm.create_model("small_cnn", num_classes=10, norm="dual_bn", in_channels=1)
+    model = nn.Sequential(nn.Dropout(), nn.BatchNorm2d(1), routed).train()
+    x, _ = linf.first(8)
     with advnorm.route(model, "adv"), torch.no_grad():
         model(x)
+        y = model.eval()(x).argmax(1)
+    model.train()
     before = copy.deepcopy(model.state_dict())
     state = torch.get_rng_state()
     result = quick(linf.threat, route="adv").evaluate(model, x, y)
     assert all(module.training for module in model.modules()) and torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
-    assert len(result.robust) == 8
+    assert same(result, quick(linf.threat, route="adv").evaluate(model.eval(), x, y)) and result.clean_accuracy == 1
+
+
+def test_verdicts_are_in_float32_inside_the_callers_autocast(linf):
+    near = Wrapped(linf.model, after=lambda z: z + 1000)  # bf16 tells no two of these logits apart
+    x, y = linf.first(60)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = quick(linf.threat).evaluate(near, x, y)
+    assert torch.equal(near(result.x_adv).argmax(1) == y, result.robust)
+    assert 0 < result.robust_accuracy < result.clean_accuracy
 
 
 def test_fooled_images_cost_no_more(linf):

@@ -253,6 +253,28 @@ def test_some_held_out_images_are_of_every_class(tmp_path):
     assert Validation(data, small(), ranks, **common).images == 80
 
 
+def test_held_out_images_are_judged_in_float32_whatever_the_attack_is_searched_in():
+    data = load("synthetic", "train", **small().data.options)
+    settings = {"trained": ("clean", "adv"), "precision": "bf16", "channels_last": False, "workers": 0}
+    validation = Validation(data, small(eps=0.15), Ranks(device=torch.device("cpu")), **settings)
+    model, x, y = nn.Sequential(nn.Flatten(), nn.Linear(64, 4)), data.pixels(), data.labels
+    means = torch.stack([x[y == c].mean(0).flatten() for c in range(4)])
+    model[1].weight.data, model[1].bias.data = means, 1000 - means.square().sum(1) / 2  # one and the same in bf16
+    with torch.autocast("cpu", torch.bfloat16):
+        x_adv, inside = validation.attack(model, x, y), validation(model)
+    clean, adv = ((model(images).argmax(1) == y).double().mean().item() for images in (x, x_adv))
+    assert validation(model) == inside == {"clean": clean, "pgd1": adv, "score": clean + adv}
+    assert clean > adv > 0.3  # where all logits are equal, the first of four classes is right for a quarter
+
+
+@pytest.mark.parametrize("rule", ["copy", "average"])
+def test_the_statistics_of_an_averaged_model_follow_the_rule_of_its_configuration(tmp_path, rule):
+    run = train(small(norm="dual_bn", ema=0.9, ema_buffers=rule, epochs=1, held_out=0, validate_every=0), tmp_path)
+    live, averaged = tensors(run), run.model("last").state_dict()
+    names = [name for name in averaged if "running" in name]
+    assert names and {torch.equal(averaged[name], live[f"model.{name}"]) for name in names} == {rule == "copy"}
+
+
 def test_the_global_state_of_the_user_is_as_before(tmp_path):
     torch.manual_seed(5)
     handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
