@@ -16,6 +16,7 @@ import torch
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell starts what runs in its background so
     signal.signal(signal.SIGINT, signal.default_int_handler)
+os.environ.pop("ADVNORM_DATA", None)
 os.environ.pop("COLUMNS", None)  # a console that is made when the command is imported would keep this width for good
 
 

@@ -266,7 +266,6 @@ def test_a_model_that_is_itself_a_norm_is_refused():
     ("arguments", "message"),
     [
         (("dualbn",), "did you mean 'dual_bn'"),
-        (("multi_bn",), "needs its domains"),
         (("dual_bn", {"domains": ("a", "b", "c")}), "multi_bn"),
         (("dual_bn", {"momentums": 0.2}), "did you mean 'momentum'"),
         (("bn", {"other_gradient": True}), "unknown option 'other_gradient'"),

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from advnorm import ConfigError
-from advnorm.data import cifar, cifar10, corruptions, load, svhn
+from advnorm.data import MissingFiles, cifar, cifar10, corruptions, load, svhn
 
 IMAGES = {"train": 50, "test": 10}
 
@@ -90,6 +90,17 @@ def test_both_forms_of_cifar_are_read_from_the_folder_or_the_one_above(published
             assert np.array_equal(data.images.numpy(), images) and np.array_equal(data.labels.numpy(), labels)
         assert data.images.dtype == torch.uint8 and (data.name, data.split) == (name, split)
         assert data.num_classes == (10 if name == "cifar10" else 100)
+
+
+def test_the_environment_names_the_folder_where_nobody_else_does(published, tmp_path, monkeypatch):
+    name, _, folder, contents = published
+    with pytest.raises(ConfigError, match="--data-dir.*ADVNORM_DATA"):
+        load(name, "test")
+    monkeypatch.setenv("ADVNORM_DATA", str(folder.parent))
+    assert np.array_equal(load(name, "test").images.numpy(), contents["test"][0])
+    assert len(load("digits", "test"))  # which needs no folder
+    with pytest.raises(MissingFiles):
+        load(name, "test", tmp_path / "elsewhere")
 
 
 def test_cifar10_gives_images_and_labels(published):

@@ -338,8 +338,7 @@ def test_every_objective_can_be_configured_with_its_own_defaults(name):
 
 @pytest.mark.parametrize("norm", list_norms())
 def test_every_norm_can_be_configured(norm):
-    options = {"domains": ["clean", "adv", "noise"]} if norm == "multi_bn" else {}
-    check_round_trips(Config(norm=norm, norm_options=options))
+    check_round_trips(Config(norm=norm))
 
 
 # -- the attack --------------------------------------------------------------------------------------------------------

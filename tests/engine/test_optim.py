@@ -25,8 +25,7 @@ from advnorm.norms.mixture import MixtureNorm
 
 @pytest.mark.parametrize("norm", advnorm.list_norms())
 def test_norm_parameters_are_those_of_the_norm_layers_of_any_plan(norm):
-    options = {"domains": ("clean", "adv", "noise")} if norm == "multi_bn" else {}
-    model = advnorm.create_model("preact_resnet18", norm=norm, norm_options=options, width=0.25)
+    model = advnorm.create_model("preact_resnet18", norm=norm, width=0.25)
     expected = {
         name
         for name, _ in model.named_parameters()

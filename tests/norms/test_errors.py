@@ -128,8 +128,6 @@ def test_norms_with_a_number_of_domains_say_which():
         make_norm("cross_bn", 4, domains=("a", "b", "c"))
     with refused(ConfigError, "gmm_bn", "at least two"):
         make_norm("gmm_bn", 4, domains=("a",))
-    with refused(ConfigError, "multi_bn", "domains="):
-        make_norm("multi_bn", 4)
 
 
 @pytest.mark.parametrize("name", list_norms())

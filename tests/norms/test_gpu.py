@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-NAMES = [name for name in list_norms() if name != "multi_bn"]
+NAMES = list_norms()
 
 
 @pytest.fixture(autouse=True)

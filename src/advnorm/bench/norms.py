@@ -70,7 +70,6 @@ def bench_norms(
     batch_size = (512 if on_gpu else 32) if batch_size is None else batch_size
     rounds = (40 if on_gpu else 9) if rounds is None else rounds
     problems = [f"unknown norm {n!r}{did_you_mean(n, list_norms())}" for n in norms if n not in list_norms()]
-    problems += [f"{n} needs domains and is not measured here" for n in norms if n == "multi_bn"]
     if model not in list_models():
         problems.append(f"unknown model {model!r}{did_you_mean(model, list_models())}")
     if batch_size < 6 or rounds < 1:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from statistics import fmean, stdev
 
 import torch
@@ -23,13 +24,15 @@ from advnorm.models import create_model, list_models
 from advnorm.norms import NORMS
 from advnorm.objectives import OBJECTIVES, REGULARIZERS, SECOND_PASSES, Objective
 from advnorm.report.studies import decimals_of
-from advnorm.studies import STUDIES, Study
+from advnorm.studies import STUDIES, Study, find
 from advnorm.studies.base import Values
 from advnorm.studies.run import Task
-from advnorm.studies.summary import decisive
+from advnorm.studies.summary import cell_states, decisive
 
 #: Numbers of a figure that a terminal shows.
 MOST = 12
+#: The fewest characters that a study's table leaves for its labels.
+LABEL = 20
 
 
 def norms(pattern: str) -> Table:
@@ -37,7 +40,7 @@ def norms(pattern: str) -> Table:
     table = Table("norm", "what it is", "domains", "paper", title="norms", title_justify="left")
     for name in _matching(NORMS.names(pattern), pattern, "norm"):
         recipe = NORMS.get(name)
-        table.add_row(name, recipe.summary, ", ".join(recipe.domains or ("any list",)), recipe.paper)
+        table.add_row(name, recipe.summary, ", ".join(recipe.domains), recipe.paper)
     return table
 
 
@@ -106,11 +109,32 @@ def analyses(pattern: str) -> Table:
 
 
 def studies(pattern: str) -> Table:
-    """Every study with its cells and the claim it checks."""
+    """Every study with its cells and the claim it checks; of a study's name or a pattern of cells, the cells."""
+    names = STUDIES.names(pattern)
+    if pattern in STUDIES or not names:
+        return cells(pattern)
     table = Table("study", "cells", "claim", title="studies", title_justify="left")
-    for name in _matching(STUDIES.names(pattern), pattern, "study"):
+    for name in names:
         found = STUDIES.get(name)
         table.add_row(name, str(len(found.by_name())), found.printed["claim"])
+    table.caption = f"the cells of one: advnorm ls studies {names[0]}"
+    table.caption_justify = "left"
+    return table
+
+
+def cells(pattern: str) -> Table:
+    """The cells of a study, or those that match ``A/table3/dual_*``, with the settings in which they differ."""
+    if not set(pattern) & set("*?["):
+        found, one = find(pattern)
+        pattern = pattern if one is not None else f"{found.name}/*"
+    table = Table(title="cells", title_justify="left")
+    table.add_column("cell", overflow="fold")
+    table.add_column("settings of its own")
+    for name in STUDIES.names("/".join(pattern.split("/")[:2])):
+        for state in cell_states(STUDIES.get(name).by_name().values(), None, ())[0]:
+            if fnmatchcase(full := f"{name}/{state['name']}", pattern):
+                table.add_row(full, ", ".join(f"{key} {value}" for key, value in state["settings"].items()))
+    _matching([str(name) for name in table.columns[0].cells], pattern, "study")
     return table
 
 
@@ -125,8 +149,10 @@ def tasks(todo: Sequence[Task]) -> Table:
     return table
 
 
-def study(found: Study, values: Values | None = None, protocol: str = "") -> Table | Text:
-    """The printed table, with what was measured beside it: mean and spread over seeds.
+def study(
+    found: Study, values: Values | None = None, protocol: str = "", *, cell: str | None = None, width: int = 80
+) -> Group | Text:
+    """The printed table, or what of it is a cell's, with what was measured beside it: mean and spread over seeds.
 
     Of a figure, which prints no numbers, its claim and the verdict.
     """
@@ -135,41 +161,73 @@ def study(found: Study, values: Values | None = None, protocol: str = "") -> Tab
         said = "A smoke test shows that it runs; its numbers mean nothing."
     elif values is not None:
         said += f" {found.answer(values).capitalize()}."
-    title = f"{found.name} {protocol}".rstrip()
-    columns = found.printed.get("columns", [])
+    title = f"{found.name}{'' if cell is None else f'/{cell}'} {protocol}".rstrip()
     rows: dict[str, dict[str, str]] = {}
-    decimals = decimals_of(number.printed for number in found.numbers()) or 1
-    for number in found.numbers():
-        cell = "–" if number.printed is None else f"{number.printed:g}"
+    numbers = [number for number in found.numbers() if cell in (None, number.cell)]
+    decimals = decimals_of(number.printed for number in numbers) or 1
+    for number in numbers:
+        text = "–" if number.printed is None else f"{number.printed:g}"
         ours = (values or {}).get((number.cell, number.value))
         if ours:
             spread = f" ± {stdev(ours):.{decimals}f} (n={len(ours)})" if len(ours) > 1 else ""  # as the report has it
-            cell += f" | {fmean(ours):.{decimals}f}{spread}"
+            text += f" | {fmean(ours):.{decimals}f}{spread}"
         elif values is not None:
-            cell += " | not run"
-        rows.setdefault(number.row, {})[number.column] = cell
+            text += " | not run"
+        rows.setdefault(number.row, {})[number.column] = text
     if not rows:
-        where, read = "", []
+        where, read = "" if cell is None else " of this cell", []
         if values is not None and protocol != "smoke":
             where = "; `advnorm report` shows ours"
             keys = sorted(decisive(found, values) & values.keys())
             read = [f"{cell} {name}: {fmean(values[cell, name]):.4g}" for cell, name in keys]
         more = [f"and {len(read) - MOST} more that the check reads"] if len(read) > MOST else []
         return Text("\n".join([title, said, f"The paper prints no numbers{where}.", *read[:MOST], *more]))
-    table = Table(title=title, title_justify="left")
-    table.add_column("", overflow="fold")
+    columns = [column for column in found.printed["columns"] if any(column in row for row in rows.values())]
+    tables = _fitted(rows, columns, width, tight=values is None)
+    tables[0].title = title if cell is None else f"{title}: what the paper prints"
+    return Group(*tables, Text(said if values is None else f"paper | ours. {said}", style="dim"))
+
+
+def _fitted(rows: Mapping[str, Mapping[str, str]], columns: Sequence[str], width: int, *, tight: bool) -> list[Table]:
+    """Rows by label and column in as few tables as fit into the width, one below another.
+
+    No word of a column is broken; its spreads over seeds go below where there is no room. Labels have what is left, and
+    where that makes them fit, ``tight`` columns stand close to each other.
+    """
+    longest = max(map(len, rows))
+    least, whole = {}, {}
     for column in columns:
-        table.add_column(column)
-    for row, cells in rows.items():
-        table.add_row(row, *(cells.get(column, "") for column in columns))
-    table.caption = said if values is None else f"paper | ours. {said}"
-    table.caption_justify = "left"
-    return table
+        texts = [row.get(column, "") for row in rows.values()]
+        least[column] = max(map(len, [*column.split(), *(text.partition(" ±")[0] for text in texts)]))
+        whole[column] = max(map(len, [column, *texts]))
+
+    def room(blocks: Sequence[Sequence[str]], gap: int) -> int:
+        return width - max(sum(least[column] + gap for column in block) for block in blocks)
+
+    gap = 1 if tight and room([columns], 2) < longest <= room([columns], 1) else 2
+    sizes = [-(-len(columns) // count) for count in range(1, len(columns) + 1)]
+    cuts = [[columns[start : start + size] for start in range(0, len(columns), size)] for size in sizes]
+    blocks = next((blocks for blocks in cuts if room(blocks, gap) >= min(longest, LABEL)), cuts[-1])
+    label = min(longest, max(room(blocks, gap), LABEL))
+    tables = []
+    for block in blocks:
+        spare = max(0, room([block], gap) - label) // len(block)
+        table = Table(box=SIMPLE, title_justify="left", padding=(0, gap - 1, 0, 0), pad_edge=False, show_edge=False)
+        table.add_column("", width=label, overflow="fold")
+        for column in block:
+            table.add_column(column, width=min(whole[column], least[column] + spare))
+        for name, row in rows.items():
+            table.add_row(name, *(row.get(column, "") for column in block))
+        if block is not blocks[-1]:
+            table.add_row()
+        tables.append(table)
+    return tables
 
 
 def configuration(config: Config) -> Table:
     """Every setting of a training, those that are not the default in bold."""
-    table = Table("setting", "value", title=config.run_name, title_justify="left")
+    title = config.run_name
+    table = Table("setting", "value", title=title, title_justify="left", min_width=len(title))
     for key, value, default in explain(config):
         table.add_row(key, str(value), style="dim" if default else "bold")
     table.caption = "bold: set here; the others are defaults"
@@ -263,5 +321,5 @@ def autoattack_benchmark(result: AutoAttackBenchmark) -> Table:
 
 def _matching(names: list[str], pattern: str, kind: str) -> list[str]:
     if not names:
-        raise ConfigError(f"no {kind} matches {pattern!r}; quote shell patterns, for example '*bn*'")
+        raise ConfigError(f"no {kind} matches {pattern!r}; leave it out to see all, or use one such as '*bn*'")
     return names

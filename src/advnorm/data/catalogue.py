@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,8 @@ class DataSource:
 
 
 DATASETS: Registry[DataSource] = Registry("data set")
+#: The environment variable with the folder of data sets for which none is named.
+ENVIRONMENT = "ADVNORM_DATA"
 
 
 def list_datasets(pattern: str = "*") -> list[str]:
@@ -69,10 +72,12 @@ def load(
 ) -> ImageData | FolderData:
     """One split of a registered data set; ``root`` is the folder of its files, or the one above.
 
+    Without ``root`` the environment variable ``ADVNORM_DATA`` names it.
     ``download=True`` fetches what is missing from the official address into ``root``. The options of each data set
     are in docs/data.md, for example ``load("cifar10c", "test", root, corruption="fog", severity=3)``.
     """
     source = DATASETS.get(name)
+    root = root if root is not None else os.environ.get(ENVIRONMENT)
     problems = [
         f"unknown option {option!r} of {name}{did_you_mean(option, source.options)}"
         for option in options
@@ -86,7 +91,10 @@ def load(
     if split not in source.splits:
         problems.append(f"unknown split {split!r} of {name}{did_you_mean(split, source.splits)}")
     if root is None and source.needs_root:
-        problems.append(f"{name} is read from a folder; name it with --data-dir (in Python: root)")
+        problems.append(
+            f"{name} is read from a folder; name it with --data-dir (in Python: data_dir, or root of load), or in "
+            f"the environment variable {ENVIRONMENT}"
+        )
     remotes = [remote for remote in REMOTES.get(name, ()) if remote.split in (None, split)]
     if download and source.needs_root and not remotes:
         problems.append(

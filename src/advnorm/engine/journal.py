@@ -154,7 +154,7 @@ def _summary_writer() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise ConfigError("TensorBoard is not installed; pip install tensorboard, or leave it out") from None
+        raise ConfigError("TensorBoard is not installed; pip install 'advnorm[tensorboard]', or leave it out") from None
     return SummaryWriter
 
 

@@ -21,7 +21,7 @@ class NormRecipe:
     """How a named norm is built: its plan from domains, and how many channel groups a per-sample norm has."""
 
     plan: Callable[..., Plan]
-    domains: tuple[str, ...] | None
+    domains: tuple[str, ...]
     num_groups: Callable[[int], int] | None = None
     options: tuple[str, ...] = ()
     summary: str
@@ -38,9 +38,7 @@ def _groups_of_32(channels: int) -> int:
     return math.gcd(32, channels)
 
 
-def _register(
-    name: str, plan: Callable[..., Plan], *, domains: tuple[str, ...] | None = CLEAN_ADV, **fields: Any
-) -> None:
+def _register(name: str, plan: Callable[..., Plan], *, domains: tuple[str, ...] = CLEAN_ADV, **fields: Any) -> None:
     NORMS.add(name, NormRecipe(plan=partial(plan, name), domains=domains, **fields))
 
 
@@ -65,7 +63,7 @@ _register(
     summary="three domains, own statistics and affine",
     paper="three branches (A, sec. 2.2)",
 )
-_register("multi_bn", separate, domains=None, summary="any list of domains, own statistics and affine", paper="")
+_register("multi_bn", separate, summary="any list of domains, own statistics and affine", paper="")
 _register("gmm_bn", mixture, summary="Gaussian per domain, posterior-weighted, one affine", paper="DBN (C, app. F)")
 for _short, _long, _groups in (
     ("ln", "layer norm", lambda channels: 1),
@@ -99,8 +97,6 @@ def make_plan(name: str, *, domains: Sequence[str] | None = None, **options: Any
     if isinstance(domains, str):
         raise ConfigError(f"domains is a list of names, got the string {domains!r}; write [{domains!r}, ...]")
     domains = recipe.domains if domains is None else tuple(domains)
-    if domains is None:
-        raise ConfigError(f"{name} needs its domains, for example domains=('clean', 'adv', 'noise')")
     if name.startswith(("dual_", "triple_")) and len(domains) != (wanted := 2 if name.startswith("dual_") else 3):
         raise ConfigError(f"{name} has {wanted} domains, got {list(domains)}; use 'multi_bn' for another number")
     allowed = ("domains", *recipe.options, *MODULE_OPTIONS)
