@@ -1,11 +1,14 @@
 """The verbs ``study`` and ``show``: what they run, what they print, and their exit status."""
 
+import re
 import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
+import advnorm
 from advnorm import ConfigError
 from advnorm._core.records import write_json
 from advnorm.cli import listing
@@ -66,9 +69,9 @@ def test_a_figure_which_prints_no_numbers_is_told_in_whole_lines():
 
 #: The command, which gets SIGTERM in its first step of training.
 TERMINATED = """
-import os, signal, sys
+import importlib, os, signal
 from advnorm.cli import main
-loop = sys.modules["advnorm.engine.train"].Loop
+loop = importlib.import_module("advnorm.engine.train").Loop
 step = loop.train_step
 loop.train_step = lambda self, batch: (os.kill(os.getpid(), signal.SIGTERM), step(self, batch))
 main()
@@ -83,19 +86,79 @@ def test_sigterm_stops_a_study_at_a_checkpoint_with_the_exit_status_of_a_trainin
     assert not any(word in found.stdout for word in ("done", "failed"))
 
 
-def test_a_cell_that_fails_is_told_and_the_exit_status_is_1(tmp_path):
-    missing = tmp_path / "nothing"
-    out = invoke("study", "A/table6", "--protocol", "fast", "--out", tmp_path / "results", "--data-dir", missing)
+def test_a_cell_that_fails_is_told_the_others_go_on_and_the_exit_status_is_1(tmp_path):
+    damaged, done = tasks(STUDIES.get("A/table6"), protocol="fast", out=tmp_path)
+    write_json(damaged.record, {})
+    names = {"format": FORMAT, "study": done.study, "cell": done.cell, "protocol": "fast", "seed": 0}
+    run = {"config": done.found().config.to_dict(), "seconds": 1.0, "processes": 1}
+    write_json(done.record, {**names, "values": {"shared/clean": 90.0}, "run": run})
+    out = invoke("study", "A/table6", "--protocol", "fast", "--out", tmp_path)
     assert out.exit_code == 1
-    assert "failed standard/eps8 seed 0" in out.output and "failed standard/eps16 seed 0" in out.output
-    assert "missing" in out.output and "| not run" in out.output and "Not run." in out.output
+    assert "failed standard/eps8 seed 0" in out.output and "done standard/eps16 seed 0" in out.output
+    assert "once it is gone the same command does the cell" in " ".join(out.output.split())
+    assert "| not run" in out.output and "Not run." in out.output
 
 
-def test_show_prints_a_study_with_the_papers_numbers_and_a_cell_with_its_settings():
+@pytest.mark.parametrize(
+    ("given", "cure"),
+    [
+        ([], "cifar10 is read from a folder; name it with --data-dir"),
+        (["--data-dir", "nothing"], "CIFAR-10 is not at nothing: missing .*or use advnorm.data.load"),
+        (["--device", "cuda:99"], "no device 'cuda:99'.*leave it out, or use 'cpu'"),
+        (["--out", __file__], "cannot be written: .* is no folder; choose another place"),
+        (["--launcher", "slurm"], "unknown launcher 'slurm'; allowed: 'local', 'ray'"),
+        (["--address", "auto"], "use the launcher 'ray', or leave it out"),
+    ],
+)
+def test_what_keeps_every_cell_from_being_run_is_told_once_and_first(given, cure, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ADVNORM_DATA", raising=False)
+    out = invoke("study", "A/table3", *given)
+    assert isinstance(out.exception, ConfigError) and re.search(cure, str(out.exception))  # exit status 2
+    assert str(out.exception).count("bad data") <= 1 and out.output == "" and not list(tmp_path.iterdir())
+
+
+def test_show_prints_a_study_and_a_cell_with_the_papers_numbers():
     study = invoke("show", "A/table3").output
     assert "Setup1" in study and "claim: " in study and "ours" not in study
     cell = invoke("show", "A/table3/setup1/eps16").output
     assert "dual_affine_bn" in cell and "16/255" in cell
+    numbers = cell.partition("A/table3/setup1/eps16: what the paper prints")[2]
+    rows = [line.split()[-3:] for line in numbers.splitlines() if line.startswith("Setup1")]
+    assert rows == [["60.02", "30.89", "23.43"], ["94.3", "0", "0"]] and "16/255 clean" in numbers
+    assert "/255 autoattack" in numbers and " 8/255 autoattack" not in numbers and "BN_adv" not in numbers
+    assert "The paper prints no numbers of this cell." in invoke("show", next(cells_of("A/fig7"))).output
+    assert "what the paper prints" not in invoke("show", "--set", "norm=dual_bn").output
+
+
+def cells_of(name):
+    return (f"{name}/{cell}" for cell in STUDIES.get(name).by_name())
+
+
+def test_ls_lists_the_cells_of_a_study_with_the_settings_in_which_they_differ():
+    whole = invoke("ls", "studies", "A/table3").output
+    assert [line.split("│")[1].strip() for line in whole.splitlines() if "│ A/" in line] == [*cells_of("A/table3")]
+    assert "norm dual_affine_bn, eps 16/255" in whole
+    assert invoke("ls", "studies", "A/table3/*").output == whole
+    some = invoke("ls", "studies", "A/table3/*/eps8").output
+    assert some.count("eps 8/255") == 4 and "eps 16/255" not in some
+    several = invoke("ls", "studies", "A/table3*").output
+    assert "claim" in several and "eps 8/255" not in several
+
+
+@pytest.mark.parametrize("values", [None, {}], ids=["show", "study"])
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("name", ["A/table3", "C/table1", "E/table3", "E/table4", "E/table7"])
+def test_a_table_fits_into_the_terminal_and_breaks_no_word(name, width, values):
+    study, console = STUDIES.get(name), Console(width=400)
+    with console.capture() as captured:
+        console.print(listing.study(study, values, width=width))
+    table = captured.get().partition("claim: ")[0].splitlines()
+    assert max(len(line.rstrip()) for line in table) <= width
+    words = {word for n in study.numbers() for word in f"{n.row} {n.column}".split()}
+    assert words <= {word for line in table for word in line.split()}
+    if name == "A/table3":  # every label has a line of its own
+        assert all(any(line.startswith(f"{number.row} ") for line in table) for number in study.numbers())
 
 
 @pytest.mark.parametrize(
@@ -105,8 +168,34 @@ def test_show_prints_a_study_with_the_papers_numbers_and_a_cell_with_its_setting
         (["study", "A/table3", "--protocol", "quick"], "unknown protocol 'quick'"),
         (["study", "A/table3", "--protocol", "fast", "--smoke"], "--smoke is a protocol of its own"),
         (["study", "A/table6", "--smoke", "--launcher", "rye", "--device", "cpu"], "did you mean 'ray'"),
+        (["show", "A/table33/x"], "unknown study 'A/table33', did you mean 'A/table3'"),
+        (["show", "a/table3"], "did you mean 'A/table3'"),
+        (["show", "A/table3/dual_bn/eps61"], "A/table3 has no cell 'dual_bn/eps61', did you mean 'dual_bn/eps16'"),
+        (["train", "A/tabel3/dual_bn/eps16"], "unknown study 'A/tabel3', did you mean 'A/table3'"),
+        (["show", "A/mine.yaml"], "A/mine.yaml: cannot be read: No such file"),
+        (["show", "mine/table3"], "a configuration is a file that ends in .yaml"),
+        (["ls", "studies", "A/tabel3"], "unknown study 'A/tabel3', did you mean 'A/table3'"),
+        (["ls", "studies", "A/table3/x*"], "no study matches 'A/table3/x*'"),
     ],
 )
 def test_what_is_wrong_with_a_command_is_told(arguments, message):
     out = invoke(*arguments)
-    assert isinstance(out.exception, ConfigError) and message in str(out.exception)
+    assert isinstance(out.exception, ConfigError) and message in str(out.exception) and out.output == ""
+
+
+def test_a_name_in_place_of_a_configuration_is_answered_with_how_to_get_it():
+    with pytest.raises(ConfigError, match=r"advnorm\.studies\.get\('A/table3/dual_bn/eps16'\)"):
+        advnorm.train("A/table3/dual_bn/eps16")
+
+
+def test_the_report_says_which_files_are_no_records(tmp_path):
+    for run in ("one", "two", "three", "four"):
+        write_json(tmp_path / "runs" / f"{run}-seed0" / "run.json", {})
+    out = invoke("report", tmp_path / "runs", "--out", tmp_path / "report.html")
+    assert out.exit_code == 0
+    [told] = [line for line in out.output.splitlines() if "were not read" in line]
+    assert told.startswith("4 JSON file(s) are no records of studies and were not read (in four-seed0, one-seed0, ")
+    assert "name the folder that `advnorm study` had as --out" in told
+    assert "were not read" not in invoke("report", tmp_path, "--out", tmp_path / "report.html").output
+    write_json(tmp_path / "mine.json", {})
+    assert "1 JSON file(s) are no records" in invoke("report", tmp_path, "--out", tmp_path / "report.html").output

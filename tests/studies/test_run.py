@@ -5,13 +5,14 @@ import shutil
 from dataclasses import asdict, replace
 
 import pytest
+from PIL import Image
 
 from advnorm import ConfigError, train
 from advnorm._core.records import write_json
 from advnorm.studies import STUDIES, find, get, list_studies
 from advnorm.studies.base import mean, same_as
 from advnorm.studies.record import FORMAT
-from advnorm.studies.run import Outcome, Stopped, attempt, run_all, tasks, work
+from advnorm.studies.run import Outcome, Stopped, attempt, blocked, run_all, tasks, work
 from advnorm.studies.summary import collected, summary
 
 
@@ -199,3 +200,17 @@ def test_names_lead_to_studies_and_cells():
         find("A/tabel3")
     with pytest.raises(ConfigError, match="name one: "):
         get("A/table3")
+
+
+def test_images_that_some_cells_lack_stop_none_of_the_others(tmp_path):
+    found = tasks(STUDIES.get("C/table1"), protocol="fast", out=tmp_path / "out", data_dir=tmp_path)
+    assert [problem.split(":")[0] for problem in blocked(found)] == [
+        f"CIFAR-10 is not at {tmp_path}",
+        f"no images at {tmp_path / 'train'}",
+    ]
+    for split in ("train", "val"):
+        (tmp_path / split / "a_class").mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / split / "a_class" / "one.png")
+    assert blocked(found) == []
+    assert blocked(task for task in found if task.cell.startswith("cifar10")) != []
+    assert blocked([]) == [] and not (tmp_path / "out").exists()

@@ -81,11 +81,12 @@ def version(show: Annotated[bool, typer.Option("--version", help="Print the vers
 @app.command("ls")
 def list_things(
     kind: Annotated[Kind, typer.Argument(help="What to list.")],
-    pattern: Annotated[str, typer.Argument(help="Shell pattern, for example 'dual_*'.")] = "*",
+    pattern: Annotated[str, typer.Argument(help="Shell pattern, for example 'dual_*', or a study's name.")] = "*",
 ) -> None:
     """List norms, models, attacks, objectives, data sets, analyses or studies by name.
 
-    Examples: `advnorm ls norms`, `advnorm ls models 'resnet*'`, `advnorm ls attacks`
+    Examples: `advnorm ls norms`, `advnorm ls models 'resnet*'`, `advnorm ls studies 'A/*'`; its cells: `advnorm ls
+    studies A/table3`
     """
     from advnorm.cli import listing
 
@@ -94,19 +95,19 @@ def list_things(
 
 @app.command()
 def show(source: Source = None, overrides: Overrides = None) -> None:
-    """Print the full configuration that a file or a study's cell and overrides give, or a study with its numbers.
+    """Print the full configuration that a file or a study's cell and overrides give; of studies the paper's numbers.
 
-    Example: `advnorm show recipes/cifar10_eps16.yaml --set norm=dual_bn epochs=30`
+    Examples: `advnorm show recipes/cifar10_eps16.yaml --set norm=dual_bn epochs=30`, `advnorm show A/table3`,
+    `advnorm show A/table3/dual_bn/eps16`
     """
     from advnorm.cli import listing
-    from advnorm.cli.study import whole
-    from advnorm.cli.train import configured
+    from advnorm.cli.train import configured, named
 
-    study = whole(source)
-    if study is not None:
-        console.print(listing.study(study))
-    else:
+    study, cell = named(source) or (None, None)
+    if study is None or cell is not None:
         console.print(listing.configuration(configured(source, overrides or ())))
+    if study is not None:
+        console.print(listing.study(study, cell=cell and cell.name, width=console.width))
 
 
 @app.command()

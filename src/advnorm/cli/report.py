@@ -20,6 +20,13 @@ def report(console: Console, results: Path, out: Path) -> int:
     write_whole(out, render_studies(found).encode(errors="replace"))
     for problem in found["problems"]:
         console.print(problem, style="yellow", highlight=False, markup=False, soft_wrap=True)
+    if others := found["others"]:
+        first = ", ".join(list(others)[:3]) + (", …" if len(others) > 3 else "")
+        console.print(
+            f"{sum(others.values())} JSON file(s) are no records of studies and were not read (in {first}); records lie "
+            f"in {results / 'records'}: name the folder that `advnorm study` had as --out",
+            style="yellow", highlight=False, markup=False, soft_wrap=True,
+        )  # fmt: skip
     told = ", ".join(f"{count} {answer}" for answer, count in counts(found).items())
     console.print(f"{len(found['studies'])} studies: {told}", highlight=False)
     console.print(f"report: {out}", highlight=False, markup=False, soft_wrap=True)

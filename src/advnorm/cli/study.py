@@ -9,19 +9,13 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from advnorm._core.errors import ConfigError, did_you_mean
+from advnorm._core.errors import ConfigError, did_you_mean, raise_all
 from advnorm.cli import listing
 from advnorm.engine import PREEMPTED
-from advnorm.studies import STUDIES, Study
 from advnorm.studies.base import Protocol, find
-from advnorm.studies.launch import Launcher, launch
-from advnorm.studies.run import Outcome, Stopped, run_all, tasks
+from advnorm.studies.launch import Launcher, check, launch
+from advnorm.studies.run import Outcome, Stopped, blocked, run_all, tasks
 from advnorm.studies.summary import collected
-
-
-def whole(source: str | None) -> Study | None:
-    """The study that a name means as a whole, where it does."""
-    return STUDIES.get(source) if source is not None and source in STUDIES else None
 
 
 def run(
@@ -49,6 +43,11 @@ def run(
         out = Path(scratch) if protocol == "smoke" else out
         only = None if cell is None else cell.name
         todo = tasks(study, cell=only, seeds=seeds, protocol=protocol, out=out, data_dir=data_dir, device=device)
+        check(todo, launcher=launcher, address=address, processes=processes)
+        if not dry_run:
+            by_python = "advnorm.data.load(..., download=True) in Python"  # a study fetches nothing by itself
+            problems = [problem.replace("load(..., download=True)", by_python) for problem in blocked(todo)]
+            raise_all(problems, "no cell can be run")
         console.print(listing.tasks(todo))
         if dry_run:
             _tell(console, collected(study, seeds=seeds, protocol=protocol, out=out)[1])
@@ -72,7 +71,7 @@ def run(
             launch(todo, launcher=launcher, address=address, processes=processes, on_outcome=told)
         values, problems = collected(study, seeds=seeds, protocol=protocol, out=out)
     _tell(console, problems)
-    console.print(listing.study(study, values, protocol))
+    console.print(listing.study(study, values, protocol, width=console.width))
     return 1 if failed else 0
 
 

@@ -14,18 +14,28 @@ from advnorm._core.errors import ConfigError
 from advnorm.data import MissingFiles
 from advnorm.engine import PREEMPTED, Config, load_config
 from advnorm.engine import train as train_by
-from advnorm.studies import STUDIES, get
+from advnorm.studies import STUDIES, Cell, Study, find, get
 
 #: Exit status of a command that was ended by Ctrl-C: 128 and the number of SIGINT.
 INTERRUPTED = 130
+#: What the file of a configuration ends in.
+SUFFIXES = (".yaml", ".yml", ".json", ".py")
+
+
+def named(source: str | None) -> tuple[Study, Cell | None] | None:
+    """The study, or one and its cell, that a name means; None where it means a file. A misspelt one is refused."""
+    if source is None or Path(source).is_file() or Path(source).suffix in SUFFIXES:
+        return None
+    paper, slash, _ = source.partition("/")
+    return find(source) if slash and STUDIES.names(f"{paper.upper()}/*") else None
 
 
 def configured(source: str | None, overrides: Sequence[str]) -> Config:
     """The configuration in a file, of a study's cell such as ``A/table3/dual_bn/eps16``, or the default one."""
-    if source is not None and not Path(source).exists() and "/".join(source.split("/")[:2]) in STUDIES:
-        return get(source).with_overrides(overrides)
     if source is not None and Path(source, "config.yaml").is_file():
         raise ConfigError(f"{source} is a folder; its configuration is {Path(source, 'config.yaml')}")
+    if source is not None and named(source) is not None:
+        return get(source).with_overrides(overrides)
     return Config().with_overrides(overrides) if source is None else load_config(source, overrides)
 
 

@@ -84,7 +84,11 @@ def train(
     """
     began = time.monotonic()
     if not isinstance(config, Config):
-        raise ConfigError(f"train takes a Config, got {type(config).__name__}; see load_config")
+        where = repr(config) if isinstance(config, str) else "..."
+        raise ConfigError(
+            f"train takes a Config, got {type(config).__name__}; of a file that is advnorm.load_config({where}), of a "
+            f"study's cell advnorm.studies.get({where})"
+        )
     problems = []
     if max_minutes is not None and not max_minutes >= 0:
         problems.append(f"max_minutes must be at least 0, or None for no limit, got {max_minutes}")

@@ -53,7 +53,7 @@ def launch(
     node dies, is tried again ``retries`` times in a new process, where its run goes on from its checkpoint; a wrong
     configuration is not. ``on_outcome`` is called in this process, once per task, as they end.
     """
-    _check(tasks, launcher, devices, processes, address, retries)
+    check(tasks, launcher=launcher, devices=devices, processes=processes, address=address, retries=retries)
     done = {task: Outcome(task=task) for task in tasks if task.state == "done"}
     tell = on_outcome or (lambda outcome: None)
     for outcome in done.values():
@@ -94,14 +94,16 @@ def chains(tasks: Iterable[Task]) -> list[list[Task]]:
     return [sorted(chain, key=lambda task: len(task.lineage)) for _, chain in joined]
 
 
-def _check(
+def check(
     tasks: Sequence[Task],
-    launcher: str,
-    devices: Sequence[str] | None,
-    processes: int,
-    address: str | None,
-    retries: int,
+    *,
+    launcher: str = "local",
+    devices: Sequence[str] | None = None,
+    processes: int = 1,
+    address: str | None = None,
+    retries: int = 1,
 ) -> None:
+    """Refuse what :func:`launch` cannot do, before anything is done."""
     problems = []
     if launcher not in LAUNCHERS:
         problems.append(f"unknown launcher {launcher!r}{did_you_mean(launcher, LAUNCHERS)}")
@@ -130,7 +132,7 @@ def _wrong_with(device: str) -> list[str]:
     if place.type not in ("cpu", "cuda"):
         return [f"training runs on 'cpu' or 'cuda', got device {device!r}"]
     if place.type == "cuda" and (place.index or 0) >= count:
-        return [f"no device {device!r}, there are {count} CUDA devices here"]
+        return [f"no device {device!r}, there are {count} CUDA devices here; leave it out, or use 'cpu'"]
     return []
 
 

@@ -22,7 +22,7 @@ from advnorm.analysis.subject import default_device, subject_of
 from advnorm.data import FolderData, add_split, load
 from advnorm.engine.config import Config, Named
 from advnorm.engine.evaluate import benchmark
-from advnorm.engine.partial import environment
+from advnorm.engine.partial import environment, unwritable
 from advnorm.engine.run import Run
 from advnorm.engine.train import train
 from advnorm.studies.base import IMAGES, STUDIES, Cell, Measure, Protocol, Study, same_as
@@ -186,6 +186,24 @@ def tasks(
         return whole
     wanted = {step for task in whole if task.cell == cell for step in task.lineage}
     return [task for task in whole if task in wanted]
+
+
+def blocked(todo: Iterable[Task]) -> list[str]:
+    """What keeps every task that is to do from being done; images that some of them lack stop none of the others.
+
+    Features are made of the images of another task.
+    """
+    waiting = [task for task in todo if task.state in ("to do", "started")]
+    problems = unwritable(waiting[0].record) if waiting else []
+    lacking = []
+    for task in {repr(task.found().config.data): task for task in waiting if task.features is None}.values():
+        data = task.found().config.data
+        try:
+            load(data.name, "train", task.data_dir, **data.options)
+            return problems
+        except ConfigError as error:
+            lacking.append(str(error))
+    return problems + lacking
 
 
 def recorded(task: Task) -> Record:

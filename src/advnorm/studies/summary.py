@@ -167,7 +167,8 @@ def _order(name: str) -> tuple[str, str, list[int]]:
 
 def _others(out: Path) -> dict[str, int]:
     folders = [path for path in sorted(out.iterdir()) if path.is_dir() and path.name not in ("records", *WORKING)]
-    counts = {folder.name: sum(1 for _ in folder.rglob("*.json")) for folder in folders}
+    counts = {out.resolve().name: sum(1 for _ in out.glob("*.json"))}
+    counts |= {folder.name: sum(1 for _ in folder.rglob("*.json")) for folder in folders}
     return {name: count for name, count in counts.items() if count}
 
 
@@ -239,7 +240,7 @@ def read_records(
 
 def _result(study: Study, cells: Mapping[str, Cell], protocol: Protocol | None, records: Sequence[Record]) -> Result:
     values = _values(records)
-    states, settings = _states(cells.values(), protocol, records)
+    states, settings = cell_states(cells.values(), protocol, records)
     # Two steps on synthetic images say nothing of a claim, whatever their numbers are.
     answer: Answer = "not run" if protocol == "smoke" else study.answer(values)
     entries, series = _placed(study, values), []
@@ -361,7 +362,7 @@ def _entry(
     )
 
 
-def _states(
+def cell_states(
     cells: Iterable[Cell], protocol: Protocol | None, records: Sequence[Record]
 ) -> tuple[list[CellState], dict[str, str]]:
     """How far each cell is; settings that all share, and apart from them each cell's own."""
