@@ -23,7 +23,7 @@ from advnorm.attacks import PGD
 from advnorm.cli import evaluate as cli
 from advnorm.cli import listing
 from advnorm.data import ImageData, load, make_loader
-from advnorm.engine import BenchmarkResult, accuracy_against_eps, accuracy_against_steps, benchmark
+from advnorm.engine import BenchmarkResult, accuracy_against_eps, accuracy_against_steps, benchmark, partial
 from advnorm.engine.case import gather
 from advnorm.engine.partial import Partial, alone
 
@@ -104,14 +104,23 @@ def test_an_attack_with_a_route_of_its_own_is_transferred(dual, data):
 
 
 def test_a_model_in_train_mode_is_judged_in_eval_mode_and_stays_as_it_was(sound, data):
-    sound.eval()
-    expected = benchmark(sound, some(data), THREAT, "pgd10").record()["verdicts"]
-    before = {name: value.clone() for name, value in sound.state_dict().items()}
-    sound.train()
+    model = nn.Sequential(nn.Dropout(), nn.BatchNorm2d(1), sound).eval()
+    expected = benchmark(model, some(data), THREAT, "pgd10").record()["verdicts"]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model.train()
     sound.bn2.eval()
-    assert benchmark(sound, some(data), THREAT, "pgd10").record()["verdicts"] == expected
-    assert sound.training and sound.bn1.training and not sound.bn2.training
-    assert all(torch.equal(before[name], value) for name, value in sound.state_dict().items())
+    assert benchmark(model, some(data), THREAT, "pgd10").record()["verdicts"] == expected
+    assert [module for module in model.modules() if not module.training] == [sound.bn2]
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_the_callers_autocast_changes_no_verdict(data):
+    model, (x, _) = Counting(lambda z: z + 1000), some(data)  # bf16 tells no two of these logits apart
+    y, weak = model(x).argmax(1), advnorm.ThreatModel(eps=0.01)
+    expected = benchmark(model, (x, y), weak, "pgd3")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(benchmark(model, (x, y), weak, "pgd3").union(), expected.union())
+    assert 0 < expected.robust_accuracy() < expected.clean_accuracy() == 1
 
 
 def test_attacks_by_name_use_the_statistics_that_judge_and_move_none(sound, data):
@@ -437,6 +446,27 @@ def test_a_partial_file_that_does_not_fit_is_named(content, message, data, tmp_p
     assert str(partial) in str(error.value)
 
 
+def test_the_commit_is_that_of_the_package_with_a_plus_where_its_files_differ(tmp_path, monkeypatch):
+    def git(*words: str) -> str:
+        command = ["git", "-c", "user.name=x", "-c", "user.email=x", "-c", "commit.gpgsign=false", *words]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.strip()
+
+    monkeypatch.setattr(partial, "__file__", str(tmp_path / "advnorm" / "engine" / "partial.py"))
+    monkeypatch.setenv("ADVNORM_COMMIT", "of a container")
+    (tmp_path / "advnorm" / "engine").mkdir(parents=True)
+    first = tmp_path / "advnorm" / "__init__.py"
+    first.touch()
+    git("init", "-q")
+    found = partial._commit.__wrapped__
+    assert found() == "of a container"  # a repository around it that is not its own
+    git("add", ".")
+    git("commit", "-q", "-m", "x")
+    (tmp_path / "advnorm" / "new.txt").touch()
+    assert found() == git("rev-parse", "HEAD")
+    first.write_text("changed")
+    assert found() == git("rev-parse", "HEAD") + "+"
+
+
 def test_memory_that_runs_out_halves_the_batch_and_is_told(data):
     class Large(Counting):
         def forward(self, x):
@@ -484,6 +514,11 @@ SCRIPT = """
                 os.kill(os.getpid(), signal.SIGKILL)
         return wrapped
 
+    def counted(self, *arguments):
+        print("batch", flush=True)
+        return perturb(self, *arguments)
+
+    perturb, advnorm.attacks.PGD.perturb = advnorm.attacks.PGD.perturb, counted
     record, kill = sys.argv[1], sys.argv[2]
     if kill == "pgd":
         Partial.save = killed(Partial.save, lambda *_: 1)
@@ -501,20 +536,22 @@ def test_a_killed_evaluation_continues_and_ends_with_the_same_record(tmp_path):
     script = tmp_path / "run.py"
     script.write_text(textwrap.dedent(SCRIPT))
 
-    def run(name: str, kill: str = "") -> int:
+    def run(name: str, kill: str = "") -> tuple[int, int]:
+        """The exit status, and the batches that PGD attacked."""
         command = [sys.executable, str(script), str(tmp_path / name), kill]
-        return subprocess.run(command, capture_output=True, check=False).returncode
+        done = subprocess.run(command, capture_output=True, check=False)
+        return done.returncode, done.stdout.count(b"batch\n")
 
-    assert run("whole.json") == 0
-    assert run("killed.json", "pgd") == -signal.SIGKILL
+    assert run("whole.json") == (0, 5)
+    assert run("killed.json", "pgd") == (-signal.SIGKILL, 2)
     partial = json.loads((tmp_path / "killed.json.partial").read_text())
     (pgd,) = partial["jobs"].values()
     assert not (tmp_path / "killed.json").exists() and set("1?") <= set(pgd["verdicts"])
-    assert run("killed.json", "apgd-t") == -signal.SIGKILL
+    assert run("killed.json", "apgd-t") == (-signal.SIGKILL, 3)
     folder = next(tmp_path.glob("killed.json.partial.*"))
     batches = len(list(folder.glob("batch-*")))
     assert batches >= 3  # APGD-CE and two batches of APGD-T
-    assert run("killed.json") == 0
+    assert run("killed.json") == (0, 0)
     whole, killed = (json.loads((tmp_path / name).read_text()) for name in ("whole.json", "killed.json"))
     assert without_time(whole) == without_time(killed)
     assert 0 < whole["accuracy"]["as called"]["union"] < whole["accuracy"]["as called"]["clean"]
