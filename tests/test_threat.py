@@ -75,7 +75,8 @@ def test_repr_rebuilds_it_and_copies_are_equal(norm, eps):
 def test_str_shows_pixels_where_they_are_meant():
     assert str(ThreatModel(eps="8/255")) == "Linf eps=8/255"
     assert str(ThreatModel(norm="L2", eps=0.5)) == "L2 eps=0.5"
-    assert str(ThreatModel(eps=0.3)) == "Linf eps=0.3" or "/255" in str(ThreatModel(eps=0.3))
+    for eps in ("0.3", "0.1", "0.2", "0.031", "1", "8.5/255", "16/255"):
+        assert str(ThreatModel(eps=eps)) == f"Linf eps={eps}"
 
 
 @pytest.mark.parametrize(

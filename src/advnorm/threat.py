@@ -63,9 +63,11 @@ class ThreatModel:
         object.__setattr__(self, "eps", parse_length(eps))
 
     def __str__(self) -> str:
+        short = f"{self.eps:g}"
         pixels = Fraction(self.eps * 255).limit_denominator(4)
-        exact = math.isclose(pixels / 255, self.eps, rel_tol=1e-12)
-        return f"{self.norm} eps={f'{float(pixels):g}/255' if exact and self.norm == 'Linf' else f'{self.eps:g}'}"
+        counted = self.norm == "Linf" and math.isclose(pixels / 255, self.eps, rel_tol=1e-12)
+        whole = float(short) == self.eps and len(short) < 6  # as one types it
+        return f"{self.norm} eps={f'{float(pixels):g}/255' if counted and not whole else short}"
 
     # Images are (N, ...), float32 in [0, 1]. "Exactly" below: as real numbers, and as computed in float32.
 

@@ -53,6 +53,13 @@ class Similarities:
         """How many images the mean leaves out."""
         return int(self.per_image.isnan().sum())
 
+    def __float__(self) -> float:
+        return self.mean
+
+    def __str__(self) -> str:
+        left_out = f", {self.without_gradient} of them without a gradient" if self.without_gradient else ""
+        return f"LIGS {self.mean:.4f} over {len(self.per_image)} images{left_out}"
+
     def quantile(self, share: float) -> float:
         """The value that this share of the images lies below."""
         return float(self.per_image.nanquantile(share))

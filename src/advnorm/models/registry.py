@@ -130,7 +130,7 @@ def _option_problems(name: str, spec: ModelSpec | None, options: Mapping[str, An
     problems = []
     for option, value in options.items():
         if option not in spec.options:
-            hint = did_you_mean(option, ["norm", *common, *spec.options])
+            hint = did_you_mean(option, ["num_classes", "norm", *common, *spec.options])
             problems.append(f"unknown option {option!r} of {name}{hint}")
         elif not isinstance(value, spec.options[option]):
             problems.append(f"{option} must be a {spec.options[option].__name__}, got {value!r}")

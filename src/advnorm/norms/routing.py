@@ -121,9 +121,9 @@ def cut(plan: Plan, state: State, batch: int, needs_route: bool) -> tuple[Run, .
             raise RouteError(
                 f"{plan.name} has the domains {', '.join(plan.domains)} and no route is set; wrap the forward in "
                 f"`with advnorm.route(model, '{plan.domains[-1]}'):` for a batch of one domain, or in "
-                f"`with advnorm.route(model, {plan.example_route}):` for a concatenated one. With gradient "
-                "checkpointing keep the backward inside the scope, or (compiled blocks always) pass "
-                "context_fn=advnorm.checkpoint_context(model)"
+                f"`with advnorm.route(model, {plan.example_route}):` for a concatenated one; attacks, evaluations "
+                f"and analyses take route='{plan.domains[-1]}'. With gradient checkpointing keep the backward inside "
+                "the scope, or (compiled blocks always) pass context_fn=advnorm.checkpoint_context(model)"
             )
         route = ((plan.domains[0], None),)
     runs: list[Run] = []

@@ -207,6 +207,7 @@ class Cross(DualDomain):
 
     The clean images are only forwarded, the weights learn from the adversarial ones (paper A, sec. 3, fig. 1). The norm
     is ``cross_bn``, of which the branch ``adv`` alone is trained: BN_clean of the paper, for images of either domain.
+    The other branch gets no gradient: give DDP ``find_unused_parameters=True``.
     """
 
     summary, paper = "adversarial images normalized by clean statistics (Cross-AT)", "A (fig. 1, 2)"
