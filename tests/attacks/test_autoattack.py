@@ -243,6 +243,14 @@ def test_verdicts_are_in_float32_inside_the_callers_autocast(linf):
     assert 0 < result.robust_accuracy < result.clean_accuracy
 
 
+def test_the_callers_autocast_changes_no_bit_of_the_search(linf):
+    x, y = linf.first(40)
+    expected = quick(linf.threat).evaluate(linf.model, x, y)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = quick(linf.threat).evaluate(linf.model, x, y)
+    assert torch.equal(found.x_adv, expected.x_adv) and torch.equal(found.fooled_by, expected.fooled_by)
+
+
 def test_fooled_images_cost_no_more(linf):
     x, y = linf.first(200)
     result = AutoAttack(threat=linf.threat, queries=200).evaluate(linf.model, x, y)

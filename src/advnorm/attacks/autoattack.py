@@ -10,7 +10,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -154,7 +154,7 @@ class AutoAttack(Attack):
             fast = search
             if fast is None and self.precision == "bf16":
                 fast = fast_stand_in(model, route=self.route, statistics=self.statistics)
-            cascade = _Cascade(self, predict, x, y, noise, device=device, search=fast)
+            cascade = _Cascade(self, predict, x, y, noise, device=device, search=fast, given=search is not None)
             if record is not None:
                 cascade.record = Record(Path(record), self._asked(x, y, index, cascade, search))
             if bar or (bar is None and sys.stderr.isatty()):
@@ -184,7 +184,9 @@ class _Cascade:
         *,
         device: torch.device,
         search: Predict | None = None,
+        given: bool = False,
     ) -> None:
+        self.given = given  # the search is the caller's, and so is its precision
         self.attack, self.x, self.y, self.noise, self.device = attack, x, y, noise, device
         stand_in = {"float32": None, "tf32": _with_float32(predict, "tf32"), "bf16": _with_bfloat16(predict)}
         fast = search or stand_in[attack.precision]
@@ -210,6 +212,15 @@ class _Cascade:
         answer = self.record.answer(self.x.device) if self.record else None
         if answer is not None:
             return AutoAttackResult(attack=self.attack, **answer)
+        # Gradients too, which are taken outside of the forward's own scope.
+        with nullcontext() if self.given else float32_as(self._float32, self.device):
+            return self._run()
+
+    @property
+    def _float32(self) -> Literal["ieee", "tf32"]:
+        return "tf32" if self.attack.precision == "tf32" else "ieee"
+
+    def _run(self) -> AutoAttackResult:
         classes, stages = self._prepare()
         names = ("clean", *stages)
         done = {name: torch.zeros_like(self.y, dtype=torch.bool) for name in stages}
