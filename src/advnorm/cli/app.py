@@ -345,12 +345,12 @@ def analyze(
 
 @app.command()
 def report(
-    results: Annotated[Path, typer.Argument(help="Folder with the records of `advnorm study`.")] = Path("results"),
+    results: Annotated[Path, typer.Argument(help="Folder of `advnorm study`, or of training runs.")] = Path("results"),
     out: Annotated[Path, typer.Option(help="The page, one HTML file.")] = Path("report.html"),
 ) -> None:
-    """One page of all studies: verdicts, the papers' numbers beside ours, and the conditions of each.
+    """One page of all studies: verdicts, the papers' numbers beside ours; or of the training runs in a folder.
 
-    Example: `advnorm report results/ --out report.html`
+    Examples: `advnorm report results/ --out report.html`, `advnorm report runs/ --out report.html`
     """
     from advnorm.cli.report import report as run
 

@@ -1,4 +1,4 @@
-"""The verb ``report``: one page of all studies from the records below a folder."""
+"""The verb ``report``: one page of all studies from the records below a folder, or of the training runs in it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from rich.console import Console
 
 from advnorm._core.errors import raise_all
 from advnorm._core.records import write_whole
+from advnorm.engine.overview import overview
 from advnorm.engine.partial import unwritable
+from advnorm.report.page import render
+from advnorm.report.runs import runs_page
 from advnorm.report.studies import counts, render_studies
 from advnorm.studies.summary import summary
 
@@ -17,6 +20,8 @@ def report(console: Console, results: Path, out: Path) -> int:
     """Write the page and say what is in it; a record that cannot be read is told and skipped."""
     raise_all(unwritable(out), "bad command")
     found = summary(results)
+    if not (results / "records").is_dir() and _of_runs(console, results, out):
+        return 0
     write_whole(out, render_studies(found).encode(errors="replace"))
     for problem in found["problems"]:
         console.print(problem, style="yellow", highlight=False, markup=False, soft_wrap=True)
@@ -31,3 +36,17 @@ def report(console: Console, results: Path, out: Path) -> int:
     console.print(f"{len(found['studies'])} studies: {told}", highlight=False)
     console.print(f"report: {out}", highlight=False, markup=False, soft_wrap=True)
     return 0
+
+
+def _of_runs(console: Console, folder: Path, out: Path) -> bool:
+    """The page of a folder of runs and evaluations, where it is one."""
+    found = overview(folder)
+    kinds = {"run": found["runs"], "evaluation": found["benchmarks"], "audit": found["audits"]}
+    told = ", ".join(f"{len(items)} {kind}{'s' * (len(items) > 1)}" for kind, items in kinds.items() if items)
+    for problem in found["problems"] if told else ():
+        console.print(problem, style="yellow", highlight=False, markup=False, soft_wrap=True)
+    if told:
+        write_whole(out, render(runs_page(found)).encode(errors="replace"))
+        console.print(told, highlight=False)
+        console.print(f"report: {out}", highlight=False, markup=False, soft_wrap=True)
+    return bool(told)

@@ -1,0 +1,79 @@
+"""The page of a folder of runs: what was trained, judged and audited, and what could not be read."""
+
+import json
+import shutil
+
+import pytest
+from typer.testing import CliRunner
+
+import advnorm
+from advnorm.cli.app import app, spelled_out
+from advnorm.engine.overview import overview
+from advnorm.report.runs import runs_page
+
+SMALL = {"model": "small_cnn", "eps": 0.1, "epochs": 2, "batch_size": 256, "attack": {"steps": 1}, "held_out": 0.1}
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, spelled_out([str(argument) for argument in arguments]), env={"COLUMNS": "200"})
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder with two runs, of which one is judged and audited."""
+    folder = tmp_path_factory.mktemp("runs")
+    for norm in ("bn", "dual_bn"):
+        run = advnorm.train(advnorm.Config.from_dict({**SMALL, "norm": norm, "name": norm}), out=folder, device="cpu")
+    few = ("--limit", 12, "--device", "cpu")
+    out = invoke("evaluate", run.folder, "--attacks", "fgsm", "pgd2", *few, "--json", run.folder / "judged.json")
+    assert out.exit_code == 0, out.output
+    out = invoke("audit", folder / "bn-seed0", "--budget", "quick", *few, "--json", folder / "audit.json")
+    assert out.exit_code in (0, 1, 3, 4), out.output
+    return folder
+
+
+def column(table, label):
+    place = [column["label"] for column in table["columns"]].index(label)
+    return [row[place] for row in table["rows"] if len(row) > 1]
+
+
+def headings(table):
+    return [row[0] for row in table["rows"] if len(row) == 1]
+
+
+def test_every_run_evaluation_and_audit_is_on_the_page(runs, tmp_path):
+    out = invoke("report", runs, "--out", tmp_path / "page.html")
+    assert out.exit_code == 0 and "2 runs, 1 evaluation, 1 audit" in out.output
+    page = (tmp_path / "page.html").read_text()
+    assert "Judged" in page and "Is it real?" in page and 'src="http' not in page
+    trained, judged, audited = runs_page(overview(runs))["tables"]
+    assert headings(trained) == ["bn-seed0", "dual_bn-seed0"] and column(trained, "norm") == ["bn", "dual_bn"]
+    assert column(trained, "epochs") == ["2 of 2", "2 of 2"]
+    metrics = [json.loads(line) for line in (runs / "bn-seed0" / "metrics.jsonl").read_text().splitlines()]
+    assert column(trained, "adv, training")[0] == metrics[-1]["adv_accuracy"]
+    held_out = metrics[-1]["held_out"]
+    assert column(trained, "held out, last")[0].startswith(f"clean {100 * held_out['clean']:.1f}, ")
+    record = json.loads((runs / "dual_bn-seed0" / "judged.json").read_text())
+    assert headings(judged) == ["dual_bn-seed0: best checkpoint, digits, test, Linf eps=0.1, 12 images"]
+    assert column(judged, "branch") == ["clean", "adv"]
+    assert column(judged, "pgd2") == [record["accuracy"][branch]["pgd2"] for branch in ("clean", "adv")]
+    assert column(audited, "verdict") == [json.loads((runs / "audit.json").read_text())["verdict"]]
+
+
+def test_runs_in_the_figure_are_told_apart_by_what_differs(runs):
+    (figure,) = runs_page(overview(runs))["figures"]
+    assert [row["label"] for row in figure["rows"]] == ["bn", "dual_bn"] and list(figure["x"]) == [1, 2]
+
+
+def test_what_cannot_be_read_is_told_and_the_rest_is_shown(runs, tmp_path):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "run.json").write_text("{")
+    (tmp_path / "other.json").write_text('{"format": "advnorm.benchmark/1"}')
+    (tmp_path / "foreign.json").write_text("[1, 2]")
+    shutil.copytree(runs / "bn-seed0", tmp_path / "good")
+    found = overview(tmp_path)
+    damaged = ["broken/run.json", "foreign.json", "other.json"]
+    assert [problem.split(" ")[0] for problem in found["problems"]] == damaged
+    assert [run["name"] for run in found["runs"]] == ["good"]
+    out = invoke("report", tmp_path, "--out", tmp_path / "page.html")
+    assert out.exit_code == 0 and out.output.count("is skipped") == 3
