@@ -81,6 +81,7 @@ GOOD = {
     "validate_every": [0, 5],
     "validation_attack": ["fgsm", "pgd20-restarts2", "training"],
     "validation_images": [500],
+    "snapshots": [(1,), (2, 10)],
     "seed": [7],
     "name": ["my_run-1.0"],
 }
@@ -115,6 +116,12 @@ BAD = {
     "milestones": [([5, 5], "must increase"), ([10], "between 0 and epochs (10)"), ([0], "between 0"), (5, "a list")],
     "validation_attack": [("pgdd", "validation_attack: "), ("pgd10-momentum1.2.3", "validation_attack: ")],
     "validation_images": [(0, "at least 1")],
+    "snapshots": [
+        ([5, 5], "must increase"),
+        ([11], "between 1 and epochs (10)"),
+        ([0], "between 1"),
+        ([2.5], "integer"),
+    ],
     "train_only": [("norms", "give its weights")],
     "name": [("a/b", "folder"), ("", "folder"), ("..", "folder"), ("-x", "folder")],
     "seed": [(2**31, "lie in [0, 2147483647]")],
@@ -122,7 +129,9 @@ BAD = {
 
 
 def test_milestones_move_with_epochs_that_alone_are_changed(tmp_path):
-    config = Config(schedule="step", epochs=110, milestones=(100, 105))
+    config = Config(schedule="step", epochs=110, milestones=(100, 105), snapshots=(1, 2, 55, 110))
+    assert config.with_overrides(["epochs=10"]).snapshots == (1, 5, 10)
+    assert config.with_overrides(["epochs=3", "snapshots=[3]"]).snapshots == (3,)
     assert config.with_overrides(["epochs=30"]).milestones == (27.2727, 28.6364)
     assert config.with_overrides(["epochs=220"]).milestones == (200.0, 210.0)
     assert config.with_overrides(["epochs=30", "milestones=[5, 9]"]).milestones == (5.0, 9.0)

@@ -329,6 +329,39 @@ def test_best_and_last_are_the_models_of_their_epochs(tmp_path, monkeypatch):
     assert not run.model().training
 
 
+@pytest.mark.parametrize("ema", [None, 0.5])
+def test_snapshots_are_the_models_after_their_epochs(tmp_path, ema):
+    whole = train(small(norm="dual_bn", ema=ema, snapshots=(1, 3)), tmp_path / "whole")
+    assert whole.snapshots == {1: "epoch1", 3: "epoch3"}
+    short = train(small(norm="dual_bn", ema=ema, schedule="constant", epochs=1), tmp_path / "short")
+    long = train(small(norm="dual_bn", ema=ema, schedule="constant", snapshots=(1,)), tmp_path / "long")
+    for one, other in ((whole.model("epoch3"), whole.model("last")), (long.model("epoch1"), short.model("last"))):
+        assert all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
+    assert not torch.equal(whole.model("epoch1").fc.weight, whole.model("epoch3").fc.weight)
+    with pytest.raises(ConfigError, match="no checkpoint 'epoch2'.*did you mean 'epoch"):
+        whole.model("epoch2")
+    twice = train(small(norm="dual_bn", epochs=2, budget=2, snapshots=(1, 2)), tmp_path / "twice")
+    assert list(twice.snapshots) == [2, 4]
+
+
+def test_a_run_that_died_before_its_snapshot_was_kept_keeps_it_then(tmp_path, monkeypatch):
+    config, save = small(snapshots=(1, 3)), checkpoint.save
+
+    def dies(folder, name, *more):
+        if name == "epoch1":
+            raise KeyboardInterrupt
+        return save(folder, name, *more)
+
+    monkeypatch.setattr(checkpoint, "save", dies)
+    with pytest.raises(KeyboardInterrupt):
+        train(config, tmp_path / "died")
+    monkeypatch.setattr(checkpoint, "save", save)
+    died, whole = train(config, tmp_path / "died"), train(config, tmp_path / "whole")
+    for which in ("epoch1", "epoch3", "last"):
+        one, other = (run.model(which).state_dict() for run in (died, whole))
+        assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
 def test_weights_come_from_a_run_or_a_file_and_must_fit(tmp_path):
     start = train(small(norm="dual_bn", epochs=1), tmp_path)
     file = checkpoint.save_weights(tmp_path / "w.safetensors", start.model(), {})

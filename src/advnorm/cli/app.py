@@ -39,7 +39,9 @@ Overrides = Annotated[
 Target = Annotated[
     str, typer.Argument(help="Folder of a run, or module:function that returns the model; looked up from here.")
 ]
-Checkpoint = Annotated[str | None, typer.Option(help="Of a run: best (by held-out accuracy, the default) or last.")]
+Checkpoint = Annotated[
+    str | None, typer.Option(help="Of a run: best (by held-out accuracy, the default), last, or epoch5.")
+]
 Weights = Annotated[Path | None, typer.Option(help="Its weights, as .safetensors.")]
 Data = Annotated[
     str | None,

@@ -177,6 +177,7 @@ class Config:
     validate_every: int = 1
     validation_attack: str = "pgd10"  # a name, or "training": its own attack
     validation_images: int | None = None
+    snapshots: tuple[int, ...] = ()  # epochs after which the model is kept, to look at it along training
 
     seed: int = 0
     name: str | None = None
@@ -341,6 +342,13 @@ class Config:
             problems.append(
                 "running_epochs leaves no epoch that estimates the statistics; make it smaller, or give weights"
             )
+        if fine("epochs", "snapshots") and self.snapshots:
+            ordered = all(a < b for a, b in zip(self.snapshots, self.snapshots[1:]))
+            if not (ordered and self.snapshots[0] >= 1 and self.snapshots[-1] <= self.epochs):
+                problems.append(
+                    f"snapshots must increase and lie between 1 and epochs ({self.epochs}), "
+                    f"got {shown(list(self.snapshots))}"
+                )
         if fine("milestones") and self.milestones:
             if fine("schedule") and self.schedule != "step":
                 problems.append(f"milestones belong to schedule='step', the schedule is {self.schedule!r}; drop either")
@@ -413,6 +421,7 @@ class Config:
             self,
             budget=1,
             milestones=tuple(times * milestone for milestone in self.milestones),
+            snapshots=tuple(times * epoch for epoch in self.snapshots),
             **{name: times * getattr(self, name) for name in counted},
         )
 
@@ -473,7 +482,7 @@ class Config:
     def with_overrides(self, overrides: Sequence[str]) -> Config:
         """A changed configuration: ``config.with_overrides(["attack.steps=20", "eps=16/255"])``.
 
-        Milestones move along with ``epochs`` where these alone are changed, so that a schedule keeps its shape.
+        Milestones and snapshots move along with ``epochs`` where these alone are changed: a schedule keeps its shape.
         """
         return self._overridden(self.to_dict(), overrides)
 
@@ -483,10 +492,12 @@ class Config:
             raise ConfigError(f"a configuration is a mapping of settings, got {shown(settings)}; write key: value")
         changed, problems = overridden(settings, overrides, _IN_PARTS)
         before, now = (given.get("epochs", cls.epochs) for given in (settings, changed))
-        milestones = changed.get("milestones")
-        if now != before and milestones and milestones is settings.get("milestones"):  # not set by an override
-            with suppress(TypeError, ZeroDivisionError):  # what is wrong with them is told with the rest
-                changed["milestones"] = [round(milestone * now / before, 4) for milestone in milestones]
+        moved = {"milestones": lambda at: round(at, 4), "snapshots": lambda at: max(1, round(at))}
+        for name, rounded in moved.items() if now != before else ():
+            places = changed.get(name)
+            if places and places is settings.get(name):  # not set by an override
+                with suppress(TypeError, ZeroDivisionError):  # what is wrong with them is told with the rest
+                    changed[name] = list(dict.fromkeys(rounded(place * now / before) for place in places))
         return from_mapping(cls, changed, problems)
 
 

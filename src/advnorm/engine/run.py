@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,8 @@ from advnorm.models import create_model
 from advnorm.surgery import convert_head
 
 FORMAT = "advnorm.run/1"
-Which = Literal["best", "last"]
+#: A checkpoint of a run: ``best``, ``last``, or ``epoch5`` where ``snapshots`` kept it.
+Which = str
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,9 @@ class Run:
         return [json.loads(line) for line in whole]  # what follows the last line's end was cut short by a full disk
 
     def model(self, which: Which | None = None, device: str | torch.device = "cpu") -> nn.Module:
-        """The model of the ``best`` checkpoint (by held-out accuracy) or the ``last``; the best where there is one.
+        """The model of the ``best`` checkpoint (by held-out accuracy), the ``last``, or that of a snapshot, ``epoch5``.
 
-        With an EMA it is the averaged one. It comes in eval mode.
+        By default the best where there is one. With an EMA it is the averaged one. It comes in eval mode.
         """
         name = self.judged(which)
         tensors, _ = checkpoint.load(self.checkpoints, name)
@@ -101,6 +102,12 @@ class Run:
         state = part(tensors, "model.") | part(tensors, "ema.")
         checkpoint.restore_model(model, state, f"the checkpoint {name!r} of {self.folder}")
         return model.to(device).eval()
+
+    @property
+    def snapshots(self) -> dict[int, Which]:
+        """The checkpoints that were kept along training, by their epochs."""
+        epochs = self.config.scaled().snapshots
+        return {epoch: snapshot(epoch) for epoch in epochs if checkpoint.exists(self.checkpoints, snapshot(epoch))}
 
     def judged(self, which: Which | None = None) -> Which:
         """The checkpoint that counts: the given one, else the best where there is one."""
@@ -171,6 +178,11 @@ def described(data: ImageData | FolderData) -> dict[str, Any]:
         "num_classes": data.num_classes,
         "fingerprint": data.fingerprint,
     }
+
+
+def snapshot(epoch: int) -> Which:
+    """What the checkpoint is called that is kept after so many epochs."""
+    return f"epoch{epoch}"
 
 
 def build_model(config: Config, data: Mapping[str, Any]) -> nn.Module:

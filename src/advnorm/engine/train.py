@@ -45,7 +45,7 @@ from advnorm.engine.mixing import mixed
 from advnorm.engine.optim import learning_rate, make_optimizer, only_norms
 from advnorm.engine.partial import environment, model_fingerprint
 from advnorm.engine.ranks import Ranks, TrainingError, placed
-from advnorm.engine.run import Run, build_model, described, part, start_from
+from advnorm.engine.run import Run, build_model, described, part, snapshot, start_from
 from advnorm.engine.validation import Validation
 from advnorm.norms import domains
 from advnorm.objectives import OBJECTIVES, REGULARIZERS, SECOND_PASSES, Objective, Step
@@ -489,12 +489,16 @@ class Loop:
 
     def _write(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         checkpoint.save(self.run.checkpoints, "last", tensors, meta)
-        self._mark_best()
+        self._name_it(tensors)
 
-    def _mark_best(self) -> None:
-        """Let ``best`` be the checkpoint just written, where it is; once more after a kill between the two."""
+    def _name_it(self, tensors: Mapping[str, Tensor]) -> None:
+        """What the checkpoint just written is besides: the best, one to keep. Once more after a kill in between."""
         if self.best is not None and self.best["step"] == self.step:
             checkpoint.alias(self.run.checkpoints, "last", "best")
+        epoch, rest = divmod(self.step, self.loader.steps)
+        if epoch in self.config.snapshots and not rest:
+            model = {name: value for name, value in tensors.items() if name.startswith(("model.", "ema."))}
+            checkpoint.save(self.run.checkpoints, snapshot(epoch), model, {"step": self.step})
 
     def _resume(self) -> None:
         """Take up the last checkpoint, where there is one; what was written after it is taken back."""
@@ -513,7 +517,7 @@ class Loop:
                 row = rows[self.ranks.rank] if len(rows) == self.ranks.world else rows.mean(0)
                 self.sums = dict(zip(meta["sums"], row.clone()))
             self.step, self.best, self.clock.total = meta["step"], meta["best"], meta["seconds"]
-            self.ranks.lead_does(lambda: (self.journal.cut(meta["metrics_bytes"]), self._mark_best()))
+            self.ranks.lead_does(lambda: (self.journal.cut(meta["metrics_bytes"]), self._name_it(tensors)))
             self.ranks.lead_does(lambda: checkpoint.sweep(self.run.checkpoints))  # a kill may come before the last one
         else:
             self.ranks.lead_does(lambda: self.journal.cut(0))
