@@ -56,7 +56,7 @@ def test_a_dry_run_says_how_far_each_cell_is_and_runs_nothing(tmp_path):
 def test_a_figure_which_prints_no_numbers_is_told_in_whole_lines():
     study = STUDIES.get("C/fig4")
     assert listing.study(study).plain.splitlines()[:2] == ["C/fig4", f"claim: {study.printed['claim']}"]
-    sums = {(cell.name, f"sums/{kind}"): [1.0] for cell in study.cells() for kind in ("clean", "adv")}
+    sums = {(cell.name, f"10/sums/{kind}"): [1.0] for cell in study.cells() for kind in ("clean", "adv")}
     told = listing.study(study, sums, "fast").plain
     assert (
         told.startswith("C/fig4 fast\nclaim: ") and "Not confirmed." in told and "`advnorm report` shows ours" in told

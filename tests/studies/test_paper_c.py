@@ -127,8 +127,20 @@ def test_the_projection_is_judged_by_the_distance_of_the_domains_and_what_lies_b
     assert STUDIES.get("C/fig1").answer(values) == answer
 
 
-@pytest.mark.parametrize(("clean", "answer"), [(2.0, "confirmed"), (0.5, "not confirmed")])
-def test_the_shift_of_statistics_is_judged_for_clean_and_adversarial_batches(clean, answer):
-    sequential = {(f"{LARGE}/mat_seq_0.25", "sums/clean"): [clean], (f"{LARGE}/mat_seq_0.25", "sums/adv"): [3.0]}
-    concatenated = {(f"{LARGE}/mat_cat_0.25", f"sums/{kind}"): [1.0] for kind in ("clean", "adv")}
-    assert STUDIES.get("C/fig4").answer(sequential | concatenated) == answer
+@pytest.mark.parametrize(
+    ("sequential", "concatenated", "answer"),
+    [
+        ((1.0, 9.0, 2.0), (3.0, 2.0, 1.0), "confirmed"),
+        ((1.0, 1.0, 2.0), (3.0, 2.0, 1.0), "not confirmed"),  # no further on the whole
+        ((1.0, 9.0, 2.0), (1.0, 2.0, 1.5), "not confirmed"),  # comes no nearer
+        ((1.0, 9.0, 2.0), (), "not run"),
+    ],
+)
+def test_the_shift_of_statistics_is_judged_along_training(sequential, concatenated, answer):
+    values = {
+        (f"{LARGE}/mat_{how}_0.25", f"{10 * place}/sums/{kind}"): [value + 100 * (kind == "adv")]
+        for how, course in (("seq", sequential), ("cat", concatenated))
+        for place, value in enumerate(course, 8)  # 80, 90, 100: in the order of numbers
+        for kind in ("clean", "adv")
+    }
+    assert STUDIES.get("C/fig4").answer(values) == answer

@@ -4,12 +4,12 @@ import itertools
 
 import pytest
 
-from advnorm import Config, train
 from advnorm.analysis import RECIPES
 from advnorm.data import load
 from advnorm.engine.config import Named
 from advnorm.studies import STUDIES, paper_d, printed
 from advnorm.studies.base import mean
+from advnorm.studies.protocols import under
 from advnorm.studies.run import Task, run_all, work
 from advnorm.studies.summary import collected
 
@@ -47,17 +47,16 @@ def test_trainings_that_studies_share_have_one_configuration():
 
     assert trained("D/table1", "cifar10/vgg16/bn") == trained("D/fig1", "standard/bn") == trained("D/fig15", "bn")
     assert trained("D/table1", "cifar10/resnet50/bn") == trained("D/fig7", "source/standard")
-    assert (
-        trained("D/fig2", "none/early") == trained("D/fig4", "standard/none/early") == trained("D/fig8", "none/early")
-    )
+    assert trained("D/fig2", "none") == trained("D/fig4", "standard/none") == trained("D/fig8", "none")
     assert trained("D/fig11", "resnet50/gn") == trained("D/table2", "imagenet/resnet50/gn")
 
 
-def test_an_early_network_is_the_beginning_of_the_long_training(tmp_path):
-    long = Config(objective="standard", epochs=3, milestones=(1.5, 2.0), batch_size=512, held_out=0, validate_every=0)
-    assert paper_d.until(2, long).milestones == (1.5,)
-    rows = [train(paper_d.until(epochs, long), out=tmp_path, device="cpu").metrics() for epochs in (2, 3)]
-    assert rows[0] == rows[1][:2]
+@pytest.mark.parametrize(
+    ("protocol", "epochs"), [("paper", (5, 20, 75, 150)), ("fast", (1, 4, 15, 30)), ("smoke", (1,))]
+)
+def test_networks_are_looked_at_along_their_training(protocol, epochs):
+    cell = under(protocol, STUDIES.get("D/fig4").cell("standard/bn"))
+    assert cell.config.snapshots == epochs and {measure.checkpoint for measure in cell.measures} == {"along"}
 
 
 # -- checks of figures and lost tables, on made-up values that bear the claim out --------------------------------------
@@ -66,19 +65,20 @@ LIGS = "networks/run/shifts/{}/mean"
 NORMED = paper_d.NORMED
 
 
-def trend(**cells):
-    """Cells by their LIGS, robust and clean accuracy."""
+def trend(epochs=(5, 20, 75, 150), **cells):
+    """Cells by their LIGS, robust and clean accuracy, the same all along."""
     names = (LIGS.format("gaussian"), "shared/pgd10", "shared/clean")
-    return {(cell, name): value for cell, values in cells.items() for name, value in zip(names, values)}
-
-
-def both(**cells):
-    """The same early and at the end."""
-    return {f"{cell}{when}": value for cell, value in cells.items() for when in ("/early", "")}
+    return {
+        (cell, f"{epoch}/{name}"): value
+        for cell, values in cells.items()
+        for name, value in zip(names, values)
+        for epoch in epochs
+    }
 
 
 def smooth(**cells):
-    return {(f"{cell}/early", f"networks/run/batches/{k}/smoothness"): v for cell, v in cells.items() for k in (0, 1)}
+    paths = [f"5/networks/run/batches/{batch}/smoothness" for batch in (0, 1)]
+    return {(cell, path): value for cell, value in cells.items() for path in paths}
 
 
 def table2():
@@ -110,22 +110,23 @@ def fig1():
 
 
 def fig2():
-    values = {"none/early": 0.9, "none": 0.6, "bn/early": 0.7, "bn": 0.3}
+    values = {("none", 5): 0.9, ("none", 150): 0.6, ("bn", 5): 0.7, ("bn", 150): 0.3}
     shifts = ("gaussian", "uniform", "fgsm", "pgd")
-    return {(cell, LIGS.format(shift)): value for cell, value in values.items() for shift in shifts}
+    return {(cell, f"{at}/{LIGS.format(shift)}"): value for (cell, at), value in values.items() for shift in shifts}
 
 
 def less_robust(*norms):
-    standard = both(**{f"standard/{norm}": (0.3, 10, 90) for norm in norms}, **{"standard/none": (0.6, 30, 85)})
-    return trend(**standard, **both(**{f"robust/{norm}": (0.97, 70, 80) for norm in ("none", *norms)}))
+    standard = {f"standard/{norm}": (0.3, 10, 90) for norm in norms} | {"standard/none": (0.6, 30, 85)}
+    return trend(**standard, **{f"robust/{norm}": (0.97, 70, 80) for norm in ("none", *norms)})
 
 
 def fig8():
-    factors = trend(**both(**dict.fromkeys(paper_d.FACTORS, (0.3, 10, 90)), base=(0.3, 10, 90)))
-    higher = ("width/2", "activation/selu", "optimizer/adam", "weight_decay/0.005/early", "lr/0.5/early")
-    lower = ("depth/34", "depth/50", "weight_decay/0.005", "lr/0.5")
-    moved = dict.fromkeys(higher, (0.32, 10, 90)) | dict.fromkeys(lower, (0.28, 10, 90))
-    return factors | trend(**moved, none=(0.6, 30, 85))
+    factors = trend(**dict.fromkeys(paper_d.FACTORS, (0.3, 10, 90)), base=(0.3, 10, 90))
+    higher, crossing = ("width/2", "activation/selu", "optimizer/adam"), ("weight_decay/0.005", "lr/0.5")
+    early = trend((5,), **dict.fromkeys((*higher, *crossing), (0.32, 10, 90)))
+    late = trend((150,), **dict.fromkeys(higher, (0.32, 10, 90)))
+    late |= trend((150,), **dict.fromkeys((*crossing, "depth/34", "depth/50"), (0.28, 10, 90)))
+    return factors | early | late | trend(none=(0.6, 30, 85))
 
 
 def fig9():
@@ -140,11 +141,11 @@ def fig11():
 
 
 def conflict(recipe):
-    aligned = {"bn/early": (70, 20), "bn": (20, 50), "none": (60, 10)}
+    aligned = {("bn", 5): (70, 20), ("bn", 150): (20, 50), ("none", 150): (60, 10)}
     kinds = ("robust", "non_robust")
     return {
-        (f"{recipe}/{name}", f"aligned_with_{kind}_features/0"): value
-        for name, pair in aligned.items()
+        (f"{recipe}/{norm}", f"{epoch}/aligned_with_{kind}_features/0"): value
+        for (norm, epoch), pair in aligned.items()
         for kind, value in zip(kinds, pair)
     }
 
@@ -158,9 +159,12 @@ MADE_UP = {
     "D/fig5": lambda: trend(
         **{"bn": (0.3, 10, 94), "bn/ligs": (0.9, 40, 92), "none": (0.6, 30, 90), "none/ligs": (0.9, 45, 89)}
     ),
-    "D/fig6": lambda: trend(
-        **{"D_R/none": (0.95, 40, 75), "D_R/bn": (0.95, 45, 80), "D_rand/none": (0.9, 10, 10)},
-        **{"D_rand/bn/early": (0.8, 10, 10), "D_rand/bn": (0.2, 0, 60)},
+    "D/fig6": lambda: (
+        trend(
+            **{"D_R/none": (0.95, 40, 75), "D_R/bn": (0.95, 45, 80), "D_rand/none": (0.9, 10, 10)},
+        )
+        | trend((5, 20), **{"D_rand/bn": (0.8, 10, 10)})
+        | trend((150,), **{"D_rand/bn": (0.2, 0, 60)})
     ),
     "D/fig7": lambda: conflict("D_conflict"),
     "D/fig8": fig8,
@@ -213,7 +217,7 @@ def test_conflicting_features_are_made_learned_and_judged(tmp_path):
     todo = [Task(study=study.name, cell=c.name, seed=0, protocol="smoke", out=str(tmp_path)) for c in study.cells()]
     assert [outcome.error for outcome in run_all(todo, retries=0)] == [None] * len(todo)
     values, _ = collected(study, protocol="smoke", out=tmp_path)
-    robust, other = (f"aligned_with_{kind}_features/0" for kind in ("robust", "non_robust"))
+    robust, other = (f"1/aligned_with_{kind}_features/0" for kind in ("robust", "non_robust"))
     assert 0 <= mean(values, "D_conflict/bn", robust) + mean(values, "D_conflict/bn", other) <= 100
     assert study.answer(values) in ("confirmed", "not confirmed")
     by_recipe = {

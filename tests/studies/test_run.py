@@ -5,14 +5,16 @@ import shutil
 from dataclasses import asdict, replace
 
 import pytest
+import torch
 from PIL import Image
 
-from advnorm import ConfigError, train
+from advnorm import Config, ConfigError, train
 from advnorm._core.records import write_json
+from advnorm.data import load
 from advnorm.studies import STUDIES, find, get, list_studies
-from advnorm.studies.base import mean, same_as
+from advnorm.studies.base import Measure, mean, same_as
 from advnorm.studies.record import FORMAT
-from advnorm.studies.run import Outcome, Stopped, attempt, blocked, run_all, tasks, work
+from advnorm.studies.run import Outcome, Stopped, Task, attempt, blocked, measured, run_all, tasks, work
 from advnorm.studies.summary import collected, summary
 
 
@@ -214,3 +216,19 @@ def test_images_that_some_cells_lack_stop_none_of_the_others(tmp_path):
     assert blocked(found) == []
     assert blocked(task for task in found if task.cell.startswith("cifar10")) != []
     assert blocked([]) == [] and not (tmp_path / "out").exists()
+
+
+def test_a_measurement_along_training_is_that_of_every_snapshot(tmp_path):
+    settings = {"epochs": 3, "batch_size": 256, "attack": {"steps": 1}, "held_out": 0.1, "snapshots": [1, 3]}
+    run = train(Config.from_dict({"objective": "standard", "eps": 0.1, **settings}), out=tmp_path, device="cpu")
+    task = Task(study="A/table6", cell="standard/eps8", seed=0, protocol="smoke", out=str(tmp_path), device="cpu")
+    measure = Measure(options={"attacks": {"one": "fgsm"}, "limit": 100}, checkpoint="along")
+    found = measured(run, measure, task)
+    assert {*found} == {f"{epoch}/shared/{name}" for epoch in (1, 3) for name in ("clean", "one")}
+    data = load("digits", "test")
+    chosen = torch.arange(100) * len(data) // 100
+    for epoch in (1, 3):
+        with torch.no_grad():
+            right = run.model(f"epoch{epoch}")(data.pixels(chosen)).argmax(1) == data.labels[chosen]
+        assert found[f"{epoch}/shared/clean"] == pytest.approx(100 * right.double().mean().item())
+    assert found["1/shared/clean"] != found["3/shared/clean"]

@@ -282,6 +282,16 @@ def test_a_figures_numbers_are_series_by_place_and_single_ones(tmp_path):
     assert [(entry["value"], entry["ours"], entry["paper"]) for entry in result["entries"]] == [("sums/AP", 0.5, None)]
 
 
+def test_what_is_numbered_within_an_epoch_is_drawn_over_the_epochs(tmp_path):
+    cell = next(iter(STUDIES.get("D/fig14").cells())).name
+    values = {f"{epoch}/batches/{batch}/smoothness": epoch + batch for epoch in (5, 75, 20) for batch in (0, 1)}
+    written(task(tmp_path, cell, study="D/fig14"), values)
+    (result,) = of(summary(tmp_path), "D/fig14")["results"]
+    assert [(series["value"], series["x"], series["ours"]) for series in result["series"]] == [
+        (f"batches/{batch}/smoothness", [5, 20, 75], [5 + batch, 20 + batch, 75 + batch]) for batch in (0, 1)
+    ]
+
+
 def test_layers_are_a_row_and_what_the_check_reads_comes_first(tmp_path):
     values = {"sums/adv-noise": 9.0, "sums/clean-noise": 2.0, "channels/0": 7, "channels/1": 8, "channels/2": 9}
     values |= {f"layers/AP/{name}/total": value for name, value in (("bn1", 5.0), ("layer1.0.bn1", 6.0), ("x", 4.0))}

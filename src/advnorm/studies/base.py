@@ -39,7 +39,8 @@ class Measure:
     name: str = "benchmark"
     options: dict[str, Any] = field(default_factory=dict)
     scale: float = 1.0  # 100 makes percent of an analysis' shares
-    checkpoint: Literal["best", "last"] | None = None  # None: the best on held-out images where there are any
+    #: None: the best on held-out images where there are any. ``along``: every snapshot, with its epoch before a name.
+    checkpoint: Literal["best", "last", "along"] | None = None
 
     @property
     def key(self) -> str:
@@ -224,3 +225,12 @@ def mean(values: Values, cell: str, value: str) -> float:
     """The mean of a number over seeds; KeyError where it was not measured."""
     found = values[cell, value]
     return sum(found) / len(found)
+
+
+def course(values: Values, cell: str, value: str) -> list[float]:
+    """The means of a number along training, in the order of epochs; KeyError where it was measured at none."""
+    split = [path.partition("/") for name, path in values if name == cell]
+    epochs = sorted(int(epoch) for epoch, _, rest in split if rest == value and epoch.isdecimal())
+    if not epochs:
+        raise KeyError((cell, value))
+    return [mean(values, cell, f"{epoch}/{value}") for epoch in epochs]

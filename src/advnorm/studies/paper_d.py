@@ -1,7 +1,6 @@
 """D: Batch Normalization Increases Adversarial Vulnerability: Disentangling Usefulness and Robustness of Features.
 
-Figures that the paper draws along training are taken at two moments: early, and at the end. A training that ends early
-is the beginning of the long one, bit by bit, as the learning rate falls in steps.
+Figures that the paper draws along training are taken at four moments: early, after a warm-up, half-way and at the end.
 """
 
 from __future__ import annotations
@@ -13,12 +12,14 @@ from typing import Any
 
 from advnorm.engine.config import AttackConfig, Config, Named
 from advnorm.models.registry import IMAGENET_MEAN, IMAGENET_STD
-from advnorm.studies.base import Cell, Measure, Values, mean, study
+from advnorm.studies.base import Cell, Measure, Values, course, mean, study
 
 NORMED = ("bn", "in", "ln", "gn")
 NORMS = ("none", *NORMED)
 #: Epochs of an early network. The paper marks none; its warm-up on D_rand ends around epoch 25 (sec. 4.2).
 EARLY, WARM_UP = 5, 20
+#: Which of the moments is meant.
+AT_FIRST, WARMED, AT_LAST = 0, 1, -1
 
 # -- trainings ---------------------------------------------------------------------------------------------------------
 
@@ -30,6 +31,7 @@ def standard(model: str, data: str = "cifar10") -> Config:
     rate 0.01, with which it trains without a norm too. The attack is that of the evaluation (app. B.2).
     """
     deep = model == "resnet50"
+    epochs = 350 if deep else 150
     return Config(
         model=Named(model),
         norm="bn",
@@ -41,13 +43,14 @@ def standard(model: str, data: str = "cifar10") -> Config:
         threat="L2",
         eps=0.25,
         attack=AttackConfig(steps=10),
-        epochs=350 if deep else 150,
+        epochs=epochs,
         batch_size=128,
         lr=0.01 if model.startswith("vgg") else 0.1,
         momentum=0.9,
         weight_decay=5e-4,
         schedule="step",
         milestones=(150.0, 250.0) if deep else (50.0, 100.0),
+        snapshots=(EARLY, WARM_UP, epochs // 2, epochs),
     )
 
 
@@ -73,6 +76,7 @@ def imagenet(model: str) -> Config:
         lr=0.01 if vgg else 0.1,
         weight_decay=1e-4,
         milestones=(30.0, 60.0),
+        snapshots=(EARLY, WARM_UP, 45, 90),
     )
 
 
@@ -80,11 +84,6 @@ def learns(recipe: str) -> Config:
     """ResNet18 on a feature data set (table 6): 150 epochs, decayed at 50 and 100."""
     targets = recipe in ("D_det", "D_conflict")
     return replace(standard("resnet18"), lr=0.1 if targets else 0.01, augment="none" if targets else "crop_flip")
-
-
-def until(epochs: int, config: Config) -> Config:
-    """The first epochs of a training."""
-    return replace(config, epochs=epochs, milestones=tuple(at for at in config.milestones if at < epochs))
 
 
 # -- what is measured --------------------------------------------------------------------------------------------------
@@ -109,20 +108,17 @@ LANDSCAPE = Measure(name="landscape", options={"limit": 1000})
 TREND = (TEN, LIGS)
 
 
-def along(name: str, config: Config, measures: tuple[Measure, ...], early: int = EARLY, **more: Any) -> list[Cell]:
-    """A network early in its training and at the end, after which the cell is called."""
-    return [
-        Cell(name=f"{name}/early", config=until(early, config), measures=measures, **more),
-        Cell(name=name, config=config, measures=measures, **more),
-    ]
+def along(name: str, config: Config, measures: tuple[Measure, ...], **more: Any) -> Cell:
+    """A network that is looked at along its training."""
+    return Cell(name=name, config=config, measures=tuple(replace(one, checkpoint="along") for one in measures), **more)
 
 
-def on_features(recipe: str, norm: str, measures: tuple[Measure, ...], early: int = EARLY) -> list[Cell]:
+def on_features(recipe: str, norm: str, measures: tuple[Measure, ...]) -> Cell:
     """A network on features of a ResNet50 (app. E), robust for D_R; D_conflict begins with the images of D_R."""
     source = "source/robust" if recipe == "D_R" else "source/standard"
     features = "D_conflict:D_R/bn" if recipe == "D_conflict" else recipe
     config = replace(learns(recipe), norm=norm)
-    return along(f"{recipe}/{norm}", config, measures, early, after=source, features=features)
+    return along(f"{recipe}/{norm}", config, measures, after=source, features=features)
 
 
 def sources(*names: str) -> list[Cell]:
@@ -134,25 +130,30 @@ def sources(*names: str) -> list[Cell]:
 # -- values in checks --------------------------------------------------------------------------------------------------
 
 
-def _clean(values: Values, cell: str) -> float:
-    return mean(values, cell, "shared/clean")
+def _at(values: Values, cell: str, value: str, moment: int) -> float:
+    """A number at a moment of a training, or at its last where it has fewer."""
+    found = course(values, cell, value)
+    return found[min(moment, len(found) - 1)]
+
+
+def _clean(values: Values, cell: str, moment: int = AT_LAST) -> float:
+    return _at(values, cell, "shared/clean", moment)
 
 
 def _robust(values: Values, cell: str) -> float:
-    return mean(values, cell, "shared/pgd10")
+    return _at(values, cell, "shared/pgd10", AT_LAST)
 
 
-def _ligs(values: Values, cell: str, shift: str = "gaussian") -> float:
-    return mean(values, cell, f"networks/run/shifts/{shift}/mean")
+def _ligs(values: Values, cell: str, shift: str = "gaussian", moment: int = AT_LAST) -> float:
+    return _at(values, cell, f"networks/run/shifts/{shift}/mean", moment)
 
 
 def _smoothness(values: Values, cell: str) -> float:
     """Effective β-smoothness early in training, the mean over batches: at the end little of the gradient is left."""
-    early = f"{cell}/early"
-    found = [path for name, path in values if name == early and path.endswith("/smoothness")]
-    if not found:
-        raise KeyError(early)
-    return sum(mean(values, early, path) for path in found) / len(found)
+    paths = {path.partition("/")[2] for name, path in values if name == cell and path.endswith("/smoothness")}
+    if not paths:
+        raise KeyError(cell)
+    return sum(_at(values, cell, path, AT_FIRST) for path in paths) / len(paths)
 
 
 def _unprinted(label: Mapping[str, Any], column: str) -> None:
@@ -191,9 +192,8 @@ def _check1(values: Values) -> bool:
 
     def costs(network: tuple[str, str]) -> bool:
         none, bn = (_named(*network, norm) for norm in ("none", "bn"))
-        return _clean(values, bn) > _clean(values, none) and all(
-            mean(values, bn, attack) < mean(values, none, attack) for attack in attacks
-        )
+        rises = mean(values, bn, "shared/clean") > mean(values, none, "shared/clean")
+        return rises and all(mean(values, bn, attack) < mean(values, none, attack) for attack in attacks)
 
     return all(costs(network) for network in [*SMALL, *_run(values, LARGE, ("none", "bn"))])
 
@@ -323,7 +323,8 @@ def _check_fig2(values: Values) -> bool:
     """Under every kind of shift LIGS falls with training, and is higher without BN than with it."""
 
     def holds(shift: str) -> bool:
-        none, bn = ([_ligs(values, cell, shift) for cell in (f"{norm}/early", norm)] for norm in ("none", "bn"))
+        moments = (AT_FIRST, AT_LAST)
+        none, bn = ([_ligs(values, norm, shift, moment) for moment in moments] for norm in ("none", "bn"))
         return none[0] > none[1] and bn[0] > bn[1] and none[0] > bn[0] and none[1] > bn[1]
 
     return all(holds(shift) for shift in ALL_LIGS.options["shifts"])
@@ -333,7 +334,7 @@ def _check_fig2(values: Values) -> bool:
 def fig2() -> Iterable[Cell]:
     # The network is not named: here that of fig. 4.
     for norm in ("none", "bn"):
-        yield from along(norm, replace(standard("resnet18"), norm=norm), (ALL_LIGS,))
+        yield along(norm, replace(standard("resnet18"), norm=norm), (ALL_LIGS,))
 
 
 def _less_robust(values: Values, norms: Iterable[str]) -> bool:
@@ -342,13 +343,14 @@ def _less_robust(values: Values, norms: Iterable[str]) -> bool:
     In adversarial training it stays close to 1 (0.9), and they make less of a difference.
     """
 
-    def difference(training: str, norm: str, when: str = "") -> float:
-        return _ligs(values, f"{training}/none{when}") - _ligs(values, f"{training}/{norm}{when}")
+    def difference(training: str, norm: str, moment: int = AT_LAST) -> float:
+        none, with_norm = (_ligs(values, f"{training}/{name}", moment=moment) for name in ("none", norm))
+        return none - with_norm
 
     return all(
-        min(difference("standard", norm), difference("standard", norm, "/early")) > 0
+        min(difference("standard", norm), difference("standard", norm, AT_FIRST)) > 0
         and _robust(values, f"standard/{norm}") < _robust(values, "standard/none")
-        and min(_ligs(values, f"robust/{norm}{when}") for when in ("", "/early")) > 0.9
+        and min(_ligs(values, f"robust/{norm}", moment=moment) for moment in (AT_FIRST, AT_LAST)) > 0.9
         and abs(difference("robust", norm)) < difference("standard", norm)
         for norm in norms
     )
@@ -357,7 +359,7 @@ def _less_robust(values: Values, norms: Iterable[str]) -> bool:
 def _trends(norms: Iterable[str]) -> Iterable[Cell]:
     for training, base in (("standard", standard("resnet18")), ("robust", robust("resnet18"))):
         for norm in ("none", *norms):
-            yield from along(f"{training}/{norm}", replace(base, norm=norm), TREND)
+            yield along(f"{training}/{norm}", replace(base, norm=norm), TREND)
 
 
 study("D/fig4", place=_unprinted, check=partial(_less_robust, norms=("bn",)))(partial(_trends, ("bn",)))
@@ -379,9 +381,8 @@ def fig5() -> Iterable[Cell]:
     # Network, weight and norm are not given: here those of fig. 4, and the weight 1.
     for norm in ("none", "bn"):
         config = replace(standard("resnet18"), norm=norm)
-        yield Cell(name=norm, config=config, measures=TREND)
-        regularized = replace(config, regularizer=Named("ligs", weight=1.0))
-        yield Cell(name=f"{norm}/ligs", config=regularized, measures=TREND)
+        yield along(norm, config, TREND)
+        yield along(f"{norm}/ligs", replace(config, regularizer=Named("ligs", weight=1.0)), TREND)
 
 
 def _check_fig6(values: Values) -> bool:
@@ -392,7 +393,7 @@ def _check_fig6(values: Values) -> bool:
     return (
         min(_ligs(values, f"D_R/{norm}") for norm in ("none", "bn")) > 0.9
         and _ligs(values, "D_rand/bn") < 0.5
-        and max(_clean(values, cell) for cell in ("D_rand/none", "D_rand/bn/early")) < 15
+        and max(_clean(values, "D_rand/none"), _clean(values, "D_rand/bn", WARMED)) < 15
         and _clean(values, "D_rand/bn") >= 15
     )
 
@@ -401,34 +402,34 @@ def _check_fig6(values: Values) -> bool:
 def fig6() -> Iterable[Cell]:
     yield from sources("robust", "standard")
     for norm in ("none", "bn"):
-        yield from on_features("D_R", norm, TREND)
-        yield from on_features("D_rand", norm, TREND, early=WARM_UP)
+        yield on_features("D_R", norm, TREND)
+        yield on_features("D_rand", norm, TREND)
 
 
 def _conflict(values: Values, recipe: str) -> bool:
     """With BN robust features decide early and non-robust ones in the end; without BN robust ones do to the end."""
 
-    def aligned(cell: str) -> tuple[float, float]:
-        robust, other = (mean(values, cell, f"aligned_with_{kind}_features/0") for kind in ("robust", "non_robust"))
-        return robust, other
+    def aligned(norm: str, moment: int) -> list[float]:
+        names = (f"aligned_with_{kind}_features/0" for kind in ("robust", "non_robust"))
+        return [_at(values, f"{recipe}/{norm}", name, moment) for name in names]
 
-    early, late, none = (aligned(f"{recipe}/{name}") for name in ("bn/early", "bn", "none"))
+    early, late, none = aligned("bn", AT_FIRST), aligned("bn", AT_LAST), aligned("none", AT_LAST)
     return early[0] > early[1] and late[0] < late[1] and early[0] > late[0] and none[0] > none[1]
 
 
 @study("D/fig7", place=_unprinted, check=partial(_conflict, recipe="D_conflict"))
 def fig7() -> Iterable[Cell]:
     yield from sources("robust", "standard")
-    yield from on_features("D_R", "bn", TREND)
+    yield on_features("D_R", "bn", TREND)
     for norm in ("none", "bn"):
-        yield from on_features("D_conflict", norm, (ALIGNMENT,))
+        yield on_features("D_conflict", norm, (ALIGNMENT,))
 
 
 @study("D/fig13", place=_unprinted, check=partial(_conflict, recipe="D_det"))
 def fig13() -> Iterable[Cell]:
     yield from sources("standard")
     for norm in ("none", "bn"):
-        yield from on_features("D_det", norm, (ALIGNMENT,))
+        yield on_features("D_det", norm, (ALIGNMENT,))
 
 
 def _check_fig12(values: Values) -> bool:
@@ -439,9 +440,9 @@ def _check_fig12(values: Values) -> bool:
 @study("D/fig12", place=_unprinted, check=_check_fig12)
 def fig12() -> Iterable[Cell]:
     yield from sources("robust", "standard")
-    yield from on_features("D_R", "bn", TREND)
-    yield from on_features("D_NR", "bn", TREND)
-    yield from on_features("D_rand", "bn", TREND, early=WARM_UP)
+    yield on_features("D_R", "bn", TREND)
+    yield on_features("D_NR", "bn", TREND)
+    yield on_features("D_rand", "bn", TREND)
 
 
 #: What fig. 8 changes in the ResNet18 with BN. The text names three activations, three optimizers and the rate 0.5; the
@@ -468,14 +469,14 @@ def _check_fig8(values: Values) -> bool:
     High weight decay and learning rate raise it early and lower it in the end.
     """
 
-    def moved(factor: str, when: str = "") -> float:
-        return _ligs(values, f"{factor}{when}") - _ligs(values, f"base{when}")
+    def moved(factor: str, moment: int = AT_LAST) -> float:
+        return _ligs(values, factor, moment=moment) - _ligs(values, "base", moment=moment)
 
     return (
         all(abs(moved(factor)) < moved("none") for factor in FACTORS)
         and all(moved(factor) > 0 for factor in ("width/2", "activation/selu", "optimizer/adam"))
         and max(moved("depth/34"), moved("depth/50")) < 0
-        and all(moved(high, "/early") > 0 > moved(high) for high in ("weight_decay/0.005", "lr/0.5"))
+        and all(moved(high, AT_FIRST) > 0 > moved(high) for high in ("weight_decay/0.005", "lr/0.5"))
     )
 
 
@@ -483,7 +484,7 @@ def _check_fig8(values: Values) -> bool:
 def fig8() -> Iterable[Cell]:
     base = standard("resnet18")
     for name, changes in {"base": {}, "none": {"norm": "none"}, **FACTORS}.items():
-        yield from along(name, replace(base, **changes), TREND)
+        yield along(name, replace(base, **changes), TREND)
 
 
 SHORTCUTS = ("resnet20", "resnet56")
@@ -504,9 +505,9 @@ def _check_fig9(values: Values) -> bool:
 @study("D/fig9", place=_unprinted, check=_check_fig9)
 def fig9() -> Iterable[Cell]:
     for model in SHORTCUTS:
-        yield from along(model, standard(model), TREND)
-        yield from along(f"{model}_noshortcut", standard(f"{model}_noshortcut"), TREND)
-        yield from along(f"fixup_{model}", fixup(model), TREND)
+        yield along(model, standard(model), TREND)
+        yield along(f"{model}_noshortcut", standard(f"{model}_noshortcut"), TREND)
+        yield along(f"fixup_{model}", fixup(model), TREND)
 
 
 def fixup(model: str) -> Config:
@@ -530,7 +531,7 @@ def _check_fig11(values: Values) -> bool:
 def fig11() -> Iterable[Cell]:
     for model in ("resnet18", "resnet50"):
         for norm in NORMS:
-            yield from along(f"{model}/{norm}", replace(imagenet(model), norm=norm), TREND)
+            yield along(f"{model}/{norm}", replace(imagenet(model), norm=norm), TREND)
 
 
 # -- the optimization landscape: judged early, where it is trained on --------------------------------------------------
@@ -545,7 +546,7 @@ def _check_fig14(values: Values) -> bool:
 @study("D/fig14", place=_unprinted, check=_check_fig14)
 def fig14() -> Iterable[Cell]:
     for norm in NORMS:
-        yield from along(norm, replace(standard("resnet18"), norm=norm), (LANDSCAPE,))
+        yield along(norm, replace(standard("resnet18"), norm=norm), (LANDSCAPE,))
 
 
 def _check_fig15(values: Values) -> bool:
@@ -559,7 +560,7 @@ def _check_fig15(values: Values) -> bool:
 def fig15() -> Iterable[Cell]:
     # The caption has VGG16 with and without BN; the text speaks of all norms, in a ResNet50 that no figure shows.
     for norm in NORMS:
-        yield from along(norm, replace(standard("vgg16"), norm=norm), (LANDSCAPE,))
+        yield along(norm, replace(standard("vgg16"), norm=norm), (LANDSCAPE,))
 
 
 def _check_fig16(values: Values) -> bool:
@@ -570,7 +571,7 @@ def _check_fig16(values: Values) -> bool:
 @study("D/fig16", place=_unprinted, check=_check_fig16)
 def fig16() -> Iterable[Cell]:
     for model in ("resnet18", "resnet18_noshortcut"):
-        yield from along(model, standard(model), (LANDSCAPE,))
+        yield along(model, standard(model), (LANDSCAPE,))
 
 
 def _check_fig17(values: Values) -> bool:
@@ -581,5 +582,5 @@ def _check_fig17(values: Values) -> bool:
 @study("D/fig17", place=_unprinted, check=_check_fig17)
 def fig17() -> Iterable[Cell]:
     for model in SHORTCUTS:
-        yield from along(model, standard(model), (LANDSCAPE,))
-        yield from along(f"fixup_{model}", fixup(model), (LANDSCAPE,))
+        yield along(model, standard(model), (LANDSCAPE,))
+        yield along(f"fixup_{model}", fixup(model), (LANDSCAPE,))

@@ -30,8 +30,7 @@ def fast(cell: Cell) -> Cell:
     AutoAttack searches in bf16, and strict float32 decides. The learning rate of SGD grows with the batch, that of
     adaptive optimizers with its root; groups of a second pass stay as large as they are. Gradients of a network
     without a norm at its end, or without any, are clipped: at that rate it diverges, and with one there it does not.
-    Cells that differ in the schedule itself (B/table3's 1.20x, E/table3's decay) become one, and a network early in
-    its training (D) has a cycle of its own.
+    Cells that differ in the schedule itself (B/table3's 1.20x, E/table3's decay) become one.
     """
     config = cell.config
     batch_size = max(FAST_BATCH, config.batch_size)
@@ -52,9 +51,16 @@ def fast(cell: Cell) -> Cell:
             nesterov=config.optimizer == "sgd",
             grad_clip=config.grad_clip or (FAST_CLIP if _ends_without_norm(config) else None),
             running_epochs=min(config.running_epochs, min(FAST_EPOCHS, config.epochs) // 10),
+            snapshots=_sooner(config.snapshots, config.epochs),
             validate_every=5 if config.validate_every else 0,
         ),
     )
+
+
+def _sooner(snapshots: tuple[int, ...], epochs: int) -> tuple[int, ...]:
+    """The same moments of a shorter training."""
+    share = min(FAST_EPOCHS, epochs) / epochs
+    return tuple(dict.fromkeys(max(1, round(share * epoch)) for epoch in snapshots))
 
 
 def _ends_without_norm(config: Config) -> bool:
@@ -103,6 +109,7 @@ def smoke(cell: Cell) -> Cell:
         eps_warmup_epochs=0,
         steps_warmup_epochs=0,
         running_epochs=0,
+        snapshots=(1,) if config.snapshots else (),
         budget=1,
         attack=replace(config.attack, steps=2, restarts=1),
         second_pass=_with_groups(config.second_pass, lambda groups: min(2, groups)),  # of a batch of eight

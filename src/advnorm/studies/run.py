@@ -280,6 +280,12 @@ def make_features_of(task: Task) -> None:
 
 def measured(run: Run, measure: Measure, task: Task) -> dict[str, float]:
     """The numbers of a measurement by name, accuracies in percent; kept beside the run and not taken twice."""
+    if measure.checkpoint == "along":
+        return {
+            f"{epoch}/{name}": value
+            for epoch, which in run.snapshots.items()
+            for name, value in measured(run, replace(measure, checkpoint=which), task).items()
+        }
     path = run.folder / "measures" / f"{measure.key}.json"
     options = dict(measure.options)
     data_dir = task.configured()[1]

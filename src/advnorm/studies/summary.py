@@ -330,7 +330,7 @@ def _unplaced(
             layers[len(layers) + 1] = name
             continue
         places = [index for index, part in enumerate(parts) if part.isascii() and part.isdecimal()]
-        at = places[-1] if places else len(parts)
+        at = (0 if places[0] == 0 else places[-1]) if places else len(parts)  # an epoch goes before the rest
         family = "/".join([*parts[:at], *parts[at + 1 :]])
         if "conditions" not in parts and parts[0] != "channels" and parts[-1] not in ("epoch", "step"):
             rows.setdefault((cell, family, bool(places)), {})[int(parts[at]) if places else 0] = name
