@@ -19,13 +19,14 @@ from advnorm.studies.summary import summary
 def report(console: Console, results: Path, out: Path) -> int:
     """Write the page and say what is in it; a record that cannot be read is told and skipped."""
     raise_all(unwritable(out), "bad command")
-    found = summary(results)
-    if not (results / "records").is_dir() and _of_runs(console, results, out):
+    studied = (results / "records").is_dir()
+    if not studied and _of_runs(console, results, out):
         return 0
+    found = summary(results)
     write_whole(out, render_studies(found).encode(errors="replace"))
     for problem in found["problems"]:
         console.print(problem, style="yellow", highlight=False, markup=False, soft_wrap=True)
-    if others := found["others"]:
+    if (others := found["others"]) and not studied:  # else the page says it
         first = ", ".join(list(others)[:3]) + (", …" if len(others) > 3 else "")
         told = (
             f"{sum(others.values())} JSON file(s) are no records of studies and were not read (in {first}); records "
