@@ -4,23 +4,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from advnorm import bench, engine, models, norms, report, surgery, threat  # noqa: F401
     from advnorm._public import *  # noqa: F403
 
 __version__ = "0.1.0"
+#: Parts of the package beside those among the public names.
+_PARTS = ("bench", "engine", "models", "norms", "report", "surgery", "threat")
 
 
-def __getattr__(name: str) -> Any:
-    """The public names and the parts of the package, read when asked for: reports and help need no torch."""
-    public = import_module("advnorm._public")
-    if name == "__all__" or name in public.__all__:
-        return getattr(public, name)
-    try:
-        return import_module(f"advnorm.{name}")
-    except ModuleNotFoundError as error:
-        if error.name != f"advnorm.{name}":
-            raise
-        raise AttributeError(f"module 'advnorm' has no attribute {name!r}") from None
+if not TYPE_CHECKING:  # a checker knows the names, and that there are no others
 
+    def __getattr__(name: str) -> Any:
+        """The public names and the parts of the package, read when asked for: reports and help need no torch."""
+        public = import_module("advnorm._public")
+        if name == "__all__" or name in public.__all__:
+            return getattr(public, name)
+        try:
+            return import_module(f"advnorm.{name}")
+        except ModuleNotFoundError as error:
+            if not f"advnorm.{name}".startswith(str(error.name)):
+                raise
+            raise AttributeError(f"module 'advnorm' has no attribute {name!r}") from None
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__getattr__("__all__")})
+    def __dir__() -> list[str]:
+        return sorted({*(name for name in globals() if name.startswith("__")), *__getattr__("__all__"), *_PARTS})

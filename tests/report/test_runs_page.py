@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 import advnorm
 from advnorm.cli.app import app, spelled_out
 from advnorm.engine.overview import overview
-from advnorm.report.runs import runs_page
+from advnorm.report.runs import readable, runs_page
 
 SMALL = {"model": "small_cnn", "eps": 0.1, "epochs": 2, "batch_size": 256, "attack": {"steps": 1}, "held_out": 0.1}
 
@@ -65,15 +65,38 @@ def test_runs_in_the_figure_are_told_apart_by_what_differs(runs):
     assert [row["label"] for row in figure["rows"]] == ["bn", "dual_bn"] and list(figure["x"]) == [1, 2]
 
 
-def test_what_cannot_be_read_is_told_and_the_rest_is_shown(runs, tmp_path):
+DAMAGE = {
+    "accuracy": lambda record: record.pop("accuracy"),
+    "images": lambda record: record.update(images="many"),
+    "about": lambda record: record.update(about="a run"),
+    "threat": lambda record: record.update(threat={"eps": -1}),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_what_cannot_be_read_is_told_and_the_rest_is_shown(runs, tmp_path, damage):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "run.json").write_text("{")
-    (tmp_path / "other.json").write_text('{"format": "advnorm.benchmark/1"}')
-    (tmp_path / "foreign.json").write_text("[1, 2]")
+    record = json.loads((runs / "dual_bn-seed0" / "judged.json").read_text())
+    DAMAGE[damage](record)
+    (tmp_path / "other.json").write_text(json.dumps(record))
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    (tmp_path / "list.json").write_text("[1, 2]")  # somebody's
     shutil.copytree(runs / "bn-seed0", tmp_path / "good")
-    found = overview(tmp_path)
-    damaged = ["broken/run.json", "foreign.json", "other.json"]
-    assert [problem.split(" ")[0] for problem in found["problems"]] == damaged
-    assert [run["name"] for run in found["runs"]] == ["good"]
+    found = readable(overview(tmp_path))
+    assert sorted(problem.split(" ")[0] for problem in found["problems"]) == [
+        "broken/run.json",
+        "deep.json",
+        "other.json",
+    ]
+    assert [run["name"] for run in found["runs"]] == ["good"] and not found["benchmarks"]
     out = invoke("report", tmp_path, "--out", tmp_path / "page.html")
     assert out.exit_code == 0 and out.output.count("is skipped") == 3
+    assert "Not read" in (tmp_path / "page.html").read_text()
+
+
+def test_damaged_metrics_of_a_run_are_told(runs, tmp_path):
+    shutil.copytree(runs / "bn-seed0", tmp_path / "bad")
+    (tmp_path / "bad" / "metrics.jsonl").write_text('{"adv_accuracy": 0.5}\n{"adv_accuracy": 0.5}\n')
+    shutil.copytree(runs / "bn-seed0", tmp_path / "good")
+    assert [run["name"] for run in readable(overview(tmp_path))["runs"]] == ["good"]

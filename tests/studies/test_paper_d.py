@@ -180,6 +180,13 @@ MADE_UP = {
 }
 
 
+@pytest.mark.parametrize("cell", ["standard/bn", "robust/bn"])
+def test_a_claim_about_the_whole_training_is_checked_at_every_moment(cell):
+    values = {place: [value] for place, value in less_robust("bn").items()}
+    values[cell, f"20/{LIGS.format('gaussian')}"] = [0.8]  # above none's 0.6, and below 0.9
+    assert STUDIES.get("D/fig4").answer(values) == "not confirmed"
+
+
 def test_every_study_without_printed_numbers_has_made_up_ones():
     assert {*MADE_UP} == {name for name in STUDIES.names("D/*") if not list(STUDIES.get(name).numbers())}
 

@@ -231,7 +231,8 @@ class _Cascade:
             left = (self.fooled_by == ROBUST) & ~done[name]
             if name == FINISH:
                 left &= self.margin <= CLOSE * self.victim.tolerance
-            self._stage(place, names, stages[name], left.nonzero()[:, 0], classes)
+            with float32_as("ieee", self.device) if name == FINISH else nullcontext():
+                self._stage(place, names, stages[name], left.nonzero()[:, 0], classes)
         result = AutoAttackResult(
             attack=self.attack,
             x_adv=self.best,

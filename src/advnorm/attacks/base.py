@@ -49,7 +49,7 @@ def attacked(model: nn.Module, *, route: str | None = None, statistics: Mode = "
     ``batch`` while moving the running ones, or those of the batch with the running ones frozen (``batch_frozen``). A
     norm that was in eval mode inside a model in train mode was frozen by its owner and stays on its running statistics.
     ``route`` is the branch of a model with routed norms; without it an enclosing ``advnorm.route`` counts.
-    Nothing is reduced over ranks: the statistics of a batch are those of this rank's images.
+    Routed norms reduce nothing over ranks: the statistics of a batch are those of this rank's images.
     On exit every flag and the global random state are what they were. Only ``batch`` leaves a trace, in the statistics.
     """
     if not isinstance(model, nn.Module):

@@ -11,7 +11,7 @@ from advnorm._core.records import write_whole
 from advnorm.engine.overview import overview
 from advnorm.engine.partial import unwritable
 from advnorm.report.page import render
-from advnorm.report.runs import runs_page
+from advnorm.report.runs import readable, runs_page
 from advnorm.report.studies import counts, render_studies
 from advnorm.studies.summary import summary
 
@@ -41,7 +41,7 @@ def report(console: Console, results: Path, out: Path) -> int:
 
 def _of_runs(console: Console, folder: Path, out: Path) -> bool:
     """The page of a folder of runs and evaluations, where it is one."""
-    found = overview(folder)
+    found = readable(overview(folder))
     kinds = {"run": found["runs"], "evaluation": found["benchmarks"], "audit": found["audits"]}
     told = ", ".join(f"{len(items)} {kind}{'s' * (len(items) > 1)}" for kind, items in kinds.items() if items)
     for problem in found["problems"] if told else ():

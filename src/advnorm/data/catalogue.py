@@ -77,7 +77,7 @@ def load(
     are in docs/data.md, for example ``load("cifar10c", "test", root, corruption="fog", severity=3)``.
     """
     source = DATASETS.get(name)
-    root = root if root is not None else os.environ.get(ENVIRONMENT)
+    root = root if root is not None else os.environ.get(ENVIRONMENT) or None
     problems = [
         f"unknown option {option!r} of {name}{did_you_mean(option, source.options)}"
         for option in options

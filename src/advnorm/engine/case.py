@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from advnorm._core.records import digest, write_json
 from advnorm.attacks import Attack, attacked, input_gradient
 from advnorm.attacks.base import check_images, parse_name
 from advnorm.attacks.losses import cross_entropy
-from advnorm.data import ImageData, Loader
+from advnorm.data import FolderData, ImageData, Loader
 from advnorm.engine.partial import (
     Partial,
     alone,
@@ -68,6 +69,12 @@ def prepare(
     ``surrogate``: another model that attacks will be computed on.
     """
     problems: list[str] = [] if record is None else unwritable(record)
+    about = about or {}
+    try:
+        json.dumps({**about}, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        problems.append(f"about must be a mapping of plain data, for JSON: {error}")
+        about = {}
     if not isinstance(model, nn.Module):
         problems.append(f"the model must be an nn.Module, got {type(model).__name__}; wrap a function in a module")
     if not isinstance(threat, ThreatModel):
@@ -115,7 +122,7 @@ def prepare(
         seed=seed,
         statistics=statistics,
         record=record,
-        about={**(about or {}), **({"data": f"{data.name}, {data.split}"} if isinstance(data, ImageData) else {})},
+        about={**({"data": f"{data.name}, {data.split}"} if isinstance(data, ImageData | FolderData) else {}), **about},
     )
 
 

@@ -447,6 +447,8 @@ class Config:
         """A hash of every setting but name and seed, so that a run's seeds share it; ``"8/255"`` is its number."""
         content = self.to_dict()
         del content["name"], content["seed"]
+        if not self.snapshots:  # came later, and is none of the method
+            del content["snapshots"]
         content["eps"] = parse_length(self.eps)
         if self.attack.step_size is not None:
             content["attack"]["step_size"] = parse_length(self.attack.step_size)
@@ -496,7 +498,7 @@ class Config:
         for name, rounded in moved.items() if now != before else ():
             places = changed.get(name)
             if places and places is settings.get(name):  # not set by an override
-                with suppress(TypeError, ZeroDivisionError):  # what is wrong with them is told with the rest
+                with suppress(TypeError, ValueError, ZeroDivisionError):  # told with the rest
                     changed[name] = list(dict.fromkeys(rounded(place * now / before) for place in places))
         return from_mapping(cls, changed, problems)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, TypedDict
 
-from advnorm._core.errors import AdvnormError
-from advnorm._core.records import read_json
+from advnorm._core.errors import AdvnormError, first_line
 from advnorm.engine.run import Run
 from advnorm.threat import ThreatModel
 
@@ -48,16 +48,19 @@ def overview(folder: Path | str) -> Overview:
     found = Overview(folder=folder.resolve().name, runs=[], benchmarks=[], audits=[], problems=[])
     for path in sorted(folder.rglob("*.json")):
         place = path.relative_to(folder).as_posix()
+        if any(part.startswith(".") for part in Path(place).parts):
+            continue
         try:
             if path.name == "run.json":
                 found["runs"].append(_trained(Run.open(path.parent), path.parent.relative_to(folder).as_posix()))
             elif path.stat().st_size <= LARGEST:
-                data = read_json(path)
-                kind = {BENCHMARK: found["benchmarks"], AUDIT: found["audits"]}.get(data.get("format", ""))
-                if kind is not None:
-                    kind.append(Judged(file=place, threat=str(ThreatModel(**data["threat"])), record=data))
-        except (AdvnormError, OSError, LookupError, TypeError, ValueError) as error:
-            found["problems"].append(f"{place} is skipped: {error}")
+                data = json.loads(path.read_text(encoding="utf-8"))
+                form = data.get("format") if isinstance(data, dict) else None
+                if form in (BENCHMARK, AUDIT):
+                    judged = Judged(file=place, threat=str(ThreatModel(**data["threat"])), record=data)
+                    found["benchmarks" if form == BENCHMARK else "audits"].append(judged)
+        except (AdvnormError, OSError, LookupError, TypeError, ValueError, RecursionError) as error:
+            found["problems"].append(f"{place} is skipped: {type(error).__name__}: {first_line(error)}")
     return found
 
 

@@ -105,9 +105,8 @@ class Run:
 
     @property
     def snapshots(self) -> dict[int, Which]:
-        """The checkpoints that were kept along training, by their epochs."""
-        epochs = self.config.scaled().snapshots
-        return {epoch: snapshot(epoch) for epoch in epochs if checkpoint.exists(self.checkpoints, snapshot(epoch))}
+        """The checkpoints that are kept along training, by their epochs; all of them where the run is finished."""
+        return {epoch: snapshot(epoch) for epoch in self.config.scaled().snapshots}
 
     def judged(self, which: Which | None = None) -> Which:
         """The checkpoint that counts: the given one, else the best where there is one."""

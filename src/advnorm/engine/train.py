@@ -47,7 +47,8 @@ from advnorm.engine.partial import environment, model_fingerprint
 from advnorm.engine.ranks import Ranks, TrainingError, placed
 from advnorm.engine.run import Run, build_model, described, part, snapshot, start_from
 from advnorm.engine.validation import Validation
-from advnorm.norms import domains
+from advnorm.norms import domains, routed_modules
+from advnorm.norms.routing import Scope
 from advnorm.objectives import OBJECTIVES, REGULARIZERS, SECOND_PASSES, Objective, Step
 from advnorm.objectives.base import Images
 
@@ -222,9 +223,8 @@ class Loop:
         self.wrapped: nn.Module = self.objective
         if ranks.world > 1:
             # Statistics that ranks move apart are rank 0's before each step, as a checkpoint has them.
-            together = config.sync_statistics and config.attack.statistics != "batch"
             new = "forward_sync_buffers" in signature(nn.parallel.DistributedDataParallel).parameters  # torch 2.13
-            buffers: dict[str, Any] = {"forward_sync_buffers" if new else "broadcast_buffers": not together}
+            buffers: dict[str, Any] = {"forward_sync_buffers" if new else "broadcast_buffers": not self._together}
             self.wrapped = DistributedDataParallel(
                 self.objective,
                 device_ids=[device.index] if on_cuda else None,
@@ -248,6 +248,11 @@ class Loop:
         self.clock = Clock(device)
         self.stop = Stop()
 
+    @property
+    def _together(self) -> bool:
+        """Whether every process has the same statistics; an attack that moves them does so by its own images."""
+        return self.config.sync_statistics and self.config.attack.statistics != "batch"
+
     def _try_forwards(self, shape: tuple[int, ...]) -> None:
         """Refuse images and batches that the network cannot take, with forwards that leave no trace in it.
 
@@ -268,7 +273,9 @@ class Loop:
         images = Images(x, index % self.classes, index, x)
         try:
             with self.speed(), forwards(self.precision, ranks.device), torch.no_grad():
-                with attacked(self.model, statistics="batch_frozen"):
+                with attacked(self.model, statistics="batch_frozen"), ExitStack() as stack:
+                    if routed_modules(self.model):  # over all processes, as in training
+                        stack.enter_context(Scope(self.model, {"alone": False}))
                     objective.measured(images)
                 for domain in objective.trained_domains():
                     branch = domain if domain in domains(self.model) else None
@@ -448,7 +455,7 @@ class Loop:
 
     def _validate(self, validation: Validation) -> dict[str, float]:
         """Of the model that a checkpoint would give: rank 0's statistics, and the average where there is one."""
-        if not self.config.sync_statistics:
+        if not self._together:
             self.ranks.as_lead(list(self.model.buffers()))
             if self.ema is not None:
                 self.ranks.as_lead(list(self.ema.state_dict()["average"].values()))

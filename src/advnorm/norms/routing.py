@@ -292,7 +292,8 @@ def route(model: nn.Module, route: Route, *, forwarded: Mapping[str, int] | None
 
     ``forwarded`` samples lie in front of them, and are there for the statistics of their banks alone: where a norm
     crosses domains, they are normalized by their own and scaled as what their bank normalizes (paper A, sec. 3); other
-    norms treat them as any of their domain. Without any, crossed samples give each other their moments at every norm.
+    norms treat them as any of their domain. Without any, crossed samples give each other their moments at every norm:
+    the plain reading of one layer, and nothing to train a deep network by (docs/norms.md).
 
     >>> with route(model, "adv"): ...
     >>> with route(model, {"clean": 128, "adv": 128}): ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from advnorm.report.figures import Lines, Row
@@ -16,11 +16,37 @@ if TYPE_CHECKING:
 LINES = 6
 
 
+def readable(found: Overview) -> Overview:
+    """Without what is damaged in some part that a page shows; it is told among the problems."""
+    problems = list(found["problems"])
+
+    def sound(items: Sequence[Any], shown: Callable[[Any], object], name: str) -> list[Any]:
+        kept = []
+        for item in items:
+            try:
+                shown([item])
+                kept.append(item)
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                problems.append(f"{item[name]} is skipped: {type(error).__name__}: {error}")
+        return kept
+
+    return {
+        **found,
+        "runs": sound(found["runs"], lambda runs: (_runs(runs), _curves(runs)), "name"),
+        "benchmarks": sound(found["benchmarks"], _benchmarks, "file"),
+        "audits": sound(found["audits"], _audits, "file"),
+        "problems": problems,
+    }
+
+
 def runs_page(found: Overview) -> Page:
     """Every run with its accuracies in training, and every evaluation and audit with its conditions."""
     tables = [_runs(found["runs"])] if found["runs"] else []
     tables += [_benchmarks(found["benchmarks"])] if found["benchmarks"] else []
     tables += [_audits(found["audits"])] if found["audits"] else []
+    if found["problems"]:
+        files = [[file, reason] for file, _, reason in (text.partition(" is skipped: ") for text in found["problems"])]
+        tables.append({"title": "Not read", "columns": _columns(("file", "why"), ()), "rows": files})
     records = [*(run["record"] for run in found["runs"]), *(j["record"] for j in found["benchmarks"] + found["audits"])]
     page: Page = {
         "title": f"Training runs in {found['folder']}",
@@ -53,7 +79,7 @@ def _runs(runs: Sequence[Trained]) -> Table:
     for run in runs:
         config, record, last = run["config"], run["record"], (run["metrics"] or [{}])[-1]
         epochs = f"{last.get('epoch', 0)} of {config['epochs'] * config['budget']}"
-        minutes = f"{record['seconds'] / 60:.1f}" if record else "not finished"
+        minutes = "not finished" if record is None else f"{record['seconds'] / 60:.1f}"
         held_out = [_held_out(row) for row in ((record or {}).get("best"), last)]
         told = [config["norm"], config["objective"]["name"], str(config["eps"]), epochs, str(config["seed"]), minutes]
         rows += [[run["name"]], [*told, *held_out, last.get("clean_accuracy"), last.get("adv_accuracy")]]

@@ -227,10 +227,15 @@ def mean(values: Values, cell: str, value: str) -> float:
     return sum(found) / len(found)
 
 
-def course(values: Values, cell: str, value: str) -> list[float]:
-    """The means of a number along training, in the order of epochs; KeyError where it was measured at none."""
+def epochs_of(values: Values, cell: str, value: str) -> list[int]:
+    """The epochs after which a number was measured, in order; KeyError where there are none."""
     split = [path.partition("/") for name, path in values if name == cell]
     epochs = sorted(int(epoch) for epoch, _, rest in split if rest == value and epoch.isdecimal())
     if not epochs:
         raise KeyError((cell, value))
-    return [mean(values, cell, f"{epoch}/{value}") for epoch in epochs]
+    return epochs
+
+
+def course(values: Values, cell: str, value: str) -> list[float]:
+    """The means of a number along training."""
+    return [mean(values, cell, f"{epoch}/{value}") for epoch in epochs_of(values, cell, value)]

@@ -12,7 +12,7 @@ from typing import Any
 
 from advnorm.engine.config import AttackConfig, Config, Named
 from advnorm.models.registry import IMAGENET_MEAN, IMAGENET_STD
-from advnorm.studies.base import Cell, Measure, Values, course, mean, study
+from advnorm.studies.base import Cell, Measure, Values, course, epochs_of, mean, study
 
 NORMED = ("bn", "in", "ln", "gn")
 NORMS = ("none", *NORMED)
@@ -132,8 +132,8 @@ def sources(*names: str) -> list[Cell]:
 
 def _at(values: Values, cell: str, value: str, moment: int) -> float:
     """A number at a moment of a training, or at its last where it has fewer."""
-    found = course(values, cell, value)
-    return found[min(moment, len(found) - 1)]
+    epochs = epochs_of(values, cell, value)
+    return mean(values, cell, f"{epochs[min(moment, len(epochs) - 1)]}/{value}")
 
 
 def _clean(values: Values, cell: str, moment: int = AT_LAST) -> float:
@@ -343,15 +343,18 @@ def _less_robust(values: Values, norms: Iterable[str]) -> bool:
     In adversarial training it stays close to 1 (0.9), and they make less of a difference.
     """
 
-    def difference(training: str, norm: str, moment: int = AT_LAST) -> float:
-        none, with_norm = (_ligs(values, f"{training}/{name}", moment=moment) for name in ("none", norm))
-        return none - with_norm
+    def along_training(cell: str) -> list[float]:
+        return course(values, cell, "networks/run/shifts/gaussian/mean")
+
+    def differences(training: str, norm: str) -> list[float]:
+        none, with_norm = (along_training(f"{training}/{name}") for name in ("none", norm))
+        return [a - b for a, b in zip(none, with_norm)]
 
     return all(
-        min(difference("standard", norm), difference("standard", norm, AT_FIRST)) > 0
+        min(differences("standard", norm)) > 0
         and _robust(values, f"standard/{norm}") < _robust(values, "standard/none")
-        and min(_ligs(values, f"robust/{norm}", moment=moment) for moment in (AT_FIRST, AT_LAST)) > 0.9
-        and abs(difference("robust", norm)) < difference("standard", norm)
+        and min(along_training(f"robust/{norm}")) > 0.9
+        and abs(differences("robust", norm)[-1]) < differences("standard", norm)[-1]
         for norm in norms
     )
 

@@ -78,11 +78,8 @@ def changed(record: Record, cell: Cell) -> list[str]:
     now = json.loads(json.dumps(config.to_dict()))
     ignored = {*_RUN_ONLY, *(("weights", "data") if cell.after else ())}  # the runner fills those in
     before, taken = record["run"]["config"], _taken(record)
-    others = [
-        f"{key} {before[key]}, now {now[key]}"
-        for key in now
-        if key in before and key not in ignored and before[key] != now[key]
-    ]
+    before = {**json.loads(json.dumps(Config().to_dict())), **before}  # settings that came later had their defaults
+    others = [f"{key} {before[key]}, now {now[key]}" for key in now if key not in ignored and before[key] != now[key]]
     if isinstance(taken, list):
         old, new = (
             dict(flat({str(place): one for place, one in enumerate(m)}, "measures.")) for m in (taken, measures)

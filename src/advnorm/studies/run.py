@@ -6,6 +6,7 @@ A training that several studies share is done once: runs are kept by their confi
 from __future__ import annotations
 
 import math
+import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +21,7 @@ from advnorm.analysis import ANALYSES, extract_features
 from advnorm.analysis.moments import named_attack
 from advnorm.analysis.subject import default_device, subject_of
 from advnorm.data import FolderData, add_split, load
+from advnorm.data.catalogue import ENVIRONMENT
 from advnorm.engine.config import Config, Named
 from advnorm.engine.evaluate import benchmark
 from advnorm.engine.partial import environment, unwritable
@@ -176,7 +178,7 @@ def tasks(
             seed=seed,
             protocol=protocol,
             out=str(Path(out).resolve()),  # a run's name depends on where its weights come from
-            data_dir=None if data_dir is None else str(data_dir),
+            data_dir=str(data_dir) if data_dir is not None else os.environ.get(ENVIRONMENT) or None,
             device=device,
         )
         for seed in dict.fromkeys(seeds)

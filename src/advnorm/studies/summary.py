@@ -325,6 +325,8 @@ def _unplaced(
     rows: dict[tuple[str, str, bool], dict[int, str]] = {}
     for cell, name in sorted(values, key=lambda key: key not in first):
         parts = name.split("/")
+        if len(parts) > 1 and parts[0].isdecimal() and parts[1].endswith("layers"):
+            continue  # along training: their sums say it
         if len(parts) == 4 and parts[0].endswith("layers"):
             layers = rows.setdefault((cell, "/".join([*parts[:2], parts[3]]), True), {})
             layers[len(layers) + 1] = name
