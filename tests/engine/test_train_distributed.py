@@ -80,7 +80,11 @@ def test_the_processes_together_see_the_batches_of_one(world):
             assert torch.equal(one, torch.cat(several))
 
 
-@pytest.mark.parametrize("name", ["own", "own_plain"])
+def test_statistics_that_are_pooled_need_no_more_than_an_image_of_each_process(launched):
+    assert all(result["finished"] for result in seen(launched, "single"))
+
+
+@pytest.mark.parametrize("name", ["own", "own_plain", "moved"])
 def test_without_synchronization_the_first_process_rules(launched, name):
     first, second = seen(launched, name)
     assert first["finished"] and second["finished"]

@@ -61,6 +61,13 @@ UNUSED = {
 }
 OWN = Config.from_dict({**LONG, "norm": "dual_bn", "sync_statistics": False, "ema": 0.9, "ema_buffers": "average"})
 
+#: The attack moves the statistics of each process by its own images, though training pools them.
+MOVED = replace(OWN, sync_statistics=True, attack=replace(OWN.attack, statistics="batch"))
+#: One image for each process, of which the last norms have one value: enough for statistics that are pooled.
+SINGLE = Config.from_dict(
+    {**LONG, "data": {**LONG["data"], "size": 20}, "model": {"name": "resnet18", "width": 0.125}, "batch_size": 2}
+)
+
 CALLS = {"bucket": 0}
 JUDGED: list[str] = []  # fingerprints of the models that were validated
 
@@ -140,6 +147,8 @@ def main(rank: int, world: int, init_file: str, folder: Path) -> None:
     cases |= {
         "own": (trained, OWN),
         "own_plain": (trained, replace(OWN, ema=None)),
+        "moved": (trained, MOVED),
+        "single": (trained, SINGLE),
         "stopped": (lambda config, out: stopped(config, out, rank), OWN),
         "nan": (raised, Config.from_dict({**LONG, "lr": 1e30})),
         "full_disk": (lambda config, out: full_disk(config, out, rank), Config.from_dict(LONG)),
