@@ -65,7 +65,13 @@ OWN = Config.from_dict({**LONG, "norm": "dual_bn", "sync_statistics": False, "em
 MOVED = replace(OWN, sync_statistics=True, attack=replace(OWN.attack, statistics="batch"))
 #: One image for each process, of which the last norms have one value: enough for statistics that are pooled.
 SINGLE = Config.from_dict(
-    {**LONG, "data": {**LONG["data"], "size": 20}, "model": {"name": "resnet18", "width": 0.125}, "batch_size": 2}
+    {
+        **LONG,
+        "norm": "dual_bn",
+        "data": {**LONG["data"], "size": 20},
+        "model": {"name": "resnet18", "width": 0.125},
+        "batch_size": 2,
+    }
 )
 
 CALLS = {"bucket": 0}
