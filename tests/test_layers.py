@@ -126,4 +126,5 @@ def test_whatever_is_asked_for_first_is_there(name):
 def test_what_is_not_there_is_no_attribute():
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         advnorm.nonsense  # noqa: B018
-    assert not hasattr(advnorm, "__wrapped__")
+    assert not hasattr(advnorm, "__wrapped__") and not hasattr(advnorm, "not.there")
+    assert {"norms", "train", "__version__"} <= set(dir(advnorm)) and "import_module" not in dir(advnorm)

@@ -96,6 +96,9 @@ def test_the_environment_names_the_folder_where_nobody_else_does(published, tmp_
     name, _, folder, contents = published
     with pytest.raises(ConfigError, match="--data-dir.*ADVNORM_DATA"):
         load(name, "test")
+    monkeypatch.setenv("ADVNORM_DATA", "")
+    with pytest.raises(ConfigError, match="--data-dir.*ADVNORM_DATA"):
+        load(name, "test")
     monkeypatch.setenv("ADVNORM_DATA", str(folder.parent))
     assert np.array_equal(load(name, "test").images.numpy(), contents["test"][0])
     assert len(load("digits", "test"))  # which needs no folder

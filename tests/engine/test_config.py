@@ -724,3 +724,7 @@ def test_any_options_end_in_a_configuration_or_in_one_error(data):
 def test_groups_of_a_second_pass_that_cannot_be_made_are_refused_before_training(settings, said):
     with pytest.raises(ConfigError, match=re.escape(said)):
         Config.from_dict({"norm": "dual_bn", "eps": 0.1, **settings})
+
+
+def test_a_setting_that_came_later_leaves_the_runs_before_it_their_names():
+    assert Config().run_name.endswith("-d2642d6d") and not Config(snapshots=(1,)).run_name.endswith("-d2642d6d")

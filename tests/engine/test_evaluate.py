@@ -411,6 +411,19 @@ def test_the_record_has_all_conditions_and_leads_back_to_the_result(dual, data, 
     assert torch.equal(loaded.robust["adv"]["pgd10"], result.robust["adv"]["pgd10"])
 
 
+@pytest.mark.parametrize("about", ["run 3", {"place": Path("x")}, {"lr": float("nan")}])
+def test_what_a_record_cannot_hold_is_refused_before_any_work(sound, data, about):
+    with pytest.raises(ConfigError, match="about must be a mapping of plain data"):
+        benchmark(sound, some(data), THREAT, "fgsm", about=about)
+
+
+def test_a_data_set_is_named_in_the_record_and_the_callers_name_goes_before(sound):
+    digits = load("digits", "test")
+    assert benchmark(sound, digits, THREAT, "fgsm", limit=8).record()["about"] == {"data": "digits, test"}
+    named = benchmark(sound, digits, THREAT, "fgsm", limit=8, about={"data": "mine", "run": "r"})
+    assert named.record()["about"] == {"data": "mine", "run": "r"} and "run r, data mine" in str(named)
+
+
 def test_a_finished_record_is_read_back_and_a_foreign_one_refused(data, tmp_path):
     path = tmp_path / "r.json"
     model = Counting()

@@ -232,3 +232,6 @@ def test_a_measurement_along_training_is_that_of_every_snapshot(tmp_path):
             right = run.model(f"epoch{epoch}")(data.pixels(chosen)).argmax(1) == data.labels[chosen]
         assert found[f"{epoch}/shared/clean"] == pytest.approx(100 * right.double().mean().item())
     assert found["1/shared/clean"] != found["3/shared/clean"]
+    (run.checkpoints / "epoch1.json").unlink()
+    with pytest.raises(ConfigError, match="no checkpoint 'epoch1'"):  # and no number is left out in silence
+        measured(run, replace(measure, options={**measure.options, "limit": 50}), task)

@@ -285,7 +285,7 @@ def test_a_figures_numbers_are_series_by_place_and_single_ones(tmp_path):
 def test_what_is_numbered_within_an_epoch_is_drawn_over_the_epochs(tmp_path):
     cell = next(iter(STUDIES.get("D/fig14").cells())).name
     values = {f"{epoch}/batches/{batch}/smoothness": epoch + batch for epoch in (5, 75, 20) for batch in (0, 1)}
-    written(task(tmp_path, cell, study="D/fig14"), values)
+    written(task(tmp_path, cell, study="D/fig14"), values | {f"{at}/layers/clean/bn1/0": 1.0 for at in (5, 20, 75)})
     (result,) = of(summary(tmp_path), "D/fig14")["results"]
     assert [(series["value"], series["x"], series["ours"]) for series in result["series"]] == [
         (f"batches/{batch}/smoothness", [5, 20, 75], [5 + batch, 20 + batch, 75 + batch]) for batch in (0, 1)
