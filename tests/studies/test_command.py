@@ -37,7 +37,7 @@ def test_a_dry_run_says_how_far_each_cell_is_and_runs_nothing(tmp_path):
     study = STUDIES.get("A/table3")
     done, damaged, started, *_ = tasks(study, protocol="fast", out=tmp_path)
     names = {"format": FORMAT, "study": done.study, "cell": done.cell, "protocol": "fast", "seed": 0}
-    run = {"config": {"lr": 7.0}, "seconds": 1.0, "processes": 1}
+    run = {"config": {**done.found().config.to_dict(), "lr": 7.0}, "seconds": 1.0, "processes": 1}
     write_json(done.record, {**names, "values": {"shared/clean": 90.0}, "run": run})
     write_json(damaged.record, {})
     started.run.folder.mkdir(parents=True)
