@@ -235,7 +235,7 @@ def evaluate(
     asked = verbs.Asked(
         target=target,
         weights=weights,
-        checkpoint=checkpoint,  # pyright: ignore[reportArgumentType]  # checked there, with a hint
+        checkpoint=checkpoint,
         data=data,
         data_dir=data_dir,
         eps=eps,
@@ -283,7 +283,7 @@ def audit(
     asked = verbs.Asked(
         target=target,
         weights=weights,
-        checkpoint=checkpoint,  # pyright: ignore[reportArgumentType]  # checked there, with a hint
+        checkpoint=checkpoint,
         data=data,
         data_dir=data_dir,
         eps=eps,
@@ -333,7 +333,7 @@ def analyze(
         runs,
         out=out,
         options=options or (),
-        checkpoint=checkpoint,  # pyright: ignore[reportArgumentType]
+        checkpoint=checkpoint,
         data_dir=data_dir,
         attack=attack,
         eps=eps,

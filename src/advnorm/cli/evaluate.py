@@ -178,11 +178,12 @@ def subject(asked: Asked, problems: Problems) -> Subject:
 
     What is given goes before what the run says. What is wrong comes in one error, with the ``problems`` so far.
     """
-    config = model = images = threat = None
+    run = config = model = images = threat = None
     about: dict[str, Any] = {}
     with problems.collected():
-        config = Run.open(asked.target).config if Path(asked.target).is_dir() else None
-        if config is None:
+        run = Run.open(asked.target) if Path(asked.target).is_dir() else None
+        config = None if run is None else run.config
+        if run is None or config is None:
             if asked.checkpoint is not None:
                 raise ConfigError("a checkpoint is chosen for the folder of a run; for a module use --weights")
             model = load_model(asked.target, asked.weights, asked.device)
@@ -192,7 +193,6 @@ def subject(asked: Asked, problems: Problems) -> Subject:
                 f"{asked.target} is a run with weights of its own; leave --weights out, or use --checkpoint"
             )
         else:
-            run = Run.open(asked.target)
             model = run.model(asked.checkpoint, place(asked.device))
             about = {"run": run.folder.resolve().name, "checkpoint": run.judged(asked.checkpoint)}
             about["training"] = config.to_dict()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from statistics import fmean, stdev
 
 import torch
 from rich.box import SIMPLE
-from rich.console import Group
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
@@ -136,6 +136,12 @@ def cells(pattern: str) -> Table:
                 table.add_row(full, ", ".join(f"{key} {value}" for key, value in state["settings"].items()))
     _matching([str(name) for name in table.columns[0].cells], pattern, "study")
     return table
+
+
+def tell(console: Console, problems: Iterable[str]) -> None:
+    """What is wrong with records, a line each."""
+    for problem in problems:
+        console.print(problem, style="yellow", highlight=False, markup=False, soft_wrap=True)
 
 
 def tasks(todo: Sequence[Task]) -> Table:

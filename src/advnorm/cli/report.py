@@ -8,6 +8,7 @@ from rich.console import Console
 
 from advnorm._core.errors import raise_all
 from advnorm._core.records import write_whole
+from advnorm.cli.listing import tell
 from advnorm.engine.overview import overview
 from advnorm.engine.partial import unwritable
 from advnorm.report.page import render
@@ -24,15 +25,14 @@ def report(console: Console, results: Path, out: Path) -> int:
         return 0
     found = summary(results)
     write_whole(out, render_studies(found).encode(errors="replace"))
-    for problem in found["problems"]:
-        console.print(problem, style="yellow", highlight=False, markup=False, soft_wrap=True)
+    tell(console, found["problems"])
     if (others := found["others"]) and not studied:  # else the page says it
         first = ", ".join(list(others)[:3]) + (", …" if len(others) > 3 else "")
         told = (
             f"{sum(others.values())} JSON file(s) are no records of studies and were not read (in {first}); records "
             f"lie in {results / 'records'}: name the folder that `advnorm study` had as --out"
         )
-        console.print(told, style="yellow", highlight=False, markup=False, soft_wrap=True)
+        tell(console, [told])
     told = ", ".join(f"{count} {answer}" for answer, count in counts(found).items())
     console.print(f"{len(found['studies'])} studies: {told}", highlight=False)
     console.print(f"report: {out}", highlight=False, markup=False, soft_wrap=True)
@@ -44,9 +44,8 @@ def _of_runs(console: Console, folder: Path, out: Path) -> bool:
     found = readable(overview(folder))
     kinds = {"run": found["runs"], "evaluation": found["benchmarks"], "audit": found["audits"]}
     told = ", ".join(f"{len(items)} {kind}{'s' * (len(items) > 1)}" for kind, items in kinds.items() if items)
-    for problem in found["problems"] if told else ():
-        console.print(problem, style="yellow", highlight=False, markup=False, soft_wrap=True)
     if told:
+        tell(console, found["problems"])
         write_whole(out, render(runs_page(found)).encode(errors="replace"))
         console.print(told, highlight=False)
         console.print(f"report: {out}", highlight=False, markup=False, soft_wrap=True)

@@ -50,7 +50,7 @@ def run(
             raise_all(problems, "no cell can be run")
         console.print(listing.tasks(todo))
         if dry_run:
-            _tell(console, collected(study, seeds=seeds, protocol=protocol, out=out)[1])
+            listing.tell(console, collected(study, seeds=seeds, protocol=protocol, out=out)[1])
             return 0
         failed: list[Outcome] = []
 
@@ -70,12 +70,6 @@ def run(
         else:
             launch(todo, launcher=launcher, address=address, processes=processes, on_outcome=told)
         values, problems = collected(study, seeds=seeds, protocol=protocol, out=out)
-    _tell(console, problems)
+    listing.tell(console, problems)
     console.print(listing.study(study, values, protocol, width=console.width))
     return 1 if failed else 0
-
-
-def _tell(console: Console, problems: Sequence[str]) -> None:
-    """What is wrong with records of the study."""
-    for problem in problems:
-        console.print(problem, style="yellow", highlight=False, markup=False, soft_wrap=True)

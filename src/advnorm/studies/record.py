@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -78,7 +79,7 @@ def changed(record: Record, cell: Cell) -> list[str]:
     now = json.loads(json.dumps(config.to_dict()))
     ignored = {*_RUN_ONLY, *(("weights", "data") if cell.after else ())}  # the runner fills those in
     before, taken = record["run"]["config"], _taken(record)
-    before = {**json.loads(json.dumps(Config().to_dict())), **before}  # settings that came later had their defaults
+    before = {**_defaults(), **before}  # settings that came later had their defaults
     others = [f"{key} {before[key]}, now {now[key]}" for key in now if key not in ignored and before[key] != now[key]]
     if isinstance(taken, list):
         old, new = (
@@ -88,6 +89,11 @@ def changed(record: Record, cell: Cell) -> list[str]:
             if old.get(key) != new.get(key):
                 others.append(f"{key} {old.get(key, 'not there')}, now {new.get(key, 'not there')}")
     return others
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    return json.loads(json.dumps(Config().to_dict()))
 
 
 def _planned(protocol: Protocol, cell: Cell) -> tuple[Config, list[Any]]:
