@@ -251,6 +251,47 @@ def test_the_callers_autocast_changes_no_bit_of_the_search(linf):
     assert torch.equal(found.x_adv, expected.x_adv) and torch.equal(found.fooled_by, expected.fooled_by)
 
 
+class Watched(nn.Module):
+    """Notes in which precision it is asked, for gradients and without."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.seen: set[tuple[bool, str, bool]] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        precision = torch.backends.cuda.matmul.fp32_precision
+        self.seen.add((torch.is_grad_enabled() and x.requires_grad, precision, torch.is_autocast_enabled("cpu")))
+        return self.model(x)
+
+
+@pytest.mark.parametrize("way", ["call", "evaluate"])
+@pytest.mark.parametrize(
+    ("precision", "searched"), [("float32", ("ieee", False)), ("tf32", ("tf32", False)), ("bf16", ("ieee", True))]
+)
+def test_a_search_runs_in_the_precision_asked_for_and_verdicts_in_ieee(linf, way, precision, searched):
+    model, (x, y) = Watched(linf.model), linf.first(6)
+    attack = quick(linf.threat, precision=precision)
+    attack.evaluate(model, x, y) if way == "evaluate" else attack(model, x, y)
+    assert {entry[1:] for entry in model.seen if not entry[0]} == {("ieee", False), searched}
+    finish = {("ieee", False)} if precision != "float32" else set()  # close calls are searched strictly
+    assert {entry[1:] for entry in model.seen if entry[0]} - finish == {searched} - finish
+
+
+def test_a_given_search_runs_as_the_caller_has_set_it(linf):
+    model, search, (x, y) = Watched(linf.model), Watched(linf.model), linf.first(6)
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            quick(linf.threat).evaluate(model, x, y, search=search)
+            assert matmul.fp32_precision == "tf32" and torch.is_autocast_enabled("cpu")
+    finally:
+        matmul.fp32_precision = before
+    assert {entry[1:] for entry in search.seen} == {("tf32", True)}
+    assert {entry[1:] for entry in model.seen} == {("ieee", False)}
+
+
 def test_fooled_images_cost_no_more(linf):
     x, y = linf.first(200)
     result = AutoAttack(threat=linf.threat, queries=200).evaluate(linf.model, x, y)

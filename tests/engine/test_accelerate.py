@@ -362,8 +362,9 @@ def test_a_fast_training_is_the_eager_one(tmp_path, eager, case, precision, tole
     """Within the gates; where rounding alone takes an eager training farther, within three times as far.
 
     Networks of a few channels that have not learned carry rounding far, and an attack turns where a gradient is nearly
-    0. How far is measured: by the eager training in the same precision and layout. On given images nothing turns. One
-    tensor's rounding is one draw of many, so within five times for each.
+    0. How far is measured: by the eager training in the same precision and layout. One tensor's rounding is one draw of
+    many, so within five times for each. On given images the attack turns nothing, but a ReLU may still turn, which
+    alone is half a percent of a small tensor's gradient and little of all gradients together.
     """
     reference, given = eager(case, "float32", channels_last=False)
     rounded, _ = eager(case, precision, channels_last=True)
@@ -376,9 +377,18 @@ def test_a_fast_training_is_the_eager_one(tmp_path, eager, case, precision, tole
     gap, usual = ((one.losses / reference.losses - 1).abs().max().item() for one in (fast, rounded))
     assert usual <= 0.1, "a case that says nothing"
     assert gap <= max(tolerance, 3 * usual)
-    for values, bound in (("statistics", 3 * tolerance), ("gradients", 30 * tolerance), ("alone", 30 * tolerance)):
+    turned = max(30 * tolerance, 0.03)
+    for values, bound in (("statistics", 3 * tolerance), ("gradients", turned), ("alone", turned)):
         known = getattr(reference, values)
         assert getattr(fast, values).keys() == known.keys()
+        whole, off, usual = (
+            sum(value**2 for value in of) ** 0.5
+            for of in (
+                (value.norm().item() for value in known.values()),
+                *((far(training, values, name) for name in known) for training in (fast, rounded)),
+            )
+        )
+        assert off <= max(30 * tolerance * whole, 3 * usual), values
         # A sum that nearly cancels is rounded like its terms.
         terms = 0.02 * sum(value.norm() ** 2 for value in known.values()) ** 0.5 if values != "statistics" else 0.0
         for name, value in known.items():

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError, did_you_mean
-from advnorm._core.precision import float32_as
+from advnorm._core.precision import Scope, as_set, float32_as
 from advnorm._core.records import digest
 from advnorm._core.seeding import ImageNoise
 from advnorm.attacks.apgd import APGD
@@ -120,7 +121,10 @@ class AutoAttack(Attack):
         return {name: table[name] for name in self.attacks or VERSIONS[self.version]}
 
     def perturb(self, predict: Predict, x: Tensor, y: Tensor, noise: ImageNoise) -> Tensor:
-        return _Cascade(self, predict, x, y, noise, device=x.device).run().x_adv
+        with float32_as("ieee", x.device):
+            fast, precision = self._fast(predict, x.device)
+            cascade = _Cascade(self, predict, x, y, noise, device=x.device, search=fast, precision=precision)
+            return cascade.run().x_adv
 
     def evaluate(
         self,
@@ -146,20 +150,33 @@ class AutoAttack(Attack):
             raise ConfigError(f"index names {len(index)} images and there are {len(x)}")
         tensors = (*model.parameters(), *model.buffers()) if isinstance(model, nn.Module) else ()
         device = next((tensor.device for tensor in tensors), x.device)
+        as_called = as_set(device)
         with ExitStack() as stack:
+            stack.enter_context(float32_as("ieee", device))
             predict = stack.enter_context(attacked(model, route=self.route, statistics=self.statistics))
             torch.manual_seed(self.seed)  # of randomized models; `attacked` gives the callers theirs back
             predict = checked(predict, largest_label)
             noise = ImageNoise(self.seed, index.to(device)).fold(type(self).__name__)
-            fast = search
-            if fast is None and self.precision == "bf16":
-                fast = fast_stand_in(model, route=self.route, statistics=self.statistics)
-            cascade = _Cascade(self, predict, x, y, noise, device=device, search=fast, given=search is not None)
+            fast, precision = search, as_called
+            if fast is None:
+                fast, precision = self._fast(predict, device, model)
+            cascade = _Cascade(self, predict, x, y, noise, device=device, search=fast, precision=precision)
             if record is not None:
                 cascade.record = Record(Path(record), self._asked(x, y, index, cascade, search))
             if bar or (bar is None and sys.stderr.isatty()):
                 cascade.reports.append(stack.enter_context(_progress_bar()))
             return cascade.run()
+
+    def _fast(
+        self, predict: Predict, device: torch.device, model: nn.Module | None = None
+    ) -> tuple[Predict | None, Scope]:
+        """What to search on in place of the model, if anything, and the scope for it."""
+        if self.precision == "float32":
+            return None, nullcontext
+        if self.precision == "tf32":
+            return predict, partial(float32_as, "tf32", device)
+        fast = None if model is None else fast_stand_in(model, route=self.route, statistics=self.statistics)
+        return fast or _with_bfloat16(predict), nullcontext
 
     def _asked(self, x: Tensor, y: Tensor, index: Tensor, cascade: _Cascade, search: Predict | None) -> dict[str, Any]:
         """What a record belongs to. The batch size is none of it: an image's fate does not depend on the others."""
@@ -183,19 +200,16 @@ class _Cascade:
         noise: ImageNoise,
         *,
         device: torch.device,
-        search: Predict | None = None,
-        given: bool = False,
+        search: Predict | None,
+        precision: Scope,
     ) -> None:
-        self.given = given  # the search is the caller's, and so is its precision
         self.attack, self.x, self.y, self.noise, self.device = attack, x, y, noise, device
-        stand_in = {"float32": None, "tf32": _with_float32(predict, "tf32"), "bf16": _with_bfloat16(predict)}
-        fast = search or stand_in[attack.precision]
-        strict = _with_float32(predict, "ieee")
         self.memory = Halving(attack.batch_size or (CPU_ROWS if device.type == "cpu" else GPU_ROWS))
         if device.type == "cuda" and attack.statistics == "running":
-            strict = _in_buckets(strict, self.memory)
-        self.strict = Victim(strict, memory=self.memory)
-        self.victim = Victim(strict, search=fast, memory=self.memory) if fast else self.strict
+            predict = _in_buckets(predict, self.memory)
+        self.strict = self.victim = Victim(predict, memory=self.memory)
+        if search is not None:
+            self.victim = Victim(predict, search=search, precision=precision, memory=self.memory)
         self.record: Record | None = None
         self.reports: list[Callable[[str, float], None]] = []
         if attack.progress is not None:
@@ -212,15 +226,6 @@ class _Cascade:
         answer = self.record.answer(self.x.device) if self.record else None
         if answer is not None:
             return AutoAttackResult(attack=self.attack, **answer)
-        # Gradients too, which are taken outside of the forward's own scope.
-        with nullcontext() if self.given else float32_as(self._float32, self.device):
-            return self._run()
-
-    @property
-    def _float32(self) -> Literal["ieee", "tf32"]:
-        return "tf32" if self.attack.precision == "tf32" else "ieee"
-
-    def _run(self) -> AutoAttackResult:
         classes, stages = self._prepare()
         names = ("clean", *stages)
         done = {name: torch.zeros_like(self.y, dtype=torch.bool) for name in stages}
@@ -231,8 +236,7 @@ class _Cascade:
             left = (self.fooled_by == ROBUST) & ~done[name]
             if name == FINISH:
                 left &= self.margin <= CLOSE * self.victim.tolerance
-            with float32_as("ieee", self.device) if name == FINISH else nullcontext():
-                self._stage(place, names, stages[name], left.nonzero()[:, 0], classes)
+            self._stage(place, names, stages[name], left.nonzero()[:, 0], classes)
         result = AutoAttackResult(
             attack=self.attack,
             x_adv=self.best,
@@ -330,14 +334,6 @@ class _Cascade:
         return sum(victim.forwards for victim in {self.strict, self.victim})
 
 
-def _with_float32(predict: Predict, precision: Literal["ieee", "tf32"]) -> Predict:
-    def forward(x: Tensor) -> Tensor:
-        with float32_as(precision, x.device):
-            return predict(x)
-
-    return forward
-
-
 def _in_buckets(predict: Predict, memory: Halving) -> Predict:
     """Few sizes, and none that is beyond the memory's: the candidates to judge are another number every time."""
 
@@ -361,7 +357,7 @@ def _with_bfloat16(predict: Predict) -> Predict:
 def _fitting_rows(victim: Victim, x: Tensor, y: Tensor) -> int:
     """How many rows of forward and backward fit into the GPU's free memory, with what a search keeps for each row."""
     if isinstance(victim.search, StandIn):  # a replay would show nothing of what it needs
-        victim = Victim(victim.predict, search=victim.search.eager)
+        victim = Victim(victim.predict, search=victim.search.eager, precision=victim.precision)
 
     def peak(rows: int) -> int:
         torch.cuda.reset_peak_memory_stats(x.device)

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from abc import abstractmethod
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from advnorm._core.errors import AdvnormError
+from advnorm._core.precision import Scope
 from advnorm._core.seeding import ImageNoise
 from advnorm.attacks.base import Attack, Predict, input_gradient
 from advnorm.attacks.losses import cw_margin
@@ -73,12 +75,20 @@ class Victim:
     """The model as a search sees it: logits and gradients of ``search``, verdicts of the strict ``predict`` alone.
 
     ``search`` is ``predict`` itself or a faster stand-in for it, whose margins differ by up to ``tolerance``.
+    ``precision`` is the scope that it runs in, its gradients too.
     """
 
     def __init__(
-        self, predict: Predict, *, search: Predict | None = None, tolerance: float = 0.0, memory: Halving | None = None
+        self,
+        predict: Predict,
+        *,
+        search: Predict | None = None,
+        precision: Scope = nullcontext,
+        tolerance: float = 0.0,
+        memory: Halving | None = None,
     ) -> None:
         self.predict, self.search, self.tolerance = predict, search or predict, tolerance
+        self.precision = precision
         self.memory = memory or Halving()
         self.forwards = self.backwards = 0  # in images
         self.tick: Callable[[], object] | None = None  # called before every call of the model
@@ -89,7 +99,8 @@ class Victim:
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits that guide the search."""
-        return self._logits(self.search, x)
+        with self.precision():
+            return self._logits(self.search, x)
 
     def fooled(self, x: Tensor, y: Tensor) -> Tensor:
         """Whether the strict prediction differs from the label."""
@@ -115,7 +126,8 @@ class Victim:
             return tuple(t / samples for t in total) if samples > 1 else tuple(total)
 
         self._count(len(x) * samples, backwards=True)
-        logits, values, grad = _joined(self.memory.over(len(x), work))
+        with self.precision():
+            logits, values, grad = _joined(self.memory.over(len(x), work))
         return logits, values, grad.contiguous().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
     def jacobian(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,7 +141,8 @@ class Victim:
             grads = [torch.autograd.grad(c, points, retain_graph=True)[0] for c in columns]
             return logits.detach(), torch.stack(grads, 1)
 
-        logits, grads = _joined(self.memory.over(len(x), work))
+        with self.precision():
+            logits, grads = _joined(self.memory.over(len(x), work))
         self._count(len(x), backwards=False)
         self.backwards += len(x) * logits.shape[1]
         return logits, grads.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
