@@ -19,10 +19,13 @@ from torch import Tensor, nn
 import advnorm
 from advnorm import attacks
 from advnorm._core.errors import AdvnormError, ConfigError
-from advnorm.attacks.apgd import APGD
+from advnorm._core.seeding import ImageNoise
+from advnorm.attacks.apgd import APGD, _climb, _Dense, _Rows
 from advnorm.attacks.autoattack import VERSIONS, AutoAttack, _in_buckets
 from advnorm.attacks.autoattack_record import AutoAttackResult, Record
-from advnorm.attacks.search import Grid, Halving
+from advnorm.attacks.fab import FAB
+from advnorm.attacks.losses import cross_entropy
+from advnorm.attacks.search import Grid, Halving, Victim
 from advnorm.threat import NORMS, ThreatModel
 
 STANDARD = VERSIONS["standard"]
@@ -195,6 +198,87 @@ def test_a_stand_in_guides_the_search_but_does_not_judge(linf):
     assert torch.equal(linf.model(result.x_adv).argmax(1) == y, result.robust)
     exact = quick(linf.threat).evaluate(linf.model, x, y)
     assert (exact.robust <= result.robust).double().mean() > 0.95  # a bad guide finds less, and invents nothing
+
+
+def overflowing(model: nn.Module, where) -> Wrapped:
+    """A stand-in whose logits are no numbers for some images."""
+    return Wrapped(nn.Identity(), after=lambda x: torch.where(where(x)[:, None], torch.nan, model(x)))
+
+
+def test_a_search_that_overflows_for_one_image_costs_no_other_its_verdict(linf):
+    x, y = linf.first(100)
+    brightest = x[:60].mean((1, 2, 3)).max()
+    strict = quick(linf.threat).evaluate(linf.model, x, y)
+    search = overflowing(linf.model, lambda x: (x.mean((1, 2, 3)) - brightest).abs() < 1e-6)
+    result = quick(linf.threat).evaluate(linf.model, x, y, search=search)
+    assert strict.robust_accuracy < strict.clean_accuracy - 0.05
+    assert (result.robust != strict.robust).sum() <= 1
+
+
+def test_where_a_search_has_no_numbers_the_model_itself_is_asked(linf):
+    x, y = linf.first(200)
+    right = linf.model(x).argmax(1) == y
+    x, y = x[right], y[right]
+    # Half of the images that fall, none of which the search can see.
+    fallen = (~quick(linf.threat).evaluate(linf.model, x, y).robust).nonzero()[::2, 0]
+    hidden = x[fallen].flatten(1)
+
+    def unseen(points: Tensor) -> Tensor:
+        return (points.flatten(1)[:, None] - hidden).abs().amax(2).amin(1) <= linf.threat.eps
+
+    result = quick(linf.threat).evaluate(linf.model, x, y, search=overflowing(linf.model, unseen))
+    assert torch.equal(linf.model(result.x_adv).argmax(1) == y, result.robust)
+    assert len(fallen) >= 8 and (~result.robust[fallen]).sum() >= len(fallen) - 1
+
+
+def test_a_class_without_a_logit_stops_no_fast_search(linf):
+    x, y = linf.first(100)
+    masked = Wrapped(linf.model, after=lambda z: z.index_fill(1, torch.tensor([9]), -torch.inf))
+    assert (y == 9).any()
+    strict, fast = (quick(linf.threat, precision=p).evaluate(masked, x, y) for p in ("float32", "bf16"))
+    assert strict.robust_accuracy < strict.clean_accuracy - 0.05
+    assert abs(fast.robust_accuracy - strict.robust_accuracy) <= 0.02
+    noisy = Wrapped(masked, before=lambda x: x + 0.05 * torch.randn_like(x))
+    assert "randomized" in flags(noisy, linf)
+
+
+def test_a_search_without_any_number_is_refused_or_left_out(linf):
+    x, y = linf.first(30)
+    with pytest.raises(ConfigError, match="search= cannot guide an attack: on none of the first 30 images"):
+        quick(linf.threat).evaluate(
+            linf.model, x, y, search=overflowing(linf.model, lambda x: x.flatten(1).mean(1) >= 0)
+        )
+    short = Wrapped(linf.model, after=lambda z: z * torch.nan if torch.is_autocast_enabled("cpu") else z)
+    result = quick(linf.threat, precision="bf16").evaluate(short, x, y)
+    assert [flag.name for flag in result.warnings] == ["float32-search"]
+    assert same(result, quick(linf.threat).evaluate(linf.model, x, y))
+
+
+def test_an_ascent_that_starts_from_no_number_goes_on_from_the_first(linf):
+    x, y = linf.first(20)
+    calls = []
+
+    def late(x: Tensor) -> Tensor:
+        calls.append(len(x))
+        return linf.model(x) * (torch.nan if len(calls) == 1 else 1)
+
+    victim, rows = Victim(late), _Rows(x=x, y=y, target=y, noise=ImageNoise(0, torch.arange(20)))
+    settings = {"victim": victim, "grid": Grid(victim, linf.threat, x, y), "samples": 1}
+    rule = _Dense(linf.threat, 10, 0.75)
+    best = _climb(rows, x, value=lambda z, y, _: cross_entropy(z, y), rule=rule, counts=False, **settings)
+    assert (cross_entropy(linf.model(best), y) > cross_entropy(linf.model(x), y)).all()
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("targets", [0, 3])
+def test_fab_stays_on_numbers_where_the_search_leaves_them(trained, norm, targets):
+    t = trained[norm]
+    x, y = t.first(30)
+    bright = x.mean((1, 2, 3)).median()
+    victim = Victim(t.model, search=overflowing(t.model, lambda x: x.mean((1, 2, 3)) > bright))
+    found = FAB(threat=t.threat, steps=8, targets=targets).search(victim, x, y, ImageNoise(0, torch.arange(30)))
+    assert found.x_adv.isfinite().all()
+    assert torch.equal(t.model(found.x_adv).argmax(1) != y, found.fooled) and found.fooled.any()
 
 
 # -- any batch ---------------------------------------------------------------------------------------------------------

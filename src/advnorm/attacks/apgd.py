@@ -146,7 +146,7 @@ def _climb(
 
         logits, values, grads = victim.gradient(point, objective, samples)
         if counts:
-            grid.see(point, margin_of(logits, rows.y))
+            grid.see(point, victim.margin(logits, rows.y))
         return values, grads
 
     values, grads = gradient(rows, start)

@@ -160,7 +160,8 @@ class AutoAttack(Attack):
             fast, precision = search, as_called
             if fast is None:
                 fast, precision = self._fast(predict, device, model)
-            cascade = _Cascade(self, predict, x, y, noise, device=device, search=fast, precision=precision)
+            settings: Any = {"device": device, "search": fast, "precision": precision, "given": search is not None}
+            cascade = _Cascade(self, predict, x, y, noise, **settings)
             if record is not None:
                 cascade.record = Record(Path(record), self._asked(x, y, index, cascade, search))
             if bar or (bar is None and sys.stderr.isatty()):
@@ -202,8 +203,10 @@ class _Cascade:
         device: torch.device,
         search: Predict | None,
         precision: Scope,
+        given: bool = False,
     ) -> None:
         self.attack, self.x, self.y, self.noise, self.device = attack, x, y, noise, device
+        self.given = given
         self.memory = Halving(attack.batch_size or (CPU_ROWS if device.type == "cpu" else GPU_ROWS))
         if device.type == "cuda" and attack.statistics == "running":
             predict = _in_buckets(predict, self.memory)
@@ -267,10 +270,9 @@ class _Cascade:
                 raise
             self.flags.append(Flag("no-gradients", f"{error}; nothing but Square was run"))
         if self.victim is not self.strict:
-            gap = margin_of(self.victim.logits(probe), labels) - margin_of(logits, labels)
-            self.victim.tolerance = 2 * gap.abs().max().item()
-            if set(stages) - {"square"} and self.attack.version != "rand":
-                stages[FINISH] = FAB(threat=self.attack.threat, targets=3, steps=20)
+            self._compare(probe, labels, logits)
+        if self.victim is not self.strict and set(stages) - {"square"} and self.attack.version != "rand":
+            stages[FINISH] = FAB(threat=self.attack.threat, targets=3, steps=20)
         if self.attack.batch_size is None and self.device.type == "cuda":
             self.memory.size = _fitting_rows(self.victim, probe, labels)
         for part in torch.arange(len(self.x), device=self.x.device).split(self.memory.size or len(self.x)):
@@ -279,6 +281,22 @@ class _Cascade:
         self.seconds["clean"] = time.perf_counter() - started
         self.forwards["clean"] = len(self.x)
         return logits.shape[1], stages
+
+    def _compare(self, probe: Tensor, labels: Tensor, logits: Tensor) -> None:
+        """Set the tolerance by the images on which both have a margin; a search that has none there is no guide."""
+        gap = (margin_of(self.victim.logits(probe), labels) - margin_of(logits, labels)).abs()
+        gap = gap[gap.isfinite()]
+        if len(gap):
+            self.victim.tolerance = 2 * gap.max().item()
+            return
+        problem = (
+            f"on none of the first {len(probe)} images the search has a finite margin that can be compared with the "
+            "model's; look for overflow and NaN in its logits"
+        )
+        if self.given:
+            raise ConfigError(f"search= cannot guide an attack: {problem}, or leave search= out")
+        self.victim = self.strict
+        self.flags.append(Flag("float32-search", f"the search ran in float32: {problem} in {self.attack.precision}"))
 
     def _stage(self, place: int, names: tuple[str, ...], search: Search, left: Tensor, classes: int) -> None:
         """Run one attack on the images that are left to it, batch by batch."""

@@ -22,7 +22,8 @@ def flags_before(
 ) -> list[Flag]:
     """The authors' checks of the model before the attack, and whether images influence each other."""
     flags = []
-    again = [victim.strict(x) for _ in range(4)]
+    logits = _finite(logits)
+    again = [_finite(victim.strict(x)) for _ in range(4)]
     scale = logits.norm(dim=1).clamp_min(1e-10)
     randomized = max(((other - logits).norm(dim=1) / scale).max().item() for other in again) > 1e-4
     if randomized and attack.version != "rand":
@@ -31,7 +32,7 @@ def flags_before(
         message = f"{attack.samples} samples per gradient on a model that is not randomized; use version='standard'"
         flags.append(Flag("deterministic", message))
     if not randomized and len(x) > 1:
-        alone = torch.cat([victim.strict(image) for image in x[:4].split(1)])
+        alone = _finite(torch.cat([victim.strict(image) for image in x[:4].split(1)]))
         if (((alone - logits[:4]).norm(dim=1)) / scale[:4]).max().item() > 1e-3:
             message = (
                 "the output for an image depends on the other images of its batch (batch statistics at test time?), "
@@ -46,6 +47,11 @@ def flags_before(
         flags.append(Flag("dynamic", message))
     flags += _flags_of_classes(stages, logits.shape[1])
     return flags
+
+
+def _finite(logits: Tensor) -> Tensor:
+    """To be compared: a class without a logit (-inf) is the same in both."""
+    return logits.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _flags_of_classes(stages: Mapping[str, Search], classes: int) -> list[Flag]:

@@ -79,7 +79,7 @@ class FAB(Search):
             within = norm_of((state.point - state.x).flatten(1), self.threat)
             adversarial = logits.argmax(1) != state.y
             state.distance = torch.where(adversarial, torch.minimum(within, state.distance), state.distance)
-            margin = margin_of(logits, state.y)
+            margin = victim.margin(logits, state.y)
             grid.see(state.point, margin.masked_fill(within > self.threat.eps * (1 + 1e-6), torch.inf))
             back = state.x + self.beta * (state.point - state.x)
             state.point = torch.where(per_image(adversarial, state.point), back, state.point)
@@ -104,7 +104,7 @@ class FAB(Search):
         gap = logits - logits.gather(1, state.y[:, None])
         slope = grads - grads[rows, state.y][:, None]
         away = gap.abs() / norm_of(slope.flatten(2), self.threat, dual=True).clamp_min(1e-12)
-        nearest = away.scatter(1, state.y[:, None], torch.inf).argmin(1)
+        nearest = away.nan_to_num(nan=torch.inf, posinf=torch.inf).scatter(1, state.y[:, None], torch.inf).argmin(1)
         return gap[rows, nearest], slope[rows, nearest]
 
     def _move(self, state: _State, difference: Tensor, normal: Tensor) -> None:
@@ -122,7 +122,8 @@ class FAB(Search):
         length, length_image = (norm_of(v.flatten(1), self.threat).clamp_min(1e-8) for v in (d, d_image))
         alpha = per_image((length / (length + length_image)).clamp_max(self.alpha_max), state.x)
         ahead = (1 - alpha) * (state.point + self.eta * d) + alpha * (state.x + self.eta * d_image)
-        state.point = ahead.clamp(0, 1)
+        # No number, of a difference or a step beyond float32: a pixel stays where it is.
+        state.point = torch.where(ahead.isnan(), state.point, ahead.clamp(0, 1))
 
 
 @dataclass

@@ -74,7 +74,8 @@ def filled(x: Tensor, rows: int) -> Tensor:
 class Victim:
     """The model as a search sees it: logits and gradients of ``search``, verdicts of the strict ``predict`` alone.
 
-    ``search`` is ``predict`` itself or a faster stand-in for it, whose margins differ by up to ``tolerance``.
+    ``search`` is ``predict`` itself or a faster stand-in for it, whose margins differ by up to ``tolerance``, or are no
+    numbers where it overflows.
     ``precision`` is the scope that it runs in, its gradients too.
     """
 
@@ -102,6 +103,13 @@ class Victim:
         with self.precision():
             return self._logits(self.search, x)
 
+    def margin(self, logits: Tensor, y: Tensor) -> Tensor:
+        """The search's margins; where a stand-in has no finite one the image may be fooled, and is to be judged."""
+        margin = margin_of(logits, y)
+        if self.search is self.predict:
+            return margin.nan_to_num(nan=torch.inf, posinf=torch.inf)
+        return margin.nan_to_num(nan=self.tolerance, posinf=self.tolerance, neginf=self.tolerance)
+
     def fooled(self, x: Tensor, y: Tensor) -> Tensor:
         """Whether the strict prediction differs from the label."""
         return self.strict(x).argmax(1) != y
@@ -111,7 +119,8 @@ class Victim:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Logits, values and the values' gradients; for a randomized model their means over ``samples`` forwards.
 
-        A gradient that is not finite counts as zero, so that one bad image or pixel stays where it is.
+        A gradient that is not finite counts as zero, so that one bad image or pixel stays where it is, and a value that
+        is no number as the lowest, so that every number is better.
         """
 
         def work(part: slice) -> tuple[Tensor, ...]:
@@ -128,6 +137,7 @@ class Victim:
         self._count(len(x) * samples, backwards=True)
         with self.precision():
             logits, values, grad = _joined(self.memory.over(len(x), work))
+        values = values.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
         return logits, values, grad.contiguous().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
     def jacobian(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -71,7 +71,7 @@ class Square(Search):
             return grid.finish()
         start = _stripes if self.threat.norm == "Linf" else _tiles
         point = near(self.threat, x)(start(x, noise, self.threat))
-        margin = margin_of(victim.logits(point), y)
+        margin = victim.margin(victim.logits(point), y)
         never = torch.full_like(margin, torch.inf)
         state = _State(x=x, y=y, noise=noise, point=point, margin=margin, shown=never, query=torch.zeros_like(y))
         state = self._settled(grid, state)
@@ -106,7 +106,7 @@ class Square(Search):
         for _ in range(steps):
             query = state.query[:, None] + ahead
             proposals = propose(query - first)
-            margin = margin_of(victim.logits(proposals), y)
+            margin = victim.margin(victim.logits(proposals), y)
             stop = self._stop(victim, state)
             better = (margin.view(-1, k) < state.margin[:, None]) & (query < stop[:, None])
             refused = torch.where(better, ahead, k).amin(1)
