@@ -638,6 +638,11 @@ def test_masked_gradients_show(linf):
     rounded = Wrapped(linf.model, before=Straight.apply)
     told = flags(rounded, linf, count=100, queries=400)
     assert set(told) == {"zero-gradients", "square-better"} and "points to masked gradients" in told["square-better"]
+    assert told == flags(rounded, linf, count=100, queries=400, precision="tf32")
+    assert "square-better" in flags(rounded, linf, count=100, queries=400, precision="bf16")
+    first = ("apgd-ce", "square", "apgd-t")  # as in `plus`, where attacks by gradients come after it too
+    assert "square-better" in flags(rounded, linf, count=100, queries=400, attacks=first)
+    assert "square-better" not in flags(rounded, linf, count=100, queries=400, attacks=("square", "apgd-ce"))
     saturated = Wrapped(linf.model, after=lambda z: (1e4 * z).softmax(1) * 20)
     assert "zero-gradients" in flags(saturated, linf)
 
