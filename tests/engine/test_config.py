@@ -428,6 +428,10 @@ def test_explain_lists_every_setting_and_marks_the_changed_ones():
         "objective."
     )
     assert all(default for _, _, default in explain(Config()))
+    around = Config(objective="standard", second_pass=Named("apart", groups=2), regularizer="ligs")
+    table = {key: (value, default) for key, value, default in explain(around)}
+    assert table["second_pass.groups"] == (2, False) and table["second_pass.radius"] == (0.1, True)
+    assert table["regularizer"] == ("ligs", False) and table["regularizer.shift"] == ("gaussian", True)
 
 
 # -- overrides ---------------------------------------------------------------------------------------------------------

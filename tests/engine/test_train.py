@@ -683,6 +683,16 @@ def test_a_full_disk_is_one_readable_error_and_the_run_goes_on_later(tmp_path, l
         ({"model": "vgg11"}, {}, "vgg11 with norm bn cannot take batches of 12 images of 1×8×8: .*use another model"),
         ({"model": {"name": "resnet18", "width": 0.05}, "norm": "in"}, {}, "one value per group"),
         ({"model": {"name": "resnet18", "width": 0.05}, "batch_size": 1, "objective": "standard"}, {}, "batches of 1"),
+        (
+            {
+                "model": {"name": "resnet18", "width": 0.05},
+                "objective": "standard",
+                "second_pass": {"name": "apart", "groups": 12},
+            },
+            {},
+            "second_pass apart cannot be taken with 12 images: .*change second_pass.samples, second_pass.groups",
+        ),
+        ({"regularizer": {"name": "ligs", "shift": "fgsm", "size": 2}}, {}, "regularizer: size is in pixel scale"),
         ({}, {"device": "cuda"}, "no CUDA device here"),
         ({}, {"device": "tpu"}, "unknown device 'tpu'"),
         ({}, {"max_minutes": -1, "checkpoint_minutes": math.nan}, "max_minutes .* got -1; checkpoint_minutes"),

@@ -34,6 +34,7 @@ class Case:
     norm: str
     options: dict[str, Any] = field(default_factory=dict)
     norm_options: dict[str, Any] = field(default_factory=dict)
+    find_unused: bool = False  # parameters that get no gradient, which DDP must be told
 
     def objective(self, *, sync: bool) -> Objective:
         model = tiny(self.norm, sync=sync, **self.norm_options)
@@ -110,7 +111,7 @@ def hook(state, bucket):  # no annotations: DDP wants the types themselves, not 
 
 def run(case: Case, rank: int) -> dict[str, Any]:
     objective = case.objective(sync=True)
-    ddp = DDP(objective)
+    ddp = DDP(objective, find_unused_parameters=case.find_unused)
     ddp.register_comm_hook(dist.group.WORLD, hook)
     CALLS.update(all_reduce=0, bucket=0)
     losses = descend(ddp, [share(rank, step) for step in range(STEPS)])

@@ -28,6 +28,10 @@ class Wrapped:
         return SECOND_PASSES.get(self.kind)(Ligs(inner, weight=0.5) if self.ligs else inner, **self.settings)
 
     @property
+    def find_unused(self) -> bool:
+        return self.case.find_unused
+
+    @property
     def means(self) -> int:
         """Means over the ranks beside DDP's: the gradient of the statistics, and that which moves the weights."""
         return {"apart": 1, "sam": 1, "awp": 1, "apart_sam": 2}[self.kind]
@@ -61,7 +65,12 @@ def _cases() -> dict[str, Wrapped]:
 
 
 CASES = _cases()
+#: Trainings that leave a bank out, by the name of the second pass.
+UNUSED = {
+    f"{kind}-unused": Wrapped(kind, objective_ranks.Case(name, "dual_bn", find_unused=True))
+    for kind, name in (("apart", "classical"), ("sam", "standard"), ("apart_sam", "standard"), ("awp", "classical"))
+}
 
 if __name__ == "__main__":
-    objective_ranks.CASES = CASES  # type: ignore[assignment]
+    objective_ranks.CASES = {**CASES, **UNUSED}  # type: ignore[assignment]
     objective_ranks.main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])

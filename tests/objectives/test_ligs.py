@@ -207,6 +207,49 @@ def test_an_image_without_a_gradient_makes_nothing_nan():
     assert step.loss.isfinite() and all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
+def test_an_image_with_a_gradient_at_one_of_the_points_alone_makes_nothing_nan():
+    """Its cosine is 0/0: it counts as 0, and no parameter learns from it."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(X32[0].numel(), 4), nn.ReLU(), nn.Linear(4, 4))
+    for bias in torch.linspace(-1, 1, 41).tolist():  # some image's units die between its two points
+        with torch.no_grad():
+            model[1].bias.fill_(bias)
+        objective = Ligs(Standard(model), size=0.3)
+        model.zero_grad()
+        step = objective(X32, Y, index=INDEX)
+        step.loss.backward()
+        assert step.loss.isfinite() and all(p.grad.isfinite().all() for p in model.parameters()), bias
+
+
+def test_what_a_network_draws_is_the_same_at_both_points():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(X32[0].numel(), 64), nn.Tanh(), nn.Dropout(0.5), nn.Linear(64, 4))
+    objective = Ligs(Standard(model), size=0.0)
+    values = [float(objective(X32, Y, index=INDEX).terms["ligs"]) for _ in range(2)]
+    assert values == pytest.approx([1, 1], abs=1e-6)
+    masks = [objective(X32, Y, index=INDEX).logits["clean"].detach() for _ in range(2)]
+    assert not torch.equal(*masks)  # from step to step they are others
+
+
+def test_a_compiled_model_is_regularized_by_the_model_inside():
+    model = tiny("bn")
+    compiled = torch.compile(copy.deepcopy(model), backend="aot_eager")
+    found, expected = (Ligs(Standard(m))(X32, Y, index=INDEX) for m in (compiled, model))
+    torch.testing.assert_close(found.loss, expected.loss, **EXACT)
+    found.loss.backward()
+
+
+def test_a_size_is_a_length_in_pixel_scale_for_every_shift():
+    assert Ligs(Standard(tiny("bn")), size="8/255").size == 8 / 255
+    for shift in SHIFTS:
+        with pytest.raises(ConfigError, match="size is in pixel scale.*did you mean '8/255'"):
+            Ligs(Standard(tiny("bn")), shift=shift, size=8)
+
+
+def test_one_regularizer_is_enough():
+    with pytest.raises(ConfigError, match="one Ligs with the sum of the weights"):
+        Ligs(Ligs(Standard(tiny("bn"))))
+
+
 # -- the shifts of app. B.4 --------------------------------------------------------------------------------------------
 
 

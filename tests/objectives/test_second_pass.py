@@ -356,11 +356,36 @@ def test_the_second_pass_takes_as_many_images_as_fit_into_equal_groups(samples, 
     if isinstance(samples, int) and samples % groups:
         samples *= groups
     objective = Apart(Standard(tiny()), samples=samples, groups=groups)
-    wanted = samples if isinstance(samples, int) else round(samples * batch)
+    wanted = min(batch, samples if isinstance(samples, int) else round(samples * batch))
+    if wanted < groups:
+        with pytest.raises(ConfigError, match=f"gives no {groups} equal groups"):
+            objective.rows(batch)
+        return
     rows = objective.rows(batch)
     assert rows % groups == 0 and groups <= rows <= batch
-    assert rows == groups or min(wanted, batch) - groups < rows <= wanted
+    assert wanted - groups < rows <= wanted
     assert objective.share(batch) == rows / (batch + rows) <= 0.5
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_batch_with_fewer_images_than_groups_is_refused_before_anything_is_fed(count):
+    objective = Apart(Standard(tiny()), groups=4)
+    before = snapshot(objective.model)
+    with pytest.raises(ConfigError, match="drop a last batch that is smaller"):
+        objective(X[:count], Y[:count])
+    assert changed(objective.model, before) == set()
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_a_number_of_samples_is_that_of_all_processes_together(monkeypatch, processes):
+    """N/(M+N) is the share of the second pass however many processes have parts of the batch (trap 12)."""
+    monkeypatch.setattr("advnorm.objectives.second_pass.world_size", lambda: processes)
+    objective = Apart(Standard(tiny()), samples=16)
+    assert objective.rows(64 // processes) == 16 // processes and objective.share(64 // processes) == 0.2
+    assert Apart(Standard(tiny()), samples=0.25).share(64 // processes) == 0.2
+    if processes > 1:
+        with pytest.raises(ConfigError, match="counts the images of all processes together"):
+            Apart(Standard(tiny()), samples=17).rows(64 // processes)
 
 
 def test_every_image_is_drawn_equally_often_and_each_draw_belongs_to_the_images_alone():
@@ -647,6 +672,86 @@ def test_awp_takes_a_slope_for_no_weight():
     assert [not torch.equal(a, b) for a, b in zip(*seen)] == [True, False, False, True, False]
 
 
+@pytest.mark.parametrize("parametrization", ["weight_norm", "spectral_norm"])
+def test_awp_moves_parametrized_weights(parametrization):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(72, 8), nn.ReLU(), nn.Linear(8, 4))
+    getattr(nn.utils.parametrizations, parametrization)(model[1])
+    step = Awp(Standard(model), gamma=0.5)(X, Y)
+    moved = {id(p) for p in Awp(Standard(model))._attacked()}
+    originals = [p for name, p in model[1].named_parameters() if "original" in name]
+    assert originals and {id(p) for p in originals if p.dim() > 1} < moved
+    assert float(step.terms["second_pass"] - step.terms["clean_ce"]) > 0.01
+
+
+def test_awp_that_would_move_nothing_is_refused():
+    model = tiny()
+    for parameter in (model.conv1.weight, model.conv2.weight, model.fc.weight):
+        parameter.requires_grad_(False)
+    with pytest.raises(ConfigError, match="none that is trained is there; use Sam, or norms=True"):
+        Awp(Standard(model))
+    Awp(Standard(model), norms=True)(X, Y).loss.backward()
+
+
+@each_pass
+def test_hooks_on_parameters_run_once_on_the_gradient_of_the_step(wrap):
+    model, hooked = tiny(), tiny()
+    calls = []
+    handle = hooked.conv1.weight.register_hook(lambda grad: calls.append(1) or grad * 0.5)
+    for network in (model, hooked):
+        wrap(Standard(network))(X, Y, index=INDEX).loss.backward()
+    assert len(calls) == 1
+    torch.testing.assert_close(hooked.conv1.weight.grad, 0.5 * model.conv1.weight.grad, **EXACT)
+    torch.testing.assert_close(hooked.conv2.weight.grad, model.conv2.weight.grad, **EXACT)
+    handle.remove()
+
+
+class Fed(nn.Module):
+    """Buffers that a forward changes: one in place, one put in the place of the old."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(2, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 2, 3)).double()
+        return x * (1 + 0 * self.mean[:, None, None]).to(x.dtype)
+
+
+@pytest.mark.parametrize("wrap", [*PASSES.values(), Ligs], ids=[*PASSES, "ligs"])
+def test_buffers_of_any_module_are_those_of_the_objective_alone(wrap):
+    models = [nn.Sequential(Fed(), tiny()) for _ in range(2)]
+    wrap(Standard(models[0]))(X, Y, index=INDEX).loss.backward()
+    Standard(models[1])(X, Y, index=INDEX)
+    assert changed(models[0][0], snapshot(models[1][0])) == set() and models[0][0].seen == 1
+
+
+@each_pass
+def test_without_gradients_the_reason_is_told(wrap):
+    objective = wrap(Standard(tiny()))
+    with torch.no_grad(), pytest.raises(ConfigError, match=r"torch.no_grad\(\) is on"):
+        objective(X, Y)
+    objective.model.requires_grad_(False)
+    with pytest.raises(ConfigError, match="no parameter takes a gradient"):
+        objective(X, Y)
+
+
+def test_apart_leaves_norms_of_single_samples_alone():
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.InstanceNorm2d(4), nn.Flatten(), nn.Linear(64, 4))
+    advnorm.convert_norm(model, "bn")
+    step = Apart(Standard(model))(X.float(), Y)
+    step.loss.backward()
+    assert float(step.terms["second_pass"]) > float(step.terms["clean_ce"])
+
+
+def test_what_an_objective_is_says_all_that_is_around_it():
+    objective = ApartSam(Ligs(Standard(tiny()), weight=0.5), rho=0.1)
+    assert objective.kinds == ("ApartSam", "Ligs", "Standard")
+    for part in ("ApartSam(", "rho=0.1", "Ligs(Standard(", "weight=0.5"):
+        assert part in objective.recipe
+
+
 class Checkpointed(Tiny):
     """Tiny that recomputes its features in the backward."""
 
@@ -723,6 +828,14 @@ def test_a_step_reduces_the_gradients_once_and_adds_a_mean_per_attack_on_the_mod
     case = second_pass_ranks.CASES[key]
     for result in of_case(ranks, key):
         assert result["calls"] == {"bucket": STEPS, "all_reduce": STEPS * (2 * case.forwards + case.means)}
+
+
+@pytest.mark.world_size
+def test_a_bank_that_no_image_takes_is_no_error_under_ddp(ranks):
+    """``find_unused_parameters`` looks for parameters in the graph of all that a step returns."""
+    for key in second_pass_ranks.UNUSED:
+        for rank, results in enumerate(ranks):
+            assert "error" not in results[key], f"rank {rank}: {results[key]['trace']}"
 
 
 # -- bf16, moving averages, resuming ------------------------------------------------------------------------------

@@ -65,6 +65,15 @@ def test_runs_in_the_figure_are_told_apart_by_what_differs(runs):
     assert [row["label"] for row in figure["rows"]] == ["bn", "dual_bn"] and list(figure["x"]) == [1, 2]
 
 
+def test_methods_around_an_objective_are_told(runs):
+    found = overview(runs)
+    extras = {"regularizer": {"name": "ligs"}, "second_pass": {"name": "apart"}, "mix": "mixup"}
+    second = {**found["runs"][0], "config": {**found["runs"][0]["config"], **extras}}
+    page = runs_page({**found, "runs": [found["runs"][0], second]})
+    assert column(page["tables"][0], "objective") == ["hybrid", "hybrid + ligs + apart + mixup"]
+    assert [row["label"] for row in page["figures"][0]["rows"]] == ["bn, hybrid", "bn, hybrid + ligs + apart + mixup"]
+
+
 DAMAGE = {
     "accuracy": lambda record: record.pop("accuracy"),
     "images": lambda record: record.update(images="many"),

@@ -28,6 +28,7 @@ from advnorm.attacks import Attack, attacked, input_gradient
 from advnorm.attacks.base import Predict, Progress, check_images, checked
 from advnorm.attacks.losses import cross_entropy
 from advnorm.objectives.ligs import Ligs, Shift, shifted
+from advnorm.threat import parse_length
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -78,7 +79,7 @@ def ligs(
     y: Tensor,
     *,
     shift: Shift = "gaussian",
-    size: float = 0.01,
+    size: float | str = 0.01,
     route: str | None = None,
     statistics: Statistics = "running",
     seed: int = 0,
@@ -95,6 +96,7 @@ def ligs(
     problems += setting_problems(model, route=route, statistics=statistics, batch_size=batch_size)
     problems += one_domain_problems(model, statistics)
     raise_all(problems, "bad LIGS")
+    size = parse_length(size)
     largest_label, device = check_images(x, y), device_of(model)
     found = []
     with float32_as("ieee", device), attacked(model, route=route, statistics=statistics) as predict:

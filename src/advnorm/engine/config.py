@@ -280,7 +280,10 @@ class Config:
             return []
         if groups > self.batch_size:
             return [f"second_pass.groups ({groups}) is more than batch_size ({self.batch_size})"]
-        clean = round(share * rows_of_second_pass(self.batch_size, samples, groups))
+        rows = rows_of_second_pass(self.batch_size, samples, groups)
+        if not rows:
+            return [f"second_pass.samples ({samples}) of batch_size ({self.batch_size}) is less than groups ({groups})"]
+        clean = round(share * rows)
         if not clean % groups:
             return []
         return [
@@ -536,9 +539,11 @@ def _norms_of(spec: str) -> tuple[bool, bool]:
 def explain(config: Config) -> list[tuple[str, Any, bool]]:
     """Every setting as ``(key, value, is_default)``; parts have dotted keys, as overrides do."""
     defaults = _rows(Config())
-    for name, parameter in OBJECTIVES.get(config.objective.name).options().items():
-        if name not in _NOT_OBJECTIVE_OPTIONS:
-            defaults[f"objective.{name}"] = parameter.default
+    for label, registry in (("objective", OBJECTIVES), ("regularizer", REGULARIZERS), ("second_pass", SECOND_PASSES)):
+        if (named := getattr(config, label)) is not None:
+            for name, parameter in registry.get(named.name).options().items():
+                if label != "objective" or name not in _NOT_OBJECTIVE_OPTIONS:
+                    defaults[f"{label}.{name}"] = parameter.default
     rows = {**defaults, **_rows(config)}
     order = [f.name for f in fields(config)]
     return [

@@ -271,25 +271,31 @@ class Loop:
         x = torch.full((count, *shape), 0.5, device=ranks.device).contiguous(memory_format=layout)
         index = torch.arange(count, device=ranks.device)
         images = Images(x, index % self.classes, index, x)
+        size = "×".join(map(str, shape))
+        refusal = (
+            f"model {config.model.name} with norm {config.norm} cannot take batches of {count} images of {size}",
+            "use another model, norm, batch_size or image size",
+        )
         try:
             with self.speed(), forwards(self.precision, ranks.device), torch.no_grad():
-                with attacked(self.model, statistics="batch_frozen"), ExitStack() as stack:
-                    if routed_modules(self.model):  # over all processes, as in training
-                        stack.enter_context(Scope(self.model, {"alone": False}))
-                    objective.measured(images)
                 for domain in objective.trained_domains():
                     branch = domain if domain in domains(self.model) else None
                     with attacked(self.model, route=branch) as predict:
                         predict(x)
+                with attacked(self.model, statistics="batch_frozen"), ExitStack() as stack:
+                    if routed_modules(self.model):  # over all processes, as in training
+                        stack.enter_context(Scope(self.model, {"alone": False}))
+                    objective.forwards(images)
+                    if config.second_pass is not None:
+                        refusal = (
+                            f"second_pass {config.second_pass.name} cannot be taken with {count} images",
+                            "change second_pass.samples, second_pass.groups or batch_size",
+                        )
+                        self.objective.forwards(images)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a network says to a shape that nobody thought of
-            reason = first_line(error)
-            size = "×".join(map(str, shape))
-            raise ConfigError(
-                f"model {config.model.name} with norm {config.norm} cannot take batches of {count} images of {size}: "
-                f"{reason}; use another model, norm, batch_size or image size"
-            ) from error
+            raise ConfigError(f"{refusal[0]}: {first_line(error)}; {refusal[1]}") from error
 
     # -- work ------------------------------------------------------------------------------------------------------
 
@@ -540,7 +546,7 @@ class Loop:
         if self.step:
             say(f"going on from step {self.step} of {self.total}")
             return
-        say(f"{self.total} steps of {self.config.batch_size} images; objective {type(self.objective).__name__}")
+        say(f"{self.total} steps of {self.config.batch_size} images; objective {' around '.join(self.objective.kinds)}")
         for kind in routing(self.objective):
             for domain, banks in kind["domains"].items():
                 told = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in banks.items() if value)
@@ -552,7 +558,7 @@ class Loop:
             **self.run.description,
             "last": self.run.metrics()[-1],
             "best": self.best,
-            "objective": f"{type(self.objective).__name__}({self.objective.extra_repr()})",
+            "objective": self.objective.recipe,
             "attack": None if self.objective.attack is None else repr(self.objective.attack),
             "validation_attack": None if self.validation is None else repr(self.validation.attack),
             "layout": getattr(self.objective.bare, "layout", None),

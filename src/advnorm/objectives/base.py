@@ -313,6 +313,20 @@ class Objective(nn.Module):
         """The loss on given images and what it consists of."""
         raise NotImplementedError
 
+    def forwards(self, images: Images) -> None:
+        """What a step forwards, for its errors: a network may not take such images, or so many of them."""
+        self.measured(images)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What it is, from the outside in."""
+        return (type(self).__name__,)
+
+    @property
+    def recipe(self) -> str:
+        """What it is with its settings, on one line."""
+        return f"{type(self).__name__}({self.extra_repr()})"
+
     def forward(self, x: Tensor, y: Tensor, *, index: Tensor | None = None) -> Step:
         """The loss on images ``x`` with labels ``y``; ``index`` is each image's identity for its attack's noise."""
         return self.measured(self.images(x, y, index))

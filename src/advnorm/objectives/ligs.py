@@ -12,14 +12,14 @@ from torch import Tensor
 from advnorm._core.errors import ConfigError, did_you_mean, raise_all
 from advnorm._core.registry import Registry
 from advnorm._core.seeding import ImageNoise
+from advnorm._core.wrappers import unwrapped
 from advnorm.attacks.base import logits_of
 from advnorm.attacks.pgd import FGSM, PGD
 from advnorm.norms import domains, route, routed_modules, statistics
-from advnorm.norms.feeding import without_feeding
 from advnorm.objectives.base import Images, Objective, Step, needs_both, weight_problem
 from advnorm.objectives.second_pass import SecondPass
-from advnorm.objectives.wrapper import Wrapper
-from advnorm.threat import ThreatModel
+from advnorm.objectives.wrapper import Wrapper, leaving_no_trace
+from advnorm.threat import ThreatModel, length_problem, parse_length
 
 #: What the gradient is compared under; all of size 0.01 in the paper (app. B.4).
 Shift = Literal["gaussian", "uniform", "fgsm", "pgd"]
@@ -41,7 +41,7 @@ class Ligs(Wrapper):
 
     On the clean images, through the first branch that the objective trains, with the batch's statistics (nothing is
     fed) or the stored ones where a norm needs both domains. The gradient of a gradient is taken, which compiled
-    networks do not offer: these forwards run as they are.
+    networks do not offer: these forwards run as they are. Compile the model, not this.
     """
 
     summary, paper = "input gradients that stay alike near an image", "D (eq. 1, fig. 5)"
@@ -52,7 +52,7 @@ class Ligs(Wrapper):
         *,
         weight: float = 1.0,
         shift: Shift = "gaussian",
-        size: float = 0.01,
+        size: float | str = 0.01,
         **unknown: Any,
     ) -> None:
         own = {"weight": weight, "shift": shift, "size": size}
@@ -61,13 +61,17 @@ class Ligs(Wrapper):
         if isinstance(objective, SecondPass):
             name = type(objective).__name__
             raise ConfigError(f"the second pass of {name} would not see this term; write {name}(Ligs(...)) instead")
+        if isinstance(objective, Ligs):
+            raise ConfigError("LIGS is a term of this objective already; one Ligs with the sum of the weights will do")
         super().__init__(objective)
-        self.weight, self.size = weight, size
+        self.weight, self.size = weight, parse_length(size)
         self.shift: Shift = shift
 
     @classmethod
     def setting_problems(cls, *, weight: Any = 1.0, shift: Any = "gaussian", size: Any = 0.01, **_: Any) -> list[str]:
-        problems = weight_problem("weight", weight) + weight_problem("size", size)
+        problems = weight_problem("weight", weight)
+        if (problem := length_problem("size", size, "Linf")) is not None:
+            problems.append(problem)
         if shift not in get_args(Shift):
             problems.append(f"unknown shift {shift!r}{did_you_mean(shift, get_args(Shift))}")
         return problems
@@ -79,8 +83,11 @@ class Ligs(Wrapper):
         return step._replace(loss=loss, terms={**step.terms, "ligs": similarity.detach()})
 
     def similarity(self, x: Tensor, y: Tensor, noise: ImageNoise) -> Tensor:
-        """LIGS of a batch, differentiable."""
-        model = self.model
+        """LIGS of a batch, differentiable. An image whose gradient is zero has none: it counts as 0 and moves nothing.
+
+        What the network draws, as dropout does, is the same at both points.
+        """
+        model = unwrapped(self.model)
         branch = next((domain for domain in self.trained_domains() if domain in domains(model)), None)
         stored = any(needs_both(module.plan) for module in routed_modules(model).values())
 
@@ -93,17 +100,21 @@ class Ligs(Wrapper):
             loss = F.cross_entropy(predict(images), y, reduction="sum")
             rows = torch.autograd.grad(loss, images, create_graph=True)[0].flatten(1)
             # The direction alone counts, and confident networks have gradients below what a cosine takes for zero.
-            return rows / rows.detach().abs().amax(1, keepdim=True).clamp_min(torch.finfo(rows.dtype).tiny)
+            largest = rows.detach().abs().amax(1, keepdim=True)
+            there = largest > torch.finfo(rows.dtype).tiny
+            return torch.where(there, rows / torch.where(there, largest, 1), 0)
 
         with (
             torch.enable_grad(),
-            without_feeding(model),
+            leaving_no_trace(model),
             self.bare.training_statistics(),
             route(model, branch) if branch else nullcontext(),
             statistics(model, mode="running") if stored else nullcontext(),
         ):
             near = shifted(self.shift, x, y, noise, self.size, predict)
-            return F.cosine_similarity(gradient(x), gradient(near.detach()), dim=1).mean()
+            with torch.random.fork_rng([x.device] if x.is_cuda else []):
+                at_x = gradient(x)
+            return F.cosine_similarity(at_x, gradient(near.detach()), dim=1).mean()
 
     def extra_repr(self) -> str:
         return f"weight={self.weight}, shift={self.shift!r}, size={self.size}"

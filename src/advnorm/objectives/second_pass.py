@@ -15,17 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from advnorm._core.distributed import mean_over_ranks
+from advnorm._core.distributed import mean_over_ranks, world_size
 from advnorm._core.errors import ConfigError, did_you_mean, raise_all
 from advnorm._core.registry import Registry
 from advnorm._core.seeding import ImageNoise
 from advnorm.norms import statistics, zero_perturbation
-from advnorm.norms.feeding import without_feeding
 from advnorm.norms.layers import norm_parameters
 from advnorm.objectives.base import Images, Objective, Step, weight_problem
-from advnorm.objectives.wrapper import Wrapper
+from advnorm.objectives.wrapper import Wrapper, leaving_no_trace
 
 
 class SecondPass(Wrapper):
@@ -69,6 +68,12 @@ class SecondPass(Wrapper):
     def measured(self, images: Images) -> Step:
         """The loss of both passes; its gradient is computed already. Nothing here waits for the device."""
         parameters = [p for p in self.model.parameters() if p.requires_grad]
+        if not parameters or not torch.is_grad_enabled():
+            why = "no parameter takes a gradient" if not parameters else "torch.no_grad() is on"
+            raise ConfigError(
+                f"{type(self).__name__} takes gradients, and {why}; for the loss alone call the objective inside of it"
+            )
+        subset = self._subset(images)  # before anything is fed: a batch may be too small
         delta = None if self.radius is None else zero_perturbation(self.model)
 
         with nullcontext() if delta is None else statistics(self.model, perturbation=delta):
@@ -80,11 +85,10 @@ class SecondPass(Wrapper):
             known = [torch.zeros_like(t) if g is None else g for t, g in zip(delta.tensors, of_statistics)]
             worst = delta.ascend(mean_over_ranks(known), self.radius or 0.0)
 
-        subset = self._subset(images)
         with ExitStack() as attacked:
             if self.attacks_weights:
                 attacked.enter_context(self._moved(parameters, own))
-            attacked.enter_context(without_feeding(self.model))
+            attacked.enter_context(leaving_no_trace(self.model))
             if worst is not None or self.groups > 1:
                 attacked.enter_context(statistics(self.model, groups=self.groups, perturbation=worst))
             second = self.objective.measured(subset)
@@ -94,7 +98,14 @@ class SecondPass(Wrapper):
         loss = (1 - r) * first.loss.detach() + r * second.loss.detach()
         total = [_mixed(g, h, r) for g, h in zip(own, resisting)]
         terms = {**first.terms, "second_pass": second.loss.detach()}
-        return Step(_with_gradients(loss, parameters, total), first.logits, terms, first.labels)
+        # Of a graph that is gone; DDP would look through it for parameters without a gradient.
+        logits = {domain: value.detach() for domain, value in first.logits.items()}
+        return Step(_with_gradients(loss, parameters, total), logits, terms, first.labels)
+
+    def forwards(self, images: Images) -> None:
+        super().forwards(images)
+        with statistics(self.model, groups=self.groups) if self.groups > 1 else nullcontext():
+            super().forwards(self._subset(images))
 
     def _subset(self, images: Images) -> Images:
         """N images in random order, drawn by their identities (algorithm 1, lines 6 and 7)."""
@@ -126,8 +137,8 @@ class Apart(SecondPass):
     """Adversarially perturbed batch statistics (paper B, algorithm 1): ``g = M/(M+N) g_φ + N/(M+N) h_φ``.
 
     ``radius`` ε of the perturbation ``θ = ε sign(g_θ)`` of every norm's mean and deviation (eq. 3). ``samples`` N of
-    the second pass: a number, or a share of the batch. ``groups`` n of them have statistics of their own. The paper's
-    line 12 misprints g_θ for g_φ.
+    the second pass: a share of the batch, or a number, which all processes together have. ``groups`` n of them have
+    statistics of their own. The paper's line 12 misprints g_θ for g_φ.
     """
 
     summary, paper = "adversarially perturbed batch statistics", "B (algorithm 1)"
@@ -138,7 +149,7 @@ class Apart(SecondPass):
         own = {"radius": radius, "samples": samples, "groups": groups}
         check_second_pass(type(self), **own, **unknown)
         super().__init__(objective)
-        if any(isinstance(module, _NormBase) for module in self.model.modules()):
+        if any(isinstance(module, _BatchNorm) for module in self.model.modules()):
             raise ConfigError(
                 "Apart perturbs the statistics of routed norms, and the model has built-in batch norms; convert it "
                 "first: advnorm.convert_norm(model, 'bn')"
@@ -149,6 +160,8 @@ class Apart(SecondPass):
     @classmethod
     def setting_problems(cls, *, radius: Any = 0.1, samples: Any = 1.0, groups: Any = 1, **_: Any) -> list[str]:
         problems = weight_problem("radius", radius)
+        if not problems and radius >= 1:
+            problems.append(f"radius is a share of each norm's mean and deviation, below 1; got {radius!r}")
         whole = isinstance(samples, int) and not isinstance(samples, bool)
         if not (whole and samples >= 2) and not (isinstance(samples, float) and 0 < samples <= 1):
             problems.append(
@@ -161,7 +174,21 @@ class Apart(SecondPass):
         return problems
 
     def rows(self, batch: int) -> int:
-        return rows_of_second_pass(batch, self.samples, self.groups)
+        samples, processes = self.samples, world_size()
+        if isinstance(samples, int):
+            if samples % processes:
+                raise ConfigError(
+                    f"samples ({samples}) counts the images of all processes together, and {processes} processes "
+                    "cannot have equal parts of it; choose a multiple, or a share such as 0.5"
+                )
+            samples //= processes
+        rows = rows_of_second_pass(batch, samples, self.groups)
+        if not rows:
+            raise ConfigError(
+                f"a batch of {batch} images gives no {self.groups} equal groups of a second pass with "
+                f"samples={self.samples}; drop a last batch that is smaller, or change samples or groups"
+            )
+        return rows
 
     def share(self, batch: int) -> float:
         return self.rows(batch) / (batch + self.rows(batch))
@@ -230,6 +257,11 @@ class Awp(SecondPass):
         check_second_pass(type(self), gamma=gamma, norms=norms, **unknown)
         super().__init__(objective)
         self.gamma, self.norms = gamma, norms
+        if not any(p.requires_grad for p in self._attacked()):
+            raise ConfigError(
+                "Awp moves the weights of convolutions and linear layers, and none that is trained is there; use Sam, "
+                "or norms=True for those of norms"
+            )
 
     @classmethod
     def setting_problems(cls, *, gamma: Any = 0.005, norms: Any = False, **_: Any) -> list[str]:
@@ -237,15 +269,22 @@ class Awp(SecondPass):
         return problems if isinstance(norms, bool) else [*problems, f"norms must be True or False, got {norms!r}"]
 
     def weights_moved_by(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-        weights = {id(p) for name, p in self.model.named_parameters() if "weight" in name.rpartition(".")[2]}
-        of_norms = {id(p) for p in norm_parameters(self.model)}
+        moved = {id(p) for p in self._attacked()}
         steps = []
         for parameter, gradient in zip(parameters, gradients):
-            moves = id(parameter) in weights and (self.norms if id(parameter) in of_norms else parameter.dim() > 1)
             length = gradient.norm()
             scale = torch.where(length > 0, self.gamma * parameter.detach().norm() / length.clamp_min(_tiny(length)), 0)
-            steps.append(scale * gradient if moves else torch.zeros_like(gradient))
+            steps.append(scale * gradient if id(parameter) in moved else torch.zeros_like(gradient))
         return steps
+
+    def _attacked(self) -> list[Tensor]:
+        """Weights by their names, also where they are parametrized, as by ``weight_norm``."""
+        of_norms = {id(p) for p in norm_parameters(self.model)}
+        return [
+            p
+            for name, p in self.model.named_parameters()
+            if "weight" in _own_name(name) and (self.norms if id(p) in of_norms else p.dim() > 1)
+        ]
 
     def extra_repr(self) -> str:
         return f"gamma={self.gamma}, norms={self.norms}"
@@ -258,9 +297,9 @@ for _name, _kind in (("apart", Apart), ("sam", Sam), ("apart_sam", ApartSam), ("
 
 
 def rows_of_second_pass(batch: int, samples: int | float, groups: int) -> int:
-    """So many of a batch's images as are wanted, in equal groups."""
+    """So many of a batch's images as are wanted, in equal groups; 0 where they are fewer than groups."""
     wanted = samples if isinstance(samples, int) else round(samples * batch)
-    return max(groups, min(batch, wanted) // groups * groups)
+    return min(batch, wanted) // groups * groups
 
 
 def check_second_pass(kind: type[Any], **settings: Any) -> None:
@@ -281,9 +320,23 @@ def _tiny(value: Tensor) -> float:
     return torch.finfo(value.dtype).tiny
 
 
+def _own_name(name: str) -> str:
+    """A parameter's name in its module; ``weight`` of ``parametrizations.weight.original0``."""
+    *rest, own = name.split(".")
+    return rest[-1] if "parametrizations" in rest[-2:-1] else own
+
+
 def _gradients(loss: Tensor, tensors: Sequence[Tensor]) -> list[Tensor | None]:
-    with torch.autocast(loss.device.type, enabled=False):
-        return list(torch.autograd.grad(loss, tensors, allow_unused=True))
+    """Of the loss, as they are before the parameters' own hooks: those run once, on the gradient of the step."""
+    hooks = [(kept, dict(kept)) for tensor in tensors if (kept := tensor._backward_hooks)]
+    try:
+        for kept, _ in hooks:
+            kept.clear()
+        with torch.autocast(loss.device.type, enabled=False):
+            return list(torch.autograd.grad(loss, tensors, allow_unused=True))
+    finally:
+        for kept, own in hooks:
+            kept.update(own)
 
 
 def _mixed(first: Tensor | None, second: Tensor | None, share: float) -> Tensor | None:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from advnorm._core.errors import ConfigError
 from advnorm.attacks.base import Attack
+from advnorm.norms.feeding import without_feeding
+from advnorm.norms.routing import Routed
 from advnorm.objectives.base import Images, Objective, Step, TrainingStatistics
 
 
@@ -64,5 +70,33 @@ class Wrapper(Objective):
     def measured(self, images: Images) -> Step:
         return self.objective.measured(images)
 
+    def forwards(self, images: Images) -> None:
+        self.objective.forwards(images)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return type(self).__name__, *self.objective.kinds
+
+    @property
+    def recipe(self) -> str:
+        return f"{type(self).__name__}({self.objective.recipe}, {self.extra_repr()})"
+
     def extra_repr(self) -> str:
         return ""
+
+
+@contextmanager
+def leaving_no_trace(model: nn.Module) -> Iterator[None]:
+    """Scope: forwards beside those of the objective itself feed no norm, and every other buffer is as it was after."""
+    owners = [module for module in model.modules() if not isinstance(module, Routed | _NormBase)]
+    buffers = [(owner, name, b) for owner in owners for name, b in owner._buffers.items() if b is not None]
+    kept = [(buffer._version, buffer.clone()) for _, _, buffer in buffers]
+    try:
+        with without_feeding(model):
+            yield
+    finally:
+        for (owner, name, buffer), (version, value) in zip(buffers, kept):
+            owner._buffers[name] = buffer
+            if buffer._version != version:  # others may be part of a graph that is alive
+                with torch.no_grad():
+                    buffer.copy_(value)

@@ -81,7 +81,7 @@ def _runs(runs: Sequence[Trained]) -> Table:
         epochs = f"{last.get('epoch', 0)} of {config['epochs'] * config['budget']}"
         minutes = "not finished" if record is None else f"{record['seconds'] / 60:.1f}"
         held_out = [_held_out(row) for row in ((record or {}).get("best"), last)]
-        told = [config["norm"], config["objective"]["name"], str(config["eps"]), epochs, str(config["seed"]), minutes]
+        told = [config["norm"], _method(config), str(config["eps"]), epochs, str(config["seed"]), minutes]
         rows += [[run["name"]], [*told, *held_out, last.get("clean_accuracy"), last.get("adv_accuracy")]]
     return {
         "title": "Runs",
@@ -92,6 +92,13 @@ def _runs(runs: Sequence[Trained]) -> Table:
         "rows": rows,
         "note": "Percent. The best checkpoint is chosen on images held out of the training, never on test images.",
     }
+
+
+def _method(config: Mapping[str, Any]) -> str:
+    """The objective and what is around it: a regularizer, a second pass, mixed images."""
+    extras = [config[key]["name"] for key in ("regularizer", "second_pass") if config.get(key)]
+    extras += [config["mix"]] if config.get("mix", "none") != "none" else []
+    return " + ".join([config["objective"]["name"], *extras])
 
 
 def _held_out(row: Mapping[str, Any] | None) -> str:
@@ -158,7 +165,7 @@ def _curves(runs: Sequence[Trained]) -> list[Lines]:
 def _labels(runs: Sequence[Trained]) -> list[str]:
     """What tells runs apart, as short as it goes: some of their settings, else numbers."""
     settings = [
-        (config["norm"], config["objective"]["name"], f"eps {config['eps']}", f"seed {config['seed']}")
+        (config["norm"], _method(config), f"eps {config['eps']}", f"seed {config['seed']}")
         for config in (run["config"] for run in runs)
     ]
     for length in range(1, 5):
