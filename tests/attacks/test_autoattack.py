@@ -541,9 +541,8 @@ def test_a_record_continues_with_another_batch_size(linf, tmp_path):
 
 def test_a_finished_record_answers_at_once(linf, tmp_path):
     x, y = linf.first(30)
-    attack = quick(linf.threat)
-    first = attack.evaluate(linf.model, x, y, record=tmp_path / "record")
-    counted = Wrapped(linf.model)
+    attack, counted = quick(linf.threat), Wrapped(linf.model)
+    first = attack.evaluate(counted, x, y, record=tmp_path / "record")
     calls: list[int] = []
     counted.before = lambda x: calls.append(len(x)) or x  # type: ignore[func-returns-value]
     again = attack.evaluate(counted, x, y, record=tmp_path / "record")
@@ -557,13 +556,16 @@ def test_a_foreign_or_corrupt_record_is_refused_by_name(linf, tmp_path):
     x, y = linf.first(30)
     attack, folder = quick(linf.threat, batch_size=12), tmp_path / "record"
     interrupted(attack, linf, folder, 3)
-    other = Wrapped(linf.model, after=lambda logits: logits.flip(1))
+    other = Wrapped(linf.model)
+    moved = copy.deepcopy(linf.model)
+    moved[-1].bias.data[0] += 1e-6
     for model, images, labels, settings, what in (
         (linf.model, x.flip(0), y, {}, "images"),
         (linf.model, x, y.flip(0), {}, "labels"),
         (linf.model, x, y, {"seed": 1}, "attack"),
         (linf.model, x, y, {"precision": "bf16"}, "attack, search"),
         (other, x, y, {}, "model"),
+        (moved, x, y, {}, "model"),
     ):
         with pytest.raises(ConfigError, match=rf"record\.json belongs to another evaluation \(different: {what}\)"):
             dataclasses.replace(attack, **settings).evaluate(model, images, labels, record=folder)
@@ -582,6 +584,25 @@ def test_a_foreign_or_corrupt_record_is_refused_by_name(linf, tmp_path):
     (folder / "record.json").unlink()
     with pytest.raises(ConfigError, match="is no record of AutoAttack"):
         attack.evaluate(linf.model, x, y, record=folder)
+
+
+def test_a_model_is_told_apart_by_its_logits_too(linf, tmp_path):
+    x, y = linf.first(30)
+    model = Wrapped(linf.model)
+    quick(linf.threat).evaluate(model, x, y, record=tmp_path / "record")
+    model.after = lambda logits: logits.flip(1)  # which no tensor of it and no repr shows
+    with pytest.raises(ConfigError, match=r"record\.json belongs to another evaluation \(different: model\)"):
+        quick(linf.threat).evaluate(model, x, y, record=tmp_path / "record")
+
+
+def test_a_record_of_another_version_is_refused_by_name(linf, tmp_path):
+    folder = tmp_path / "record"
+    interrupted(quick(linf.threat, batch_size=12), linf, folder, 3)
+    record = json.loads((folder / "record.json").read_text())
+    del record["asked"]["model"]
+    (folder / "record.json").write_text(json.dumps({**record, "format": 1}))
+    with pytest.raises(ConfigError, match=r"record\.json is of another version of advnorm \(format 1, here 2\)"):
+        quick(linf.threat, batch_size=12).evaluate(linf.model, *linf.first(30), record=folder)
 
 
 # -- reasons to doubt --------------------------------------------------------------------------------------------------

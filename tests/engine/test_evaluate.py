@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import signal
@@ -20,6 +21,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import advnorm
 from advnorm._core.errors import ConfigError
 from advnorm.attacks import PGD
+from advnorm.attacks.autoattack import AutoAttack
+from advnorm.attacks.autoattack_record import Record
 from advnorm.cli import evaluate as cli
 from advnorm.cli import listing
 from advnorm.data import ImageData, load, make_loader
@@ -569,6 +572,28 @@ def test_a_killed_evaluation_continues_and_ends_with_the_same_record(tmp_path):
     assert without_time(whole) == without_time(killed)
     assert 0 < whole["accuracy"]["as called"]["union"] < whole["accuracy"]["as called"]["clean"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["killed.json", "run.py", "whole.json"]
+
+
+def test_what_a_first_cascade_leaves_belongs_to_its_model(sound, data, tmp_path, monkeypatch):
+    x, y = some(data)
+    record, cascade = tmp_path / "r.json", {"aa": AutoAttack(threat=THREAT, steps=3, targets=2, queries=5)}
+    original = Record.add
+
+    def last(self, batch):
+        original(self, batch)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Record, "add", last)
+    with pytest.raises(KeyboardInterrupt):
+        benchmark(sound, (x, y), THREAT, cascade, record=record)
+    monkeypatch.undo()
+    other = copy.deepcopy(sound)
+    next(other.parameters()).data.view(-1)[0] += 1e-6
+    with pytest.raises(ConfigError, match=r"r\.json\.partial belongs to another evaluation"):
+        benchmark(other, (x, y), THREAT, cascade, record=record)
+    Path(f"{record}.partial").unlink()
+    with pytest.raises(ConfigError, match=r"record\.json belongs to another evaluation \(different: model\)"):
+        benchmark(other, (x, y), THREAT, cascade, record=record)
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

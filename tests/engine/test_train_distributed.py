@@ -13,9 +13,9 @@ import train_ranks
 from train_ranks import OWN, STEPS, SYNCHRONIZED, UNUSED, WORLD
 
 from advnorm import Run
+from advnorm._core.records import model_fingerprint
 from advnorm.data import load, make_loader
 from advnorm.engine import checkpoint
-from advnorm.engine.partial import model_fingerprint
 
 pytestmark = [
     pytest.mark.world_size(WORLD),

@@ -24,8 +24,8 @@ from train_worker import EVERY_STEP, NEVER, SMALL, patched, training
 
 import advnorm
 from advnorm import Config
+from advnorm._core.records import model_fingerprint
 from advnorm.engine import checkpoint
-from advnorm.engine.partial import model_fingerprint
 from advnorm.engine.validation import Validation
 
 WORLD, STEPS = 2, 20

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError
 
@@ -67,3 +68,10 @@ def digest(*parts: Any) -> str:
         else:
             hashed.update(repr(part).encode() + b"\0")
     return hashed.hexdigest()
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """A hash of a model's structure, parameters and statistics."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    structure = re.sub(r"0x[0-9a-f]+", "", repr(model))  # addresses differ from process to process
+    return digest(structure, *(value for item in tensors.items() for value in item))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError, did_you_mean, raise_all
+from advnorm._core.records import model_fingerprint
 from advnorm._core.seeding import ImageNoise
 from advnorm._core.wrappers import unwrapped
 from advnorm.analysis.base import Finding, Subject, register
@@ -21,7 +22,7 @@ from advnorm.attacks import PGD, attacked, input_gradient
 from advnorm.attacks.base import Predict, Progress, check_images
 from advnorm.data import FeatureFolder, FolderData, ImageData, load
 from advnorm.engine.case import branches
-from advnorm.engine.partial import environment, model_fingerprint
+from advnorm.engine.partial import environment
 from advnorm.engine.run import Run
 from advnorm.norms.head import RoutedLinear
 from advnorm.threat import ThreatModel

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError, did_you_mean
 from advnorm._core.precision import Scope, as_set, float32_as
-from advnorm._core.records import digest
+from advnorm._core.records import digest, model_fingerprint
 from advnorm._core.seeding import ImageNoise
 from advnorm.attacks.apgd import APGD
 from advnorm.attacks.autoattack_checks import flags_after, flags_before
@@ -163,7 +163,7 @@ class AutoAttack(Attack):
             settings: Any = {"device": device, "search": fast, "precision": precision, "given": search is not None}
             cascade = _Cascade(self, predict, x, y, noise, **settings)
             if record is not None:
-                cascade.record = Record(Path(record), self._asked(x, y, index, cascade, search))
+                cascade.record = Record(Path(record), self._asked(model, x, y, index, cascade))
             if bar or (bar is None and sys.stderr.isatty()):
                 cascade.reports.append(stack.enter_context(_progress_bar()))
             return cascade.run()
@@ -179,11 +179,15 @@ class AutoAttack(Attack):
         fast = None if model is None else fast_stand_in(model, route=self.route, statistics=self.statistics)
         return fast or _with_bfloat16(predict), nullcontext
 
-    def _asked(self, x: Tensor, y: Tensor, index: Tensor, cascade: _Cascade, search: Predict | None) -> dict[str, Any]:
-        """What a record belongs to. The batch size is none of it: an image's fate does not depend on the others."""
+    def _asked(self, model: nn.Module, x: Tensor, y: Tensor, index: Tensor, cascade: _Cascade) -> dict[str, Any]:
+        """What a record belongs to. The batch size is none of it: an image's fate does not depend on the others.
+
+        A model is known by its structure and tensors, and by some logits: scopes and settings of its own show in these.
+        """
         return {
             "attack": repr(dataclasses.replace(self, batch_size=None)),
-            "search": "given" if search else self.precision,
+            "search": "given" if cascade.given else self.precision,
+            "model": model_fingerprint(model),
             **{name: digest(value) for name, value in (("images", x), ("labels", y), ("index", index))},
             "logits": cascade.victim.strict(x[:8].to(cascade.device)).double().cpu().tolist(),
         }

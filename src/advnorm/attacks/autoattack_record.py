@@ -106,7 +106,7 @@ class Record:
     While the evaluation runs it holds a file for each finished batch. Every file is written whole or not at all.
     """
 
-    FORMAT = 1
+    FORMAT = 2
 
     def __init__(self, folder: Path, asked: dict[str, Any]) -> None:
         self.folder, self.asked = folder, asked
@@ -124,20 +124,25 @@ class Record:
     def _read(self) -> dict[str, Any]:
         try:
             data = json.loads(self._json.read_text(encoding="utf-8"))
-            found, known = data["asked"], data["format"] == self.FORMAT
+            found, known = dict(data["asked"]), data["format"] == self.FORMAT
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{self._json} is corrupt ({error!r}); remove the folder to start anew") from None
+        if not known:
+            raise ConfigError(
+                f"{self._json} is of another version of advnorm (format {data['format']!r}, here {self.FORMAT}); "
+                "give record= another folder, or remove this one"
+            )
         differing = [name for name in self.asked if name != "logits" and found.get(name) != self.asked[name]]
-        if not differing and known:
+        if not differing:
             ours, theirs = (
                 torch.tensor(value, dtype=torch.float64) for value in (self.asked["logits"], found["logits"])
             )
             # A tolerance, since another device or batch size rounds differently.
             if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=1e-2, atol=1e-3):
                 differing.append("model")
-        if differing or not known:
+        if differing:
             raise ConfigError(
-                f"{self._json} belongs to another evaluation (different: {', '.join(differing) or 'format'}); "
+                f"{self._json} belongs to another evaluation (different: {', '.join(differing)}); "
                 "give record= another folder, or remove this one"
             )
         return data

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 import advnorm.attacks as attack_names
 from advnorm._core.errors import ConfigError, did_you_mean, raise_all
 from advnorm._core.precision import float32_as
-from advnorm._core.records import digest, write_json
+from advnorm._core.records import digest, model_fingerprint, write_json
 from advnorm.attacks import attacked, input_gradient
 from advnorm.attacks.losses import cross_entropy
 from advnorm.attacks.search import Halving
 from advnorm.engine.case import AS_CALLED, Case, branches, mixing_norms, prepare, same_branch
-from advnorm.engine.partial import Partial, alone, finished, model_fingerprint, partial_path
+from advnorm.engine.partial import Partial, alone, finished, partial_path
 from advnorm.engine.runner import Job, Outputs, Runner, progress_bar, unmoving
 from advnorm.engine.verdict import (
     FIXED,

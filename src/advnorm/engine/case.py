@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import advnorm.attacks as attack_names
 from advnorm._core.errors import AdvnormError, ConfigError, did_you_mean, raise_all
-from advnorm._core.records import digest, write_json
+from advnorm._core.records import digest, model_fingerprint, write_json
 from advnorm.attacks import Attack, attacked, input_gradient
 from advnorm.attacks.base import check_images, parse_name
 from advnorm.attacks.losses import cross_entropy
@@ -26,7 +26,6 @@ from advnorm.engine.partial import (
     alone,
     environment,
     finished,
-    model_fingerprint,
     partial_path,
     unwritable,
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from advnorm._core.errors import ConfigError
 from advnorm._core.records import digest, read_json, write_json
@@ -99,6 +98,11 @@ class Partial:
         job["seconds"] = job.get("seconds", 0.0) + seconds
         self._write()
 
+    def begin(self, key: str) -> None:
+        """Say whose a job is before it keeps something of its own."""
+        self._jobs.setdefault(key, {"warnings": []})
+        self._write()
+
     def warn(self, key: str, warning: str) -> None:
         warnings = self._jobs.setdefault(key, {}).setdefault("warnings", [])
         if warning not in warnings:
@@ -146,13 +150,6 @@ def finished(record: Path | str | None, fingerprint: str) -> dict[str, Any] | No
             "delete it, or choose another record"
         )
     return data
-
-
-def model_fingerprint(model: nn.Module) -> str:
-    """A hash of a model's structure, parameters and statistics."""
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    structure = re.sub(r"0x[0-9a-f]+", "", repr(model))  # addresses differ from process to process
-    return digest(structure, *(value for item in tensors.items() for value in item))
 
 
 def environment(device: torch.device) -> dict[str, Any]:

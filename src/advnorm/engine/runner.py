@@ -220,6 +220,7 @@ class Runner:
         return lambda done: bar.update(task, completed=done, visible=done < total)
 
     def _cascade(self, job: Job, attack: AutoAttack, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
+        self.partial.begin(job.key)
         found = attack.evaluate(self.case.model, x, y, index=index, record=self.partial.folder(job.key), bar=False)
         for flag in found.warnings:
             if flag.name not in _SAID:

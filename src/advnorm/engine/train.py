@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from advnorm._core.errors import AdvnormError, ConfigError, first_line, raise_all
 from advnorm._core.precision import float32_as
-from advnorm._core.records import write_json
+from advnorm._core.records import model_fingerprint, write_json
 from advnorm.attacks import attacked
 from advnorm.data import FolderData, ImageData, load, make_loader, split_held_out
 from advnorm.data.loader import Batch
@@ -43,7 +43,7 @@ from advnorm.engine.ema import Ema
 from advnorm.engine.journal import Clock, Journal
 from advnorm.engine.mixing import mixed
 from advnorm.engine.optim import learning_rate, make_optimizer, only_norms
-from advnorm.engine.partial import environment, model_fingerprint
+from advnorm.engine.partial import environment
 from advnorm.engine.ranks import Ranks, TrainingError, placed
 from advnorm.engine.run import Run, build_model, described, part, snapshot, start_from
 from advnorm.engine.validation import Validation
