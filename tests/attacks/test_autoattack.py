@@ -231,13 +231,15 @@ def test_where_a_search_has_no_numbers_the_model_itself_is_asked(linf):
     assert len(fallen) >= 8 and (~result.robust[fallen]).sum() >= len(fallen) - 1
 
 
-def test_a_class_without_a_logit_stops_no_fast_search(linf):
+def test_a_class_without_a_logit_stops_no_fast_search_and_no_record(linf, tmp_path):
     x, y = linf.first(100)
     masked = Wrapped(linf.model, after=lambda z: z.index_fill(1, torch.tensor([9]), -torch.inf))
     assert (y == 9).any()
     strict, fast = (quick(linf.threat, precision=p).evaluate(masked, x, y) for p in ("float32", "bf16"))
     assert strict.robust_accuracy < strict.clean_accuracy - 0.05
     assert abs(fast.robust_accuracy - strict.robust_accuracy) <= 0.02
+    for _ in range(2):  # written, and read
+        assert same(quick(linf.threat).evaluate(masked, x, y, record=tmp_path / "record"), strict)
     noisy = Wrapped(masked, before=lambda x: x + 0.05 * torch.randn_like(x))
     assert "randomized" in flags(noisy, linf)
 

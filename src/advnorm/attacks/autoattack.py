@@ -189,7 +189,8 @@ class AutoAttack(Attack):
             "search": "given" if cascade.given else self.precision,
             "model": model_fingerprint(model),
             **{name: digest(value) for name, value in (("images", x), ("labels", y), ("index", index))},
-            "logits": cascade.victim.strict(x[:8].to(cascade.device)).double().cpu().tolist(),
+            # In words, since JSON has no infinity: a class that is left out has a logit of -inf.
+            "logits": [[str(v) for v in row] for row in cascade.victim.strict(x[:8].to(cascade.device)).tolist()],
         }
 
 

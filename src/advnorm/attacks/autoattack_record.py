@@ -135,7 +135,7 @@ class Record:
         differing = [name for name in self.asked if name != "logits" and found.get(name) != self.asked[name]]
         if not differing:
             ours, theirs = (
-                torch.tensor(value, dtype=torch.float64) for value in (self.asked["logits"], found["logits"])
+                torch.tensor([[float(v) for v in row] for row in asked["logits"]]) for asked in (self.asked, found)
             )
             # A tolerance, since another device or batch size rounds differently.
             if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=1e-2, atol=1e-3):
