@@ -588,6 +588,14 @@ def test_a_foreign_or_corrupt_record_is_refused_by_name(linf, tmp_path):
         attack.evaluate(linf.model, x, y, record=folder)
 
 
+def test_a_kill_before_anything_was_recorded_leaves_an_empty_folder(linf, tmp_path):
+    folder, (x, y) = tmp_path / "record", linf.first(10)
+    folder.mkdir()
+    (folder / ".record.json.77.part").write_text('{"format"')
+    result = quick(linf.threat).evaluate(linf.model, x, y, record=folder)
+    assert same(quick(linf.threat).evaluate(linf.model, x, y, record=folder), result)
+
+
 def test_a_model_is_told_apart_by_its_logits_too(linf, tmp_path):
     x, y = linf.first(30)
     model = Wrapped(linf.model)

@@ -18,7 +18,7 @@ from advnorm._core.errors import ConfigError
 def write_whole(path: Path | str, data: bytes) -> None:
     """Write a file that is there whole or not at all, also after a loss of power; the old one, if any, stays till then.
 
-    What a killed process leaves is ``.NAME.PID.part``.
+    What a killed process leaves is ``.NAME.PID.part``, see :func:`half_written`.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -37,6 +37,12 @@ def write_whole(path: Path | str, data: bytes) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def half_written(path: Path) -> str | None:
+    """The name of the file that a killed process was writing, if ``path`` is what it left of it."""
+    part = re.fullmatch(r"\.(.+)\.\d+\.part", path.name)
+    return part and part[1]
 
 
 def write_json(path: Path | str, data: Any) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from advnorm._core.errors import ConfigError
-from advnorm._core.records import digest, write_json, write_whole
+from advnorm._core.records import digest, half_written, write_json, write_whole
 from advnorm.attacks.search import Found
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class Record:
         self._json = folder / "record.json"
         self._count = 0
         if not self._json.exists():
-            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            if folder.exists() and not (folder.is_dir() and all(map(half_written, folder.iterdir()))):
                 raise ConfigError(f"{folder} is there and is no record of AutoAttack; give record= a folder of its own")
             write_json(self._json, {"format": self.FORMAT, "asked": asked})
         self._data = self._read()

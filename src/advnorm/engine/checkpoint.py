@@ -21,14 +21,13 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from advnorm._core.errors import AdvnormError, ConfigError, did_you_mean, raise_all
-from advnorm._core.records import read_json, write_json, write_whole
+from advnorm._core.records import half_written, read_json, write_json, write_whole
 from advnorm._core.wrappers import unwrapped
 
 FORMAT = "advnorm.checkpoint/1"
 
 _NAME = re.compile(r"[A-Za-z0-9_]+")
 _FILE = re.compile(r"[A-Za-z0-9_]+-\d{8,}-[0-9a-f]{8}\.safetensors")
-_PART = re.compile(r"\.(.+)\.\d+\.part")  # what write_whole leaves when it is killed
 
 
 class CheckpointError(AdvnormError, OSError):
@@ -143,8 +142,8 @@ def sweep(folder: Path) -> None:
     with suppress(ConfigError, OSError):  # a damaged pointer: no telling what it needs, so everything stays
         needed = {path.stem: file for path in folder.glob("*.json") if (file := _points_to(path))}
         for path in folder.iterdir():
-            half = _PART.fullmatch(path.name)
-            written = half and (_FILE.fullmatch(half[1]) or half[1].removesuffix(".json") in needed)
+            half = half_written(path)
+            written = half and (_FILE.fullmatch(half) or half.removesuffix(".json") in needed)
             if written or (_FILE.fullmatch(path.name) and path.name not in needed.values()):
                 path.unlink()
 
