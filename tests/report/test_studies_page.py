@@ -214,10 +214,19 @@ def test_the_page_follows_light_and_dark_and_the_width_of_a_phone():
     assert "prefers-color-scheme: dark" in html and 'name="viewport" content="width=device-width' in html
 
 
+def test_a_study_that_lacks_cells_is_partly_run_and_a_smoke_test_runs_nothing_of_it():
+    some = copy.deepcopy(SUMMARY)
+    cells = [cell("bn/eps8", [0], 1.0), cell("bn/eps16", [], None)]
+    for protocol, text in (("fast", "◐ partly run protocol fast, 1 of 2 cells"), ("smoke", "○ not run protocol smoke")):
+        some["studies"][1]["results"] = [result(protocol=protocol, cells=cells)]
+        assert text in Reader(render_studies(some)).text
+        assert counts(some)["partly run"] == (protocol == "fast") == 1 - counts(some)["not run"]
+
+
 def test_a_study_under_two_protocols_shows_both_and_counts_once():
     both = copy.deepcopy(SUMMARY)
     both["studies"][1]["results"] = [result(protocol="paper"), result(protocol="fast", answer="confirmed")]
-    assert counts(both) == {"confirmed": 2, "not confirmed": 1, "not run": 0}
+    assert counts(both) == {"confirmed": 2, "not confirmed": 1, "partly run": 0, "not run": 0}
     text = Reader(section(render_studies(both), "A-table4")).text
     assert "Protocol paper: the schedule as printed" in text and "Protocol fast: a shortened schedule" in text
 

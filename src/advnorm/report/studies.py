@@ -20,7 +20,8 @@ PROTOCOLS = {
     "1,000 images; not the paper's",
     "smoke": "two steps on synthetic images: shows that the parts work together, and nothing about the claim",
 }
-MARKS = {"confirmed": "✓", "not confirmed": "✗", "not run": "○"}
+PARTLY = "partly run"
+MARKS = {"confirmed": "✓", "not confirmed": "✗", PARTLY: "◐", "not run": "○"}
 NONE = "–"
 #: A figure's analysis may have thousands of numbers: the page shows so many, the records have all.
 MOST_ENTRIES, MOST_FIGURES, LINES_EACH = 60, 8, 4
@@ -46,12 +47,21 @@ def render_studies(summary: Summary) -> str:
 
 
 def counts(summary: Summary) -> dict[str, int]:
-    """How many studies have each verdict; one that was run under several protocols counts by the first that has one."""
-    verdicts = Counter(
-        next((result["answer"] for result in study["results"] if result["answer"] != "not run"), "not run")
-        for study in summary["studies"]
-    )
+    """How many studies have each verdict; of several protocols the one that says most counts, the first of equals."""
+    order = ("confirmed", "not confirmed"), (PARTLY,), ("not run",)
+
+    def counted(study: StudySummary) -> str:
+        answers = [_answer(result) for result in study["results"]]
+        return next((answer for rank in order for answer in answers if answer in rank), "not run")
+
+    verdicts = Counter(map(counted, summary["studies"]))
     return {answer: verdicts[answer] for answer in MARKS}
+
+
+def _answer(result: Result) -> str:
+    """The verdict; where there is none, whether some of what it needs is there. A smoke test is nothing of it."""
+    partly = result["protocol"] != "smoke" and any(cell["seeds"] for cell in result["cells"])
+    return PARTLY if result["answer"] == "not run" and partly else result["answer"]
 
 
 def cost(minutes: Mapping[str, float]) -> str | None:
@@ -93,7 +103,7 @@ def _result(study: StudySummary, result: Result) -> dict[str, Any]:
     return {
         "protocol": protocol,
         "about": "" if protocol is None else PROTOCOLS[protocol],
-        "answer": result["answer"],
+        "answer": _answer(result),
         "done": f"{len(done)} of {len(result['cells'])} cells",
         "table": _table(shown) if shown else None,
         "figure": _dots(study, result) if compared else None,
