@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import re
 import signal
@@ -574,13 +575,13 @@ def test_a_killed_evaluation_continues_and_ends_with_the_same_record(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["killed.json", "run.py", "whole.json"]
 
 
-def test_what_a_first_cascade_leaves_belongs_to_its_model(sound, data, tmp_path, monkeypatch):
+def test_what_a_first_cascade_leaves_belongs_to_its_model_and_adds_up(sound, data, tmp_path, monkeypatch):
     x, y = some(data)
     record, cascade = tmp_path / "r.json", {"aa": AutoAttack(threat=THREAT, steps=3, targets=2, queries=5)}
     original = Record.add
 
     def last(self, batch):
-        original(self, batch)
+        original(self, dataclasses.replace(batch, seconds=1000.0))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Record, "add", last)
@@ -591,6 +592,10 @@ def test_what_a_first_cascade_leaves_belongs_to_its_model(sound, data, tmp_path,
     next(other.parameters()).data.view(-1)[0] += 1e-6
     with pytest.raises(ConfigError, match=r"r\.json\.partial belongs to another evaluation"):
         benchmark(other, (x, y), THREAT, cascade, record=record)
+    monkeypatch.setattr(Partial, "remove", lambda self: None)
+    resumed = benchmark(sound, (x, y), THREAT, cascade, record=record)
+    assert 1000 < resumed.seconds["as called"]["aa"] < 1100  # the first process's too
+    record.unlink()
     Path(f"{record}.partial").unlink()
     with pytest.raises(ConfigError, match=r"record\.json belongs to another evaluation \(different: model\)"):
         benchmark(other, (x, y), THREAT, cascade, record=record)

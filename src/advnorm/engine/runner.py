@@ -170,7 +170,8 @@ class Runner:
             if show is not None:
                 attack = dataclasses.replace(attack, progress=_within(show, done, len(rows)))
             if isinstance(attack, AutoAttack):
-                x_adv = self._cascade(job, attack, x, y, index)
+                found = self._cascade(job, attack, x, y, index)
+                x_adv, begun = found.x_adv, time.perf_counter() - sum(found.seconds.values())  # of all processes
             else:
                 x, y, index = (tensor.to(case.device) for tensor in (x, y, index))
                 with float32_as("ieee", case.device), self.seeded(job.key, "attack", int(rows[0])):
@@ -219,7 +220,7 @@ class Runner:
         bar, task = self.bar, self.bar.add_task(f"{job.route or ''} {job.name}".strip(), total=total)
         return lambda done: bar.update(task, completed=done, visible=done < total)
 
-    def _cascade(self, job: Job, attack: AutoAttack, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
+    def _cascade(self, job: Job, attack: AutoAttack, x: Tensor, y: Tensor, index: Tensor) -> AutoAttackResult:
         self.partial.begin(job.key)
         found = attack.evaluate(self.case.model, x, y, index=index, record=self.partial.folder(job.key), bar=False)
         for flag in found.warnings:
@@ -228,7 +229,7 @@ class Runner:
         self._warn_memory(job.key, job.name, found, "rows")
         counts = {name: round(value * len(x)) for name, value in found.accuracy.items()}
         self.partial.detail(job.key, {name: count / len(self.case.images) for name, count in counts.items()})
-        return found.x_adv
+        return found
 
     def _right(self, x: Tensor, y: Tensor, route: str | None, *tags: Any) -> tuple[Tensor, Tensor]:
         with self._judging(route, *tags) as predict:
