@@ -1,9 +1,10 @@
-"""How exact products of float32 numbers are on NVIDIA GPUs."""
+"""How exact products of float32 numbers are: TF32 on NVIDIA GPUs, and what a caller has set for the CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cache
 from typing import Any, Literal, cast
 
 import torch
@@ -13,31 +14,60 @@ Scope = Callable[[], AbstractContextManager[object]]
 
 
 def float32_as(precision: Literal["ieee", "tf32"], device: torch.device) -> AbstractContextManager[None]:
-    """Scope: float32 as such (``ieee``) or with TF32's shorter mantissa, and no autocast, whatever the caller set."""
-    return _products((precision,) * 2, torch.autocast(device.type, enabled=False))
+    """Scope: float32 as such (``ieee``) or with TF32's shorter mantissa, and no autocast, whatever the caller set.
+
+    On the CPU float32 is always as such.
+    """
+    tf32 = precision == "tf32"
+    settings = {"matmul": "high" if tf32 else "highest", "cudnn": tf32}
+    settings |= {name: precision if name.startswith("cu") else "ieee" for name in _SWITCHES}
+    return _products(settings, torch.autocast(device.type, enabled=False))
 
 
 def as_set(device: torch.device) -> Scope:
     """Makes scopes in which all of it is as it is now."""
-    kind, precisions = device.type, [switch.fp32_precision for switch in _switches()]
+    kind, settings = device.type, _settings()
     on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     cached = torch.is_autocast_cache_enabled()
-    return lambda: _products(precisions, torch.autocast(kind, dtype, enabled=on, cache_enabled=cached))
-
-
-def _switches() -> tuple[Any, Any]:
-    return torch.backends.cuda.matmul, cast(Any, torch.backends.cudnn).conv
+    return lambda: _products(settings, torch.autocast(kind, dtype, enabled=on, cache_enabled=cached))
 
 
 @contextmanager
-def _products(precisions: Sequence[str], autocast: torch.autocast) -> Iterator[None]:
-    switches = _switches()
-    before = [switch.fp32_precision for switch in switches]
+def _products(settings: Mapping[str, Any], autocast: torch.autocast) -> Iterator[None]:
+    before = _settings()
     try:
-        for switch, precision in zip(switches, precisions):
-            switch.fp32_precision = precision
+        _set({name: settings.get(name) for name in before})
         with autocast:
             yield
     finally:
-        for switch, value in zip(switches, before):
-            switch.fp32_precision = value
+        _set(before)
+
+
+#: Torch's switches by operation. Beside them it keeps older ones for matrix products and for cuDNN, and raises where
+#: somebody asks for an older one, as ``torch.backends.cudnn.flags`` does, and the two say different things.
+_SWITCHES = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
+
+
+@cache
+def _switches() -> dict[str, Any]:
+    named = {name: name.split(".") for name in _SWITCHES}
+    return {name: getattr(getattr(torch.backends, backend), kind) for name, (backend, kind) in named.items()}
+
+
+def _settings() -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    with suppress(RuntimeError):  # where the caller has set what the older switches cannot say, they stay
+        settings["matmul"] = torch.get_float32_matmul_precision()
+    with suppress(RuntimeError):
+        settings["cudnn"] = cast(Any, torch.backends.cudnn).allow_tf32
+    return settings | {name: switch.fp32_precision for name, switch in _switches().items()}
+
+
+def _set(settings: Mapping[str, Any]) -> None:
+    # The older ones first, since they set newer ones too.
+    if settings.get("matmul") is not None:
+        torch.set_float32_matmul_precision(settings["matmul"])
+    if settings.get("cudnn") is not None:
+        cast(Any, torch.backends.cudnn).allow_tf32 = settings["cudnn"]
+    for name, switch in _switches().items():
+        switch.fp32_precision = settings[name]
