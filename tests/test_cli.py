@@ -1,6 +1,7 @@
 """The command line: what it prints, what it refuses, and its exit status."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -37,6 +38,13 @@ def test_ls_attacks_names_options_as_they_are_typed():
     threat = advnorm.ThreatModel(eps="8/255")
     for precision in ("float32", "tf32", "bf16"):
         assert advnorm.attacks.get(f"autoattack-{precision}", threat=threat).precision == precision
+
+
+@pytest.mark.parametrize("kind", ["norms", "models", "attacks", "objectives", "datasets", "analyses", "studies"])
+def test_a_pattern_that_matches_nothing_is_told_with_one_that_does(kind):
+    told = str(invoke("ls", kind, "zzz*").exception)
+    example = re.search("use one such as '(.*)'", told)[1]
+    assert "leave it out to see all" in told and invoke("ls", kind, example).exit_code == 0
 
 
 def test_ls_objectives_says_what_is_no_option_of_theirs():

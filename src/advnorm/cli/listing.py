@@ -325,7 +325,21 @@ def autoattack_benchmark(result: AutoAttackBenchmark) -> Table:
     return table
 
 
+#: Patterns that match something of each kind.
+_EXAMPLES = {
+    "norm": "*bn*",
+    "model": "resnet*",
+    "attack": "pgd*",
+    "objective": "apart*",
+    "data set": "cifar*",
+    "analysis": "*gap*",
+    "study": "A/*",
+}
+
+
 def _matching(names: list[str], pattern: str, kind: str) -> list[str]:
     if not names:
-        raise ConfigError(f"no {kind} matches {pattern!r}; leave it out to see all, or use one such as '*bn*'")
+        raise ConfigError(
+            f"no {kind} matches {pattern!r}; leave it out to see all, or use one such as {_EXAMPLES[kind]!r}"
+        )
     return names
