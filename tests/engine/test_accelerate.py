@@ -237,6 +237,41 @@ def test_a_network_that_a_copy_would_not_be_is_attacked_itself_and_that_is_said(
     assert len(said) == 1 and "on the network itself" in said[0] and reason in said[0]
 
 
+class Centred(torch.nn.Module):
+    """A network with a running mean of its own, which it puts in a new tensor every time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.Linear(8, 10)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x):
+        if self.training:
+            self.mean = 0.7 * self.mean + 0.3 * x.detach().mean((0, 2, 3))
+        return self.head(self.norm(self.conv(x - self.mean[:, None, None])).relu().mean((2, 3)))
+
+
+REPLACED = "the model has put another tensor in the place of {}; change it in place"
+
+
+def test_a_copy_is_left_where_the_model_puts_other_tensors_in_place_of_its_own():
+    torch.manual_seed(0)
+    objective, said = hybrid(Centred()), []
+    alone = objective.adversarial
+    attack_a_copy(objective, said.append)
+    objective.climbed = objective.adversarial._copy  # as it is, not compiled
+    objective.adversarial(*BATCH)
+    assert objective.climbed is not None and not said
+    objective.train()
+    objective(*BATCH[:2], index=BATCH[2])
+    assert not said
+    for _ in range(2):
+        objective.adversarial(*BATCH)
+    assert objective.climbed is None
+    assert said == [f"the attack climbs on the network itself, not on a fast copy: {REPLACED.format('mean')}"]
+    assert torch.equal(objective.adversarial(*BATCH), alone(*BATCH))
+
+
 def test_a_copy_of_the_wrong_bank_is_found_out_before_the_banks_differ(tmp_path):
     loop, said = loop_of(tmp_path), []
     wrong = fast_copy(strip(loop.model, "clean", linked=True).eval())
@@ -275,6 +310,16 @@ def test_shaken_tensors_are_others_and_then_the_same_bits_again():
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
+def test_tensors_without_a_place_for_each_number_are_not_shaken():
+    model = torch.nn.BatchNorm2d(2)
+    model.register_buffer("memory", torch.empty(0, 8))
+    model.register_buffer("scale", torch.ones(1).expand(3))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with shaken(model):
+        assert torch.equal(model.scale, torch.ones(3)) and (model.weight != 1).all()
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
 def test_what_comes_back_is_captured_and_what_cannot_be_is_told_once():
     said, captures = [], []
 
@@ -282,7 +327,8 @@ def test_what_comes_back_is_captured_and_what_cannot_be_is_told_once():
         captures.append(len(captures))
         return captures[-1] + 1
 
-    replays = Replays("it", said.append)
+    model = torch.nn.BatchNorm2d(1)
+    replays = Replays("it", said.append, model)
     assert [replays.of("a", capture) for _ in range(4)] == [None, None, 1, 1]
     assert [replays.of("b", capture) for _ in range(4)] == [None, None, 2, 2]
     assert replays.of("a", capture) is None and len(captures) == 2  # the last one is kept
@@ -293,6 +339,21 @@ def test_what_comes_back_is_captured_and_what_cannot_be_is_told_once():
     assert [replays.of("c", fails) for _ in range(5)] == [None] * 5
     assert said == ["it cannot be captured as a CUDA graph and runs as it is: no graph"]
     assert not replays.works and replays.of("a", capture) is None
+
+    replays = Replays("it", said.append, model)
+    assert [replays.of("a", capture) for _ in range(3)] == [None, None, 3]
+    model.running_mean = model.running_mean + 1
+    assert [replays.of("a", capture) for _ in range(4)] == [None] * 4
+    assert said[1:] == [f"it cannot be captured as a CUDA graph and runs as it is: {REPLACED.format('running_mean')}"]
+
+    def replaces():
+        model.running_mean = model.running_mean + 1
+        return 7
+
+    before = model.running_mean
+    replays = Replays("it", said.append, model)
+    assert [replays.of("a", replaces) for _ in range(4)] == [None] * 4
+    assert model.running_mean is before and len(said) == 3
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------

@@ -91,6 +91,35 @@ def compile_network(objective: Objective, say: Say) -> None:
     objective.through = compiled_or_not(objective.through, "the network", say)
 
 
+class Places:
+    """Where the parameters and buffers of a model lie: what copies and graphs of it read.
+
+    A module that puts another tensor in the place of its buffer (``self.mean = 0.9 * self.mean + ...``) leaves them
+    behind with the old one.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places: list[tuple[dict[str, Any], str, str, Tensor, int]] = [
+            (values, name, f"{path}.{name}".lstrip("."), value, value.data_ptr())
+            for path, module in model.named_modules()
+            for values in (module._parameters, module._buffers)
+            for name, value in values.items()
+            if value is not None
+        ]
+
+    def left(self) -> str | None:
+        """What to say of a tensor that lies elsewhere now; waits for no device."""
+        for values, name, path, value, pointer in self._places:
+            if values.get(name) is not value or value.data_ptr() != pointer:
+                return f"the model has put another tensor in the place of {path}; change it in place"
+        return None
+
+    def restore(self) -> None:
+        """Put back every tensor that was there."""
+        for values, name, _, value, _ in self._places:
+            values[name] = value
+
+
 def attack_a_copy(objective: Objective, say: Say) -> None:
     """Let the attack climb on a bfloat16 copy of its branch, with norms and activations inside the convolutions.
 
@@ -130,20 +159,24 @@ class _AttackOnCopy:
 
     def __init__(self, objective: Objective, copy: FastCopy | None, problem: str | None, say: Say) -> None:
         self._objective, self._adversarial, self._copy, self._say = objective, objective.adversarial, copy, say
-        self._problem, self._checked = problem, False
+        self._problem, self._checked, self._places = problem, False, Places(objective.model)
         if copy is not None:
             objective.climbed = compiled_or_not(copy, "the attack's copy of the network", say)
 
     def __call__(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
         if not self._checked:
-            problem = self._problem or self._disagreement(x)
-            if problem is not None:
-                self._say(f"the attack climbs on the network itself, not on a fast copy: {problem}")
-                self._objective.climbed = None
+            self._leave(self._problem or self._disagreement(x))
             self._checked = True
         if self._copy is not None and self._objective.climbed is not None:
+            self._leave(self._places.left())
             self._copy.refresh()
         return self._adversarial(x, y, index)
+
+    def _leave(self, problem: str | None) -> None:
+        """Attack the network itself from now on, if there is a problem."""
+        if problem is not None:
+            self._say(f"the attack climbs on the network itself, not on a fast copy: {problem}")
+            self._objective.climbed = None
 
     def _disagreement(self, x: Tensor) -> str | None:
         """What the copy computes otherwise than the network in float32.
@@ -186,8 +219,11 @@ def _logits_and_gradient(predict: Callable[[Tensor], Tensor], x: Tensor) -> tupl
 
 @contextmanager
 def shaken(model: nn.Module) -> Iterator[None]:
-    """Scope: parameters and statistics differ by up to a fifth, and are not zero; afterwards each has its own bits."""
-    tensors = [value for value in (*model.parameters(), *model.buffers()) if value.is_floating_point()]
+    """Scope: parameters and statistics differ by up to a fifth, and are not zero; afterwards each has its own bits.
+
+    Tensors without a place for each of their numbers stay as they are: empty and expanded ones.
+    """
+    tensors = [value for value in (*model.parameters(), *model.buffers()) if value.is_floating_point() and _own(value)]
     kept = [value.detach().clone() for value in tensors]
     try:
         with torch.no_grad():
@@ -202,6 +238,11 @@ def shaken(model: nn.Module) -> Iterator[None]:
             torch._foreach_copy_(tensors, kept)  # pyright: ignore[reportPrivateImportUsage]
 
 
+def _own(value: Tensor) -> bool:
+    """Whether a tensor has numbers, each in a place of its own."""
+    return value.numel() > 0 and all(step or size == 1 for size, step in zip(value.shape, value.stride()))
+
+
 def capture_attack(objective: Objective, say: Say) -> None:
     """Replay the objective's attack as a CUDA graph: ten steps are hundreds of launches, which a small batch waits for.
 
@@ -211,10 +252,14 @@ def capture_attack(objective: Objective, say: Say) -> None:
 
 
 class Replays(Generic[R]):
-    """What is captured when it comes back: a replay for each key, of which the last one is kept."""
+    """What is captured when it comes back: a replay for each key, of which the last one is kept.
 
-    def __init__(self, what: str, say: Say, *, works: bool = True) -> None:
-        self._what, self._say = what, say
+    A graph reads the tensors of ``model`` where they were, so that there is none where the model puts others there.
+    """
+
+    def __init__(self, what: str, say: Say, model: nn.Module, *, works: bool = True) -> None:
+        self._what, self._say, self._model = what, say, model
+        self._places: Places | None = None
         self._key: Any = None
         self._seen = 0
         self.replay: R | None = None
@@ -227,13 +272,24 @@ class Replays(Generic[R]):
         if key != self._key:
             self._key, self._seen, self.replay = key, 0, None
         self._seen += 1
-        if self._seen > WARM_UP and self.replay is None:
+        if self.replay is not None and self._places is not None:
+            self._give_up(self._places.left())
+        elif self._seen > WARM_UP:
+            self._places = Places(self._model)
             try:
                 self.replay = capture()
             except RuntimeError as error:
-                self.works = False
-                self._say(f"{self._what} cannot be captured as a CUDA graph and runs as it is: {first_line(error)}")
+                self._give_up(first_line(error))
+            else:
+                self._give_up(self._places.left())
+            if not self.works:
+                self._places.restore()  # a tensor that a capture put there was never computed
         return self.replay
+
+    def _give_up(self, problem: str | None) -> None:
+        if problem is not None:
+            self.works, self.replay = False, None
+            self._say(f"{self._what} cannot be captured as a CUDA graph and runs as it is: {problem}")
 
 
 class CapturedAttack:
@@ -241,7 +297,7 @@ class CapturedAttack:
 
     def __init__(self, objective: Objective, adversarial: Callable[[Tensor, Tensor, Tensor], Tensor], say: Say) -> None:
         self._objective, self._adversarial = objective, adversarial
-        self.replays: Replays[Callable[[Tensor, Tensor, Tensor], Tensor]] = Replays("the attack", say)
+        self.replays: Replays[Callable[[Tensor, Tensor, Tensor], Tensor]] = Replays("the attack", say, objective.model)
 
     def __call__(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
         attack = self._objective.attack
@@ -287,7 +343,9 @@ class CapturedStep:
     def __init__(self, objective: Objective, precision: Precision, device: torch.device, say: Say) -> None:
         self._objective, self._forwards = objective, partial(forwards, precision, device)
         works = device.type == "cuda"
-        self.replays: Replays[Callable[[Images], Step]] = Replays("the training step", say, works=works)
+        self.replays: Replays[Callable[[Images], Step]] = Replays(
+            "the training step", say, objective.model, works=works
+        )
 
     def __call__(self, images: Images) -> Step:
         """Set every parameter's gradient, and feed the statistics once."""
