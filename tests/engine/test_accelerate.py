@@ -179,6 +179,23 @@ def test_a_copy_that_fails_in_whatever_way_is_not_used_and_that_is_said(tmp_path
     assert said == ["the attack climbs on the network itself, not on a fast copy: an odd model"]
 
 
+@pytest.mark.parametrize("works", [True, False])
+def test_a_record_says_whether_the_network_ran_compiled(tmp_path, monkeypatch, works):
+    def compiled(eager, **_):
+        def run(x):
+            if works:
+                return eager(x)
+            raise torch._dynamo.exc.TorchDynamoException("no compiler")
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    config = Config.from_dict({**SETTINGS, "data": {"name": "synthetic", "size": 32}, "epochs": 1, "compile": True})
+    run = advnorm.train(config, out=tmp_path, device="cpu")
+    assert run.record["compiled"] is works
+    assert ("cannot be compiled" in (run.folder / "log.txt").read_text()) is not works
+
+
 @pytest.mark.parametrize(("deterministic", "tried"), [(False, True), (False, False), (True, True)])
 def test_the_choice_of_kernels_is_left_as_it_was(deterministic, tried):
     cudnn = torch.backends.cudnn

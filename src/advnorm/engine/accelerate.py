@@ -68,27 +68,27 @@ def kernels(*, deterministic: bool, tried: bool = True) -> Iterator[None]:
         cudnn.benchmark, cudnn.deterministic = before
 
 
-def compiled_or_not(eager: Callable[[Tensor], Any], what: str, say: Say) -> Callable[[Tensor], Any]:
+class Compiled:
     """A compiled function; what cannot be compiled runs as it is, which is said."""
-    compiled: Callable[[Tensor], Any] = torch.compile(eager, dynamic=False)
 
-    def run(x: Tensor) -> Any:
-        nonlocal compiled
-        if compiled is eager:
-            return eager(x)
-        try:
-            return compiled(x)
-        except torch._dynamo.exc.TorchDynamoException as error:  # pyright: ignore
-            say(f"{what} cannot be compiled and runs as it is: {first_line(error)}")
-            compiled = eager
-            return eager(x)
+    def __init__(self, eager: Callable[[Tensor], Any], what: str, say: Say) -> None:
+        self._eager, self._what, self._say = eager, what, say
+        self._compiled: Callable[[Tensor], Any] = torch.compile(eager, dynamic=False)
+        self.works = True
 
-    return run
+    def __call__(self, x: Tensor) -> Any:
+        if self.works:
+            try:
+                return self._compiled(x)
+            except torch._dynamo.exc.TorchDynamoException as error:  # pyright: ignore
+                self._say(f"{self._what} cannot be compiled and runs as it is: {first_line(error)}")
+                self.works = False
+        return self._eager(x)
 
 
 def compile_network(objective: Objective, say: Say) -> None:
     """Let the objective's forwards, in the attack and in training, go through a compiled network."""
-    objective.through = compiled_or_not(objective.through, "the network", say)
+    objective.through = Compiled(objective.through, "the network", say)
 
 
 class Places:
@@ -118,6 +118,11 @@ class Places:
         """Put back every tensor that was there."""
         for values, name, _, value, _ in self._places:
             values[name] = value
+
+
+def runs_compiled(objective: Objective) -> bool:
+    """Whether the network's forwards are compiled, as far as they have been tried."""
+    return isinstance(objective.through, Compiled) and objective.through.works
 
 
 def attack_a_copy(objective: Objective, say: Say) -> None:
@@ -161,7 +166,7 @@ class _AttackOnCopy:
         self._objective, self._adversarial, self._copy, self._say = objective, objective.adversarial, copy, say
         self._problem, self._checked, self._places = problem, False, Places(objective.model)
         if copy is not None:
-            objective.climbed = compiled_or_not(copy, "the attack's copy of the network", say)
+            objective.climbed = Compiled(copy, "the attack's copy of the network", say)
 
     def __call__(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
         if not self._checked:

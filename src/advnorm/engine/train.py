@@ -36,6 +36,7 @@ from advnorm.engine.accelerate import (
     kernels,
     replayable,
     room_for_variants,
+    runs_compiled,
 )
 from advnorm.engine.banks import leaves_banks_unused, routing
 from advnorm.engine.config import Config
@@ -570,7 +571,7 @@ class Loop:
             "first_step_seconds": self.clock.first_step,
             "images_per_second": None if rate is None else rate * config.batch_size,
             "precision": self.precision,
-            "compiled": self.compiled,
+            "compiled": runs_compiled(self.objective.bare),
             "processes": self.ranks.world,
             # Reserved: the memory of CUDA graphs is neither free nor counted as allocated.
             "peak_memory": torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None,
