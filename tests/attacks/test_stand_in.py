@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from advnorm import create_model, route, strip
-from advnorm.attacks.stand_in import CAPTURE_AFTER, MOST_ROWS, fast_stand_in
-from advnorm.norms import routed_modules
+from advnorm import ThreatModel, create_model, route, statistics, strip
+from advnorm.attacks import AutoAttack, stand_in
+from advnorm.attacks.stand_in import CAPTURE_AFTER, MOST_ROWS, StandIn, fast_stand_in
+from advnorm.norms import routed_modules, zero_perturbation
 
 X = torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
@@ -23,6 +24,55 @@ def test_there_is_none_without_a_gpu_or_stored_statistics():
     model = branch("small_cnn")
     assert fast_stand_in(model, route="adv", statistics="running") is None or torch.cuda.is_available()
     assert fast_stand_in(model, route="adv", statistics="batch_frozen") is None
+
+
+def fails(x):
+    raise RuntimeError("no such kernel")
+
+
+@pytest.mark.parametrize(
+    ("ways", "kept"),
+    [
+        ((1.0, 1.001, 2.0), 0),
+        ((1.0, 1.5, 2.0), 1),  # the fastest gives another answer
+        ((fails, 1.5, 1.501), 1),
+        ((fails, fails, 2.0), 2),
+        ((1.0, fails, 1.5), 2),
+    ],
+)
+def test_the_fastest_way_that_works_and_agrees_is_kept(monkeypatch, ways, kept):
+    monkeypatch.setattr(stand_in, "_Memory", object)  # which lies on a GPU
+    masked = torch.tensor([10.0, -torch.inf])
+    ways = [way if callable(way) else (lambda x, way=way: x.flatten(1)[:, :1] * 0 + way * masked) for way in ways]
+    fast = StandIn(*ways)
+    assert torch.equal(fast(X), ways[kept](X)) and fast.eager is ways[kept]
+
+
+def test_where_no_way_works_the_last_one_says_why(monkeypatch):
+    monkeypatch.setattr(stand_in, "_Memory", object)
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        StandIn(fails, fails)(X)
+
+
+class Whole(nn.Module):
+    """Does not run under autocast."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = create_model("small_cnn")
+
+    def forward(self, x):
+        if torch.is_autocast_enabled(x.device.type):
+            raise RuntimeError("mixed dtype")
+        return self.network(x)
+
+
+def test_a_model_that_does_not_run_in_bfloat16_is_searched_as_it_is():
+    model = Whole().eval()
+    y = model(X).argmax(1)
+    settings = {"threat": ThreatModel(eps=0.05), "steps": 3, "queries": 5}
+    fast, strict = (AutoAttack(precision=p, **settings).evaluate(model, X, y) for p in ("bf16", "float32"))
+    assert torch.equal(fast.x_adv[~strict.robust], strict.x_adv[~strict.robust])
 
 
 def gradient_of(network, x):
@@ -81,6 +131,28 @@ def test_a_gradient_belongs_to_its_own_forward_whatever_came_in_between():
             alone = x.clone().requires_grad_()
             (expected,) = torch.autograd.grad(fast(alone)[:, column].sum(), alone)
             assert torch.nn.functional.cosine_similarity(gradient.flatten(1), expected.flatten(1)).min() > 0.999
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_perturbed_statistics_have_no_copy():
+    model = branch("small_cnn").cuda()
+    assert fast_stand_in(model, route="adv", statistics="running") is not None
+    with statistics(model, perturbation=zero_perturbation(model, requires_grad=False)):
+        assert fast_stand_in(model, route="adv", statistics="running") is None
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["resnet18", "preact_resnet18"])
+def test_models_in_other_precisions_are_attacked_fast_too(name, dtype):
+    model = strip(branch(name), "adv").cuda().to(dtype)
+    x = X.cuda()
+    y = model(x.to(dtype)).argmax(1)
+    attack = AutoAttack(threat=ThreatModel(eps=0.05), precision="bf16", steps=5, queries=20)
+    result = attack.evaluate(model, x, y)
+    assert torch.equal(model(result.x_adv.to(dtype)).argmax(1) == y, result.robust) and result.clean_accuracy == 1
 
 
 @pytest.mark.gpu

@@ -176,8 +176,9 @@ class AutoAttack(Attack):
             return None, nullcontext
         if self.precision == "tf32":
             return predict, partial(float32_as, "tf32", device)
-        fast = None if model is None else fast_stand_in(model, route=self.route, statistics=self.statistics)
-        return fast or _with_bfloat16(predict), nullcontext
+        plain = _with_bfloat16(predict)
+        settings: Any = {"route": self.route, "statistics": self.statistics, "otherwise": plain}
+        return (None if model is None else fast_stand_in(model, **settings)) or plain, nullcontext
 
     def _asked(self, model: nn.Module, x: Tensor, y: Tensor, index: Tensor, cascade: _Cascade) -> dict[str, Any]:
         """What a record belongs to. The batch size is none of it: an image's fate does not depend on the others.
@@ -368,11 +369,22 @@ def _in_buckets(predict: Predict, memory: Halving) -> Predict:
 
 
 def _with_bfloat16(predict: Predict) -> Predict:
+    """The model under autocast, or as it is where it does not run there: with parameters in another half precision."""
+    works = True
+
     def forward(x: Tensor) -> Tensor:
+        nonlocal works
         if x.dim() == 4 and x.is_cuda:
             x = x.contiguous(memory_format=torch.channels_last)
-        with torch.autocast(x.device.type, torch.bfloat16):
-            return predict(x).float()
+        if works:
+            try:
+                with torch.autocast(x.device.type, torch.bfloat16):
+                    return predict(x).float()
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:
+                works = False
+        return predict(x)
 
     return forward
 
