@@ -86,19 +86,31 @@ def trained(records, modes=("plain", "eager", "compiled"), order=None):
     for record in records:
         where = (
             f"`{record['norm']}`, eps {record['eps']}, {record['data']}, {record['device']}, median over "
-            f"{record['steps']} steps, peak"
+            f"{record['steps']} steps"
         )
-        rows, peaks, notes = tables.setdefault(where, ([], [], []))
+        rows, notes = tables.setdefault(where, ([], []))
         rows += [row for row in record["rows"] if row["mode"] in modes]
-        peaks.append(f"{record['peak_tflops']:.3g}")
         notes += record["notes"]
     blocks = []
-    for where, (rows, peaks, notes) in tables.items():
-        peak = " to ".join(dict.fromkeys((min(peaks, key=float), max(peaks, key=float))))
+    for where, (rows, notes) in tables.items():
         lines = [_training(row) for row in (sorted(rows, key=order) if order else rows)]
-        said = [f"{where} {peak} TFLOP/s.", *dict.fromkeys(notes)]
+        said = [f"{where}, {_peaks(rows)}.", *dict.fromkeys(notes)]
         blocks.append("\n".join([TRAINED, "|---" * 10 + "|", *lines, "", *said]))
     return "\n\n".join(blocks)
+
+
+def _peaks(rows):
+    """The peak of a process, for each number of them: what a share is a share of."""
+    peaks = {}
+    for row in rows:
+        peaks.setdefault(row["processes"], []).append(row["tflops"] / row["share_of_peak"] / row["processes"])
+    spans = {
+        count: " to ".join(dict.fromkeys(f"{peak:.3g}" for peak in (min(each), max(each))))
+        for count, each in sorted(peaks.items())
+    }
+    first, *others = spans.items()
+    told = f"peak {first[1]} TFLOP/s" + ("" if first[0] == 1 else f" in each of {first[0]} processes")
+    return ", ".join([told, *(f"{span} in each of {count} processes" for count, span in others)])
 
 
 def _training(row):

@@ -72,7 +72,7 @@ def test_every_case_is_measured_and_the_table_says_what_the_record_says(tmp_path
         assert float(epoch.replace(",", "")) == pytest.approx(row.epoch_seconds, abs=0.5)
         assert float(share.rstrip("%")) == pytest.approx(100 * row.share_of_peak, abs=0.5)
         assert float(speedup) == pytest.approx(row.speedup, abs=0.005) and memory == "–"
-    assert {"norm", "eps", "data", "device", "torch", "steps", "peak_tflops", "notes"} <= set(data)
+    assert {"norm", "eps", "data", "device", "torch", "steps", "notes"} <= set(data)
 
 
 def test_rates_epochs_and_operations_belong_together():
@@ -80,7 +80,7 @@ def test_rates_epochs_and_operations_belong_together():
     for row in result.rows:
         passes = 2 * row.attack_steps + 2 * 3  # attack: forward and back; then both kinds of images, three passes each
         assert row.tflops * 1e12 == pytest.approx(row.images_per_second * passes * forward_flops("small_cnn"))
-        assert row.share_of_peak == pytest.approx(row.tflops / result.peak_tflops)
+        assert row.share_of_peak == pytest.approx(row.tflops / row.peak_tflops)
         assert row.epoch_seconds == pytest.approx(50_000 / row.images_per_second)
         assert row.start_up_seconds > 0
     plain, eager = result.rows[:2]
@@ -94,6 +94,10 @@ def test_several_processes_divide_the_batch():
     assert (one.processes, two.processes) == (1, 2) and one.batch_size == two.batch_size == 8
     assert one.speedup is None and two.speedup is None  # there is no plain loop to compare with
     assert two.epoch_seconds == pytest.approx(50_000 / two.images_per_second)
+    assert one.peak_tflops != two.peak_tflops
+    assert all(row.share_of_peak == pytest.approx(row.tflops / row.peak_tflops / row.processes) for row in (one, two))
+    told = " ".join(" ".join(lines(result)).split())
+    assert f"{one.peak_tflops:.3g} in each of 1 process(es), {two.peak_tflops:.3g} in each of 2 process(es)" in told
 
 
 def test_the_plain_loop_is_a_training_that_feeds_its_statistics_once_a_step(monkeypatch):
@@ -125,6 +129,7 @@ def test_the_table_fits_on_80_columns_however_large_the_numbers():
         images_per_second=123_456.7,
         epoch_seconds=0.41,
         tflops=12345.6,
+        peak_tflops=789.0,
         share_of_peak=1.0,
         memory=140 * 2**30,
         start_up_seconds=1234.5,
@@ -134,7 +139,7 @@ def test_the_table_fits_on_80_columns_however_large_the_numbers():
     slow = replace(fast, attack_steps=100, images_per_second=0.4, epoch_seconds=123_456.7, share_of_peak=0.001)
     conditions = {
         "norm": "dual_affine_bn", "objective": "hybrid", "eps": "16/255", "data": "cifar10", "device": "NVIDIA H200",
-        "torch": "2", "steps": 50, "peak_tflops": 789.0, "notes": (),
+        "torch": "2", "steps": 50, "notes": (),
     }  # fmt: skip
     shown = lines(TrainBenchmark(rows=(fast, slow), **conditions))
     assert all(len(line.rstrip()) <= 80 for line in shown) and not any("…" in line for line in shown)
@@ -184,7 +189,7 @@ def test_the_parts_of_a_step_are_its_time_and_are_shown(tmp_path):
     assert {"convolutions, forward", "convolutions, backward", "elementwise"} < parts.keys()
     assert all(value >= 0 for value in parts.values()) and list(parts.values()) == sorted(parts.values(), reverse=True)
     assert sum(parts.values()) >= 1e3 * 8 / row["images_per_second"] * 0.999
-    assert "a step of small_cnn, eager, batch 8, 1 attack steps" in " ".join(out.output.split())
+    assert "a step of small_cnn, eager, batch 8, 1 attack steps, 1 process(es)" in " ".join(out.output.split())
     shown = [line for line in out.output.splitlines() if line.strip().startswith("convolutions, forward")]
     assert shown[0].split()[-2] == f"{parts['convolutions, forward']:,.2f}"
 

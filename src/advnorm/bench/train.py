@@ -61,7 +61,8 @@ class Row:
     images_per_second: float
     epoch_seconds: float  # of 50,000 images
     tflops: float  # of all processes together
-    share_of_peak: float  # of a large bf16 product (CPU: float32) in each process of the same run
+    peak_tflops: float  # of a large bf16 product (CPU: float32) in one process, with as many beside it
+    share_of_peak: float  # of all processes
     memory: int | None  # bytes that the first process holds on its GPU while it trains, its data set included
     start_up_seconds: float  # of making everything, and the first steps
     speedup: float | None  # over the plain loop
@@ -80,7 +81,6 @@ class TrainBenchmark:
     device: str
     torch: str
     steps: int
-    peak_tflops: float
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
 
@@ -172,9 +172,8 @@ def bench_train(
         device=torch.cuda.get_device_name(ranks.device) if on_gpu else "cpu",
         torch=torch.__version__,
         steps=steps,
-        peak_tflops=measured[0][0] / 1e12,
-        rows=tuple(row for _, rows, _ in measured for row in rows),
-        notes=tuple(dict.fromkeys(note for _, _, notes in measured for note in notes)),
+        rows=tuple(row for rows, _ in measured for row in rows),
+        notes=tuple(dict.fromkeys(note for _, notes in measured for note in notes)),
     )
 
 
@@ -199,8 +198,8 @@ def _check(modes: Sequence[str], counts: Sequence[int], batch_sizes: Sequence[in
 
 # -- a number of processes ---------------------------------------------------------------------------------------------
 
-#: The peak of a process in operations a second, the rows, and what the engine said.
-Measured = tuple[float, list[Row], list[str]]
+#: The rows, and what the engine said.
+Measured = tuple[list[Row], list[str]]
 
 
 def _measured(
@@ -210,7 +209,7 @@ def _measured(
     peak, rows, told = _peak(ranks.device), [], []
     for config in plan.configs:
         rows += _case(config, plan, data, ranks, peak, told, on_row)
-    return peak, rows, told
+    return rows, told
 
 
 def _launched(count: int, plan: _Plan, device: str) -> Measured:
@@ -219,8 +218,8 @@ def _launched(count: int, plan: _Plan, device: str) -> Measured:
         threads = max(1, torch.get_num_threads() // count)
         given = (count, Path(folder), threads, device, plan)
         torch.multiprocessing.spawn(_process, given, nprocs=count)  # pyright: ignore[reportPrivateImportUsage]
-        peak, rows, told = json.loads((Path(folder) / "measured.json").read_text())["measured"]
-        return peak, [Row(**row) for row in rows], told
+        rows, told = json.loads((Path(folder) / "measured.json").read_text())["measured"]
+        return [Row(**row) for row in rows], told
 
 
 def _process(rank: int, count: int, folder: Path, threads: int, device: str, plan: _Plan) -> None:
@@ -230,9 +229,9 @@ def _process(rank: int, count: int, folder: Path, threads: int, device: str, pla
     dist.init_process_group(backend, init_method=f"file://{folder / 'init'}", rank=rank, world_size=count)
     try:
         with placed(where) as ranks:
-            peak, rows, told = _measured(plan, plan.data(), ranks)
+            rows, told = _measured(plan, plan.data(), ranks)
         if ranks.lead:
-            write_json(folder / "measured.json", {"measured": [peak, [asdict(row) for row in rows], told]})
+            write_json(folder / "measured.json", {"measured": [[asdict(row) for row in rows], told]})
     finally:
         dist.destroy_process_group()
 
@@ -279,6 +278,7 @@ def _case(
             images_per_second=rates[mode],
             epoch_seconds=EPOCH / rates[mode],
             tflops=rates[mode] * flops / 1e12,
+            peak_tflops=peak / 1e12,
             share_of_peak=rates[mode] * flops / (peak * ranks.world),
             start_up_seconds=start_up[mode][0],
             memory=start_up[mode][1],

@@ -290,9 +290,11 @@ def train_benchmark(result: TrainBenchmark) -> Group:
             )
         tables.append(table)
     tables += [_parts(row) for row in result.rows if row.parts is not None]
+    peak_of = {row.processes: row.peak_tflops for row in result.rows}
+    peaks = ", ".join(f"{peak:.3g} in each of {count} process(es)" for count, peak in peak_of.items())
     caption = (
         f"median over {result.steps} steps; batch: of all processes; epoch: of 50,000 images; peak: "
-        f"{result.peak_tflops:.3g} TFLOP/s per process, of a large matrix product in this run; memory: per process; "
+        f"{peaks} TFLOP/s, of a large matrix product in this run; memory: per process; "
         "start: making, compiling and capturing everything, with the first steps"
     )
     return Group(*tables, *(Text(line, style="dim") for line in (caption, *(f"note: {told}" for told in result.notes))))
@@ -300,7 +302,10 @@ def train_benchmark(result: TrainBenchmark) -> Group:
 
 def _parts(row: Row) -> Table:
     """Where the time of a step goes."""
-    title = f"a step of {row.model}, {row.mode}, batch {row.batch_size}, {row.attack_steps} attack steps"
+    title = (
+        f"a step of {row.model}, {row.mode}, batch {row.batch_size}, {row.attack_steps} attack steps, {row.processes} "
+        "process(es)"
+    )
     table = Table("", title=title, title_justify="left", box=SIMPLE, collapse_padding=True, pad_edge=False)
     for column in ("ms", "share"):
         table.add_column(column, justify="right", no_wrap=True)
