@@ -80,6 +80,7 @@ def test_bench_norms_prints_ratios_and_writes_a_record(tmp_path):
         (("bench", "norms", "--model", "resnet81"), "did you mean 'resnet18'"),
         (("bench", "norms", "--precision", "fp8"), "unknown precision 'fp8'"),
         (("bench", "norms", "--rounds", "-1"), "rounds at least 1"),
+        (("bench", "norms", "--device", "gpu"), "unknown device 'gpu'; use 'cpu' or 'cuda'"),
         (("ls", "norms", "x*"), "no norm matches 'x*'"),
     ],
 )
@@ -87,6 +88,23 @@ def test_a_wrong_argument_is_explained(arguments, message):
     out = invoke(*arguments)
     assert isinstance(out.exception, AdvnormError)
     assert message in str(out.exception)
+
+
+@pytest.mark.parametrize("kind", ["norms", "train", "autoattack"])
+def test_a_bench_refuses_a_place_that_cannot_be_written_before_it_measures(kind, tmp_path, monkeypatch):
+    for name in ("norms.bench_norms", "train.bench_train", "autoattack.subject"):
+        monkeypatch.setattr(f"advnorm.bench.{name}", lambda *_, **__: pytest.fail("measured first"))
+    (tmp_path / "file").touch()
+    for place, message in ((tmp_path, "is a folder; name a file in it"), (tmp_path / "file" / "r", "is no folder")):
+        out = invoke("bench", kind, "--json", str(place))
+        assert isinstance(out.exception, AdvnormError) and message in str(out.exception)
+
+
+def test_a_wrong_precision_is_refused_before_a_network_is_trained(monkeypatch):
+    monkeypatch.setattr("advnorm.bench.autoattack._small", lambda *_: pytest.fail("trained first"))
+    out = invoke("bench", "autoattack", "--precision", "fp16")
+    assert isinstance(out.exception, AdvnormError)
+    assert "unknown precision 'fp16', did you mean 'bf16'?" in str(out.exception)
 
 
 def test_an_error_is_one_line_and_exit_status_2():

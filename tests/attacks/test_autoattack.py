@@ -303,6 +303,14 @@ def test_a_call_and_an_evaluation_do_the_same(linf):
     assert torch.equal(attack(linf.model, x, y), attack.evaluate(linf.model, x, y).x_adv)
 
 
+def test_images_made_in_inference_mode_are_attacked_too(linf):
+    expected = quick(linf.threat).evaluate(linf.model, *linf.first(10))
+    with torch.inference_mode():
+        x, y = (value.clone() for value in linf.first(10))
+        assert same(quick(linf.threat).evaluate(linf.model, x, y), expected)
+    assert x.is_inference() and same(quick(linf.threat).evaluate(linf.model, x, y), expected)
+
+
 def test_an_evaluation_leaves_no_trace(linf):
     routed = advnorm.create_model("small_cnn", num_classes=10, norm="dual_bn", in_channels=1)
     model = nn.Sequential(nn.Dropout(), nn.BatchNorm2d(1), routed).train()

@@ -26,7 +26,7 @@ from advnorm._core.seeding import ImageNoise
 from advnorm.attacks.apgd import APGD
 from advnorm.attacks.autoattack_checks import flags_after, flags_before
 from advnorm.attacks.autoattack_record import AutoAttackResult, Batch, Flag, Record
-from advnorm.attacks.base import Attack, Option, Predict, attacked, check_images, checked, register
+from advnorm.attacks.base import Attack, Option, Predict, attacked, check_images, checked, register, usable
 from advnorm.attacks.fab import FAB
 from advnorm.attacks.losses import cross_entropy
 from advnorm.attacks.search import Found, Halving, Search, Victim, bucket, filled, margin_of
@@ -144,7 +144,6 @@ class AutoAttack(Attack):
         search uses in place of ``precision`` (compiled, folded, half precision); the model itself decides.
         """
         largest_label = check_images(x, y)
-        x, y = x.detach(), y.detach()
         index = torch.arange(len(x)) if index is None else index
         if len(index) != len(x):
             raise ConfigError(f"index names {len(index)} images and there are {len(x)}")
@@ -154,6 +153,7 @@ class AutoAttack(Attack):
         with ExitStack() as stack:
             stack.enter_context(float32_as("ieee", device))
             predict = stack.enter_context(attacked(model, route=self.route, statistics=self.statistics))
+            x, y = usable(x), usable(y)
             torch.manual_seed(self.seed)  # of randomized models; `attacked` gives the callers theirs back
             predict = checked(predict, largest_label)
             noise = ImageNoise(self.seed, index.to(device)).fold(type(self).__name__)

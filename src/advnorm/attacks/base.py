@@ -192,7 +192,7 @@ class Attack(ABC):
     ) -> Tensor:
         largest_label = check_images(x, y)
         with attacked(model, route=self.route, statistics=self.statistics) as predict:
-            images, labels = (v.detach().clone() if v.is_inference() else v.detach() for v in (x, y))
+            images, labels = usable(x), usable(y)
             index = torch.arange(len(x), device=x.device) if index is None else index.to(x.device)
             if len(index) != len(x):
                 raise ConfigError(f"index names {len(index)} images and the batch has {len(x)}")
@@ -211,6 +211,11 @@ class Attack(ABC):
         x_adv = x_adv.detach()
         x_adv = self.threat.project(torch.where(x_adv.isfinite(), x_adv, x), x)
         return torch.empty_like(x).copy_(x_adv)
+
+
+def usable(value: Tensor) -> Tensor:
+    """A tensor that gradients can be asked for, outside of inference mode, whatever mode it was made in."""
+    return value.detach().clone() if value.is_inference() else value.detach()
 
 
 def check_images(x: Tensor, y: Tensor) -> int:

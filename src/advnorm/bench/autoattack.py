@@ -58,12 +58,23 @@ class AutoAttackBenchmark:
 
 
 def subject(
-    weights: Path | str | None, data_dir: Path | str | None, *, images: int, eps: str | None, seed: int
+    weights: Path | str | None,
+    data_dir: Path | str | None,
+    *,
+    images: int,
+    eps: str | None,
+    seed: int,
+    precisions: Sequence[str] = (),
 ) -> tuple[nn.Module, Tensor, Tensor, ThreatModel, str]:
-    """Network, images, labels, threat and a name: a given CIFAR-10 ResNet-18, or a small network trained on digits."""
+    """Network, images, labels, threat and a name: a given CIFAR-10 ResNet-18, or a small network trained on digits.
+
+    ``precisions`` that are not known are refused before it is trained or loaded.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    threat = ThreatModel(eps=eps or ("40/255" if weights is None else "8/255"))
+    for precision in precisions:
+        _attack(threat, precision, seed)
     if weights is None:
-        threat = ThreatModel(eps=eps or "40/255")
         x, y = (value[:images].to(device) for value in digits("test"))
         return _small(threat, seed).to(device), x, y, threat, "small_cnn on digits, PGD-trained"
     if data_dir is None:
@@ -72,7 +83,6 @@ def subject(
         )
     if not Path(weights).is_file():
         raise ConfigError(f"there is no file {weights}; make one with benchmarks/adversarial_resnet18.py")
-    threat = ThreatModel(eps=eps or "8/255")
     x, y = (value[:images].to(device) for value in cifar10(data_dir, "test"))
     model = create_model("resnet18", norm="bn").to(device)
     model.load_state_dict(load_file(weights, device=str(device)))
@@ -117,7 +127,7 @@ def bench_autoattack(
     if official and here:
         runs[f"{OFFICIAL} (official code)"] = lambda: (_official(model, x, y, threat, official_batch, seed), {})
     for precision in precisions:
-        attack = AutoAttack(threat=threat, precision=precision, seed=seed)  # pyright: ignore[reportArgumentType]
+        attack = _attack(threat, precision, seed)
         runs[f"advnorm {precision}"] = lambda attack=attack: _ours(attack, model, x, y)
     if not runs:
         raise ConfigError("nothing to measure; give at least one precision")
@@ -155,6 +165,10 @@ def bench_autoattack(
         rows=rows,
         notes=tuple(notes),
     )
+
+
+def _attack(threat: ThreatModel, precision: str, seed: int) -> AutoAttack:
+    return AutoAttack(threat=threat, precision=precision, seed=seed)  # pyright: ignore[reportArgumentType]
 
 
 def _warm_up(model: nn.Module, x: Tensor, y: Tensor) -> None:

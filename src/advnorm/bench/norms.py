@@ -12,9 +12,10 @@ import torch._dynamo
 import torch.nn.functional as F
 from torch import nn
 
-from advnorm._core.errors import ConfigError, did_you_mean, raise_all
+from advnorm._core.errors import did_you_mean, raise_all
 from advnorm._core.precision import float32_as
 from advnorm.bench.timing import Timing, side_by_side
+from advnorm.engine.ranks import checked_device
 from advnorm.models import create_model, list_models
 from advnorm.norms import domains, list_norms, route, routed_modules
 from advnorm.surgery import strip
@@ -65,7 +66,7 @@ def bench_norms(
     clean, half adversarial for the routed networks; the plain network takes the same batch. ``threads`` of the CPU: one
     by default, since on a shared machine threads wait for each other longer than they work.
     """
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = checked_device(device)
     on_gpu = where.type == "cuda"
     batch_size = (512 if on_gpu else 32) if batch_size is None else batch_size
     rounds = (40 if on_gpu else 9) if rounds is None else rounds
@@ -79,8 +80,6 @@ def bench_norms(
     if precision not in ("float32", "tf32", "bf16"):
         problems.append(f"unknown precision {precision!r}{did_you_mean(precision, ('float32', 'tf32', 'bf16'))}")
     raise_all(problems, "bad benchmark")
-    if on_gpu and not torch.cuda.is_available():
-        raise ConfigError("no CUDA device here; leave device out or use device='cpu'")
 
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(batch_size, 3, image_size, image_size, generator=generator).to(where)

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from advnorm._core.errors import AdvnormError, ConfigError
+from advnorm._core.errors import AdvnormError, ConfigError, raise_all
 
 app = typer.Typer(
     name="advnorm",
@@ -380,6 +380,7 @@ def bench_norms(
     from advnorm.bench.norms import bench_norms as measure
     from advnorm.cli import listing
 
+    _check_writable(json)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("measuring", total=None)
         result = measure(
@@ -431,6 +432,7 @@ def bench_train(
     from advnorm.bench.train import bench_train as measure
     from advnorm.cli import listing
 
+    _check_writable(json)
     with console.status("measuring") as status:
         result = measure(
             models=model or ("resnet18",),
@@ -475,7 +477,9 @@ def bench_autoattack(
     from advnorm.bench.autoattack import subject
     from advnorm.cli import listing
 
-    model, x, y, threat, name = subject(weights, data_dir, images=images, eps=eps, seed=seed)
+    _check_writable(json)
+    asked = {"images": images, "eps": eps, "seed": seed, "precisions": precision or ()}
+    model, x, y, threat, name = subject(weights, data_dir, **asked)
     with console.status("measuring") as status:
         result = measure(
             model,
@@ -490,6 +494,14 @@ def bench_autoattack(
         )
     console.print(listing.autoattack_benchmark(result))
     _write(json, result.record())
+
+
+def _check_writable(path: Path | None) -> None:
+    """Refuse a place for a record before the work that it is for."""
+    if path is not None:
+        from advnorm.engine.partial import unwritable
+
+        raise_all(unwritable(path), "bad command")
 
 
 def _write(path: Path | None, record: dict[str, object]) -> None:

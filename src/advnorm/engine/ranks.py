@@ -73,7 +73,7 @@ def placed(device: str | torch.device | None) -> Iterator[Ranks]:
     The group lasts as long as the process: one that is made anew for each training can meet the last one's store, and
     hang.
     """
-    place = _checked(device)
+    place = checked_device(device)
     with ExitStack() as stack:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
             dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
@@ -89,8 +89,8 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def _checked(device: str | torch.device | None) -> torch.device:
-    """The device to train on; under torchrun each process has its own GPU."""
+def checked_device(device: str | torch.device | None) -> torch.device:
+    """The device to work on, which is here; under torchrun each process has its own GPU."""
     try:
         wanted = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
     except RuntimeError:
