@@ -259,6 +259,18 @@ def test_a_damaged_array_of_cifar10c_is_named_and_never_unpickled(corrupted):
         load("cifar10c", "test", folder, corruption="fog", severity=1)
 
 
+def test_a_set_that_is_known_by_name_is_found_in_its_folder_and_no_other_takes_its_place(tmp_path, picture_folder):
+    with pytest.raises(ConfigError, match=r"has \d+ classes and imagenet has 1000; name the folder"):
+        load("imagenet", "train", picture_folder)
+    for name in range(10):
+        folder = tmp_path / "sets" / "imagenette2" / "train" / f"n{name}"
+        folder.mkdir(parents=True)
+        Image.new("RGB", (16, 16)).save(folder / "0.png")
+    for root in (tmp_path / "sets", tmp_path / "sets" / "imagenette2"):
+        data = load("imagenette", "train", root, image_size=8)
+        assert data.name == "imagenette" and data.num_classes == len(data) == 10
+
+
 def test_folders_of_classes_have_the_order_of_the_training_classes(picture_folder):
     train, test = load("imagefolder", "train", picture_folder), load("imagefolder", "test", picture_folder)
     assert train.classes == test.classes == ("ant", "bird") and train.num_classes == 2

@@ -48,6 +48,7 @@ def test_a_dry_run_says_how_far_each_cell_is_and_runs_nothing(tmp_path):
     found = {cell.strip(): state.strip() for cell, _, _, state in states}
     states = {done.cell: "done", damaged.cell: "damaged", started.cell: "started"}
     assert found == dict.fromkeys(study.by_name(), "to do") | states
+    assert "to do: 7 training(s), an estimated 303 PFLOP" in " ".join(out.output.split())
     assert "single/eps8/fast-seed0.json was made with other settings than the study has now: lr 7.0, now" in out.output
     assert "single/eps16/fast-seed0.json is skipped: its format is None" in out.output
     assert sorted(tmp_path.rglob("*")) == before

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import threading
+import time
 from dataclasses import asdict, replace
 
 import pytest
@@ -11,6 +13,7 @@ from PIL import Image
 from advnorm import Config, ConfigError, train
 from advnorm._core.records import write_json
 from advnorm.data import load
+from advnorm.engine.lock import LOCK, locked
 from advnorm.studies import STUDIES, find, get, list_studies
 from advnorm.studies.base import Measure, mean, same_as
 from advnorm.studies.record import FORMAT
@@ -43,6 +46,29 @@ def test_a_finished_cell_is_not_done_again(smoked):
     before = task.record.stat().st_mtime_ns
     assert work(task)["values"] == json.loads(task.record.read_text())["values"]
     assert task.record.stat().st_mtime_ns == before
+
+
+def test_two_processes_share_a_study_and_each_waits_for_what_the_other_has(tmp_path, monkeypatch):
+    monkeypatch.setattr("advnorm.studies.run.BUSY_SECONDS", 0.05)
+    first, second = tasks(STUDIES.get("A/table8"), protocol="smoke", out=tmp_path)[:2]
+    first.run.folder.mkdir(parents=True)
+    told, outcomes = [], []
+    with locked(first.run.folder / LOCK):
+        thread = threading.Thread(
+            target=lambda: outcomes.extend(run_all([first, second], on_outcome=lambda one: told.append(one.task)))
+        )
+        thread.start()
+        while not told:
+            time.sleep(0.02)
+        assert told == [second] and first.state == "started"
+    thread.join()
+    assert told == [second, first] and [outcome.error for outcome in outcomes] == [None, None]
+
+
+@pytest.mark.parametrize("seed", [-1, 2**31])
+def test_a_seed_that_no_training_takes_is_refused_before_anything(seed, tmp_path):
+    with pytest.raises(ConfigError, match="seed must lie in"):
+        tasks(STUDIES.get("A/table8"), seeds=(0, seed), protocol="smoke", out=tmp_path)
 
 
 def table1(out):

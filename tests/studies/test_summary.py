@@ -156,7 +156,7 @@ def test_a_training_that_studies_share_is_paid_once(tmp_path):
 def test_every_process_of_a_training_costs(tmp_path):
     one = task(tmp_path, "single/eps16")
     run = {"config": one.found().config.to_dict(), "seconds": 60.0, "processes": 8, "device": "NVIDIA H200"}
-    written(one, {}, run=json.loads(json.dumps(run)))
+    written(one, {"shared/clean": 90.0}, run=json.loads(json.dumps(run)))
     assert summary(tmp_path)["minutes"] == {"NVIDIA H200": 8.0}
 
 
@@ -236,6 +236,52 @@ def test_a_record_of_settings_that_the_study_has_left_is_shown_and_told(tmp_path
     assert entry(of(found, "A/table2")["results"][0], "single/eps16", "shared/clean")["ours"] == 90.0
 
 
+def test_no_verdict_is_by_a_record_of_other_settings(tmp_path):
+    table2(tmp_path, seeds=(0, 1))
+    one = task(tmp_path, "cross_bn/eps16", seed=1)
+    record = json.loads(one.record.read_text())
+    record["run"]["config"]["epochs"] = 1
+    record["values"] = dict.fromkeys(record["values"], 0.0)
+    write_json(one.record, record)
+    (result,) = of(summary(tmp_path), "A/table2")["results"]  # the other seed's stands
+    assert result["answer"] == "confirmed" and entry(result, "cross_bn/eps16", "adv/autoattack")["ours"] == 22.0
+    task(tmp_path, "cross_bn/eps16").record.unlink()
+    (result,) = of(summary(tmp_path), "A/table2")["results"]
+    assert result["answer"] == "not run" and entry(result, "cross_bn/eps16", "adv/autoattack")["ours"] == 0.0
+    study = STUDIES.get("A/table2")
+    assert ("cross_bn/eps16", "adv/autoattack") in collected(study, protocol="fast", out=tmp_path)[0]
+    now, _ = collected(study, protocol="fast", out=tmp_path, outdated=False)
+    assert {cell for cell, _ in now} == {"dual_bn/eps16", "single/eps16"}
+
+
+def test_a_record_without_numbers_or_settings_is_none(tmp_path):
+    one, other = task(tmp_path, "single/eps16"), task(tmp_path, "dual_bn/eps16")
+    written(one, {})
+    written(other, {"adv/clean": 1.0}, run={"config": {}, "seconds": 1.0, "processes": 1})
+    problems = summary(tmp_path)["problems"]
+    assert [problem.rpartition(": ")[2] for problem in problems] == [
+        "run must have its config",
+        "values must be finite numbers by name",
+    ]
+    assert one.state == other.state == "damaged"
+
+
+@pytest.mark.parametrize(
+    ("study", "value"),
+    [
+        ("A/fig2", "x/held_out/pgd10-step2"),
+        ("B/fig1", "accuracy/run/uniform random/a"),
+        ("C/fig1", "layers/a/points/clean/0"),
+    ],
+)
+def test_values_that_a_check_cannot_read_are_told_and_the_page_is_made(tmp_path, study, value):
+    for cell in STUDIES.get(study).by_name():
+        written(task(tmp_path, cell, study=study), {value: 1.0})
+    found = summary(tmp_path)
+    assert of(found, study)["results"][0]["answer"] == "not run"
+    assert all(f"the check of {study} cannot read its values" in problem for problem in found["problems"])
+
+
 def test_a_record_of_measurements_that_the_study_has_left_is_told(tmp_path):
     one = task(tmp_path, "single/eps16")
     record = written(one, {"shared/clean": 90.0})
@@ -293,14 +339,18 @@ def test_what_is_numbered_within_an_epoch_is_drawn_over_the_epochs(tmp_path):
 
 
 def test_layers_are_a_row_and_what_the_check_reads_comes_first(tmp_path):
-    values = {"sums/adv-noise": 9.0, "sums/clean-noise": 2.0, "channels/0": 7, "channels/1": 8, "channels/2": 9}
-    values |= {f"layers/AP/{name}/total": value for name, value in (("bn1", 5.0), ("layer1.0.bn1", 6.0), ("x", 4.0))}
-    written(task(tmp_path, "standard/eps16", study="A/fig7"), values | {"sums/clean-adv": 3.0})
+    values = {"sums/adv-noise": 9.0, "channels/0": 7, "channels/1": 8, "channels/2": 9}
+    layers = {"AP": [5.0, 6.0, 4.0], "clean-adv": [1.0, 2.0, 3.0], "clean-noise": [1.0, 2.0, 2.0]}
+    for kind, totals in layers.items():
+        values |= {f"layers/{kind}/{name}/total": one for name, one in zip(("bn1", "layer1.0.bn1", "x"), totals)}
+    written(task(tmp_path, "standard/eps16", study="A/fig7"), values)
     (result,) = of(summary(tmp_path), "A/fig7")["results"]
     assert result["answer"] == "confirmed"
-    assert [entry["value"] for entry in result["entries"]] == ["sums/clean-noise", "sums/clean-adv", "sums/adv-noise"]
-    layers = {"cell": "standard/eps16", "value": "layers/AP/total", "x": [1, 2, 3], "ours": [5.0, 6.0, 4.0]}
-    assert result["series"] == [layers]
+    assert [entry["value"] for entry in result["entries"]] == ["sums/adv-noise"]
+    assert result["series"] == [
+        {"cell": "standard/eps16", "value": f"layers/{kind}/total", "x": [1, 2, 3], "ours": layers[kind]}
+        for kind in ("clean-adv", "clean-noise", "AP")
+    ]
 
 
 BOTH = ("A/table1", "A/table8")  # have Dual BN at 16/255

@@ -17,9 +17,8 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.flop_counter import FlopCounterMode
 
 from advnorm._core.errors import did_you_mean, raise_all
 from advnorm._core.precision import float32_as
@@ -29,6 +28,7 @@ from advnorm.bench.timing import side_by_side, synchronize
 from advnorm.data import ImageData, load
 from advnorm.engine.accelerate import kernels
 from advnorm.engine.config import AttackConfig, Config, Named
+from advnorm.engine.cost import ATTACK_PASSES, TRAINING_PASSES, forward_flops
 from advnorm.engine.journal import Journal
 from advnorm.engine.ranks import Ranks, placed
 from advnorm.engine.run import Run
@@ -45,8 +45,6 @@ Steps = Callable[[int], None]
 EPOCH = 50_000
 #: Steps in which networks are compiled, attacks captured and kernels chosen.
 START_UP = 6
-#: Of a forward: an attack's step goes forward and back to the image, a training pass to the weights too.
-ATTACK_PASSES, TRAINING_PASSES = 2, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,7 +264,8 @@ def _case(
     reference = "plain" if "plain" in modes else modes[0]
     timings = side_by_side(runners, reference=reference, rounds=max(1, steps // turn), device=device, warmup=0)
     # Clean and adversarial images are trained on.
-    flops = _flops(config, data, device) * (ATTACK_PASSES * count + 2 * TRAINING_PASSES)
+    forward = forward_flops(config.model.name, tuple(data.image_shape), data.num_classes)
+    flops = forward * (ATTACK_PASSES * count + 2 * TRAINING_PASSES)
     rates = {mode: turn * config.batch_size / timing.seconds for mode, timing in timings.items()}
     return [
         Row(
@@ -374,14 +373,6 @@ def _plain(config: Config, data: ImageData, ranks: Ranks) -> Steps:
                 step()
 
     return run
-
-
-def _flops(config: Config, data: ImageData, device: torch.device) -> float:
-    """Of one image's forward."""
-    model: nn.Module = strip(create_model(config.model.name, norm="bn", num_classes=data.num_classes)).to(device).eval()
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(torch.zeros(1, *data.image_shape, device=device))
-    return float(counter.get_total_flops())
 
 
 def _peak(device: torch.device) -> float:

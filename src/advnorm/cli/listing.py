@@ -20,12 +20,13 @@ from advnorm.bench.norms import LIMITS, NormBenchmark
 from advnorm.bench.train import Row, TrainBenchmark
 from advnorm.data import DATASETS
 from advnorm.engine.config import Config, explain
+from advnorm.engine.cost import training_flops
 from advnorm.models import create_model, list_models
 from advnorm.norms import NORMS
 from advnorm.objectives import OBJECTIVES, REGULARIZERS, SECOND_PASSES, Objective
 from advnorm.report.studies import decimals_of
 from advnorm.studies import STUDIES, Study, find
-from advnorm.studies.base import Values
+from advnorm.studies.base import Answer, Values
 from advnorm.studies.run import Task
 from advnorm.studies.summary import cell_states, decisive
 
@@ -144,21 +145,51 @@ def tell(console: Console, problems: Iterable[str]) -> None:
         console.print(problem, style="yellow", highlight=False, markup=False, soft_wrap=True)
 
 
-def tasks(todo: Sequence[Task]) -> Table:
-    """The cells of a study, and how far each is."""
+def tasks(todo: Sequence[Task], rates: Mapping[str, float] | None = None) -> Group:
+    """The cells of a study, how far each is, and what the trainings that are to do will cost.
+
+    ``rates``: operations a second of trainings that were done, by device.
+    """
     table = Table("cell", "seed", "protocol", "state", title=todo[0].study if todo else "", title_justify="left")
+    table.add_column("training, PFLOP", justify="right")
+    left: dict[str, float | None] = {}  # by run, which tasks may share
     for task in todo:
         other = None if task.record.exists() else task.same
+        state, flops = task.state, training_flops(task.found().config)
+        if state != "done":
+            left[f"{task.found().config.digest} {task.seed}"] = flops
+        shown = "–" if flops is None else f"{flops / 1e15:.3g}"
         table.add_row(
-            task.cell, str(task.seed), task.protocol, task.state if other is None else f"done, for {other.study}"
+            task.cell, str(task.seed), task.protocol, state if other is None else f"done, for {other.study}", shown
         )
-    return table
+    return Group(table, Text(_cost(list(left.values()), rates or {}), style="dim"))
+
+
+def _cost(left: Sequence[float | None], rates: Mapping[str, float]) -> str:
+    known = sum(flops for flops in left if flops is not None)
+    if not left:
+        return "nothing is to do"
+    text = f"to do: {len(left)} training(s), an estimated {known / 1e15:.3g} PFLOP"
+    if unknown := sum(flops is None for flops in left):
+        text += f" and {unknown} on images that are not counted here"
+    for device, rate in rates.items() if known else ():
+        minutes, speed = known / rate / 60, rate / 1e12
+        text += f"; about {minutes:.3g} minutes at the {speed:.3g} TFLOP/s of the paper's trainings on {device}"
+    return f"{text}; measuring comes on top"
 
 
 def study(
-    found: Study, values: Values | None = None, protocol: str = "", *, cell: str | None = None, width: int = 80
+    found: Study,
+    values: Values | None = None,
+    protocol: str = "",
+    *,
+    answer: Answer | None = None,
+    cell: str | None = None,
+    width: int = 80,
 ) -> Group | Text:
     """The printed table, or what of it is a cell's, with what was measured beside it: mean and spread over seeds.
+
+    ``answer``: the verdict, by default that of the values.
 
     Of a figure, which prints no numbers, its claim and the verdict.
     """
@@ -166,7 +197,7 @@ def study(
     if protocol == "smoke":
         said = "A smoke test shows that it runs; its numbers mean nothing."
     elif values is not None:
-        said += f" {found.answer(values).capitalize()}."
+        said += f" {(answer or found.answer(values)).capitalize()}."
     title = f"{found.name}{'' if cell is None else f'/{cell}'} {protocol}".rstrip()
     rows: dict[str, dict[str, str]] = {}
     numbers = [number for number in found.numbers() if cell in (None, number.cell)]

@@ -15,7 +15,7 @@ from advnorm.engine import PREEMPTED
 from advnorm.studies.base import Protocol, find
 from advnorm.studies.launch import Launcher, check, launch
 from advnorm.studies.run import Outcome, Stopped, blocked, run_all, tasks
-from advnorm.studies.summary import collected
+from advnorm.studies.summary import collected, rates
 
 
 def run(
@@ -48,7 +48,7 @@ def run(
             by_python = "advnorm.data.load(..., download=True) in Python"  # a study fetches nothing by itself
             problems = [problem.replace("load(..., download=True)", by_python) for problem in blocked(todo)]
             raise_all(problems, "no cell can be run")
-        console.print(listing.tasks(todo))
+        console.print(listing.tasks(todo, rates(study, out)))
         if dry_run:
             listing.tell(console, collected(study, seeds=seeds, protocol=protocol, out=out)[1])
             return 0
@@ -70,6 +70,7 @@ def run(
         else:
             launch(todo, launcher=launcher, address=address, processes=processes, on_outcome=told)
         values, problems = collected(study, seeds=seeds, protocol=protocol, out=out)
-    listing.tell(console, problems)
-    console.print(listing.study(study, values, protocol, width=console.width))
+        answer, problem = study.answered(collected(study, seeds=seeds, protocol=protocol, out=out, outdated=False)[0])
+    listing.tell(console, [*problems, *([problem] if problem else [])])
+    console.print(listing.study(study, values, protocol, answer=answer, width=console.width))
     return 1 if failed else 0

@@ -20,7 +20,7 @@ from advnorm.data.corruptions import cifar10c
 from advnorm.data.digits import digits
 from advnorm.data.features import features
 from advnorm.data.files import MissingFiles, Remote, download_all
-from advnorm.data.folders import TINY_ADDRESS, imagefolder, tiny_imagenet
+from advnorm.data.folders import TINY_ADDRESS, imagefolder, imagenet, imagenette, tiny_imagenet
 from advnorm.data.sets import FolderData, ImageData
 from advnorm.data.svhn import ADDRESS as SVHN_ADDRESS
 from advnorm.data.svhn import MD5 as SVHN_MD5
@@ -49,6 +49,8 @@ class DataSource:
     summary: str
     splits: tuple[str, ...] = ("train", "test")
     needs_root: bool = True
+    #: Of the images to train on, where it is the same for everybody: how many, their side, and their classes.
+    size: tuple[int, int, int] | None = None
 
     @property
     def options(self) -> dict[str, inspect.Parameter]:
@@ -135,20 +137,41 @@ for _name, _source in {
         read=synthetic, summary="a random pattern per class and noise, made on the spot", needs_root=False
     ),
     "cifar10": DataSource(
-        read=_whole("cifar10", cifar10, 10), summary="60,000 images, 3×32×32, 10 classes; binary or python files"
+        read=_whole("cifar10", cifar10, 10),
+        summary="60,000 images, 3×32×32, 10 classes; binary or python files",
+        size=(50_000, 32, 10),
     ),
     "cifar100": DataSource(
-        read=_whole("cifar100", cifar100, 100), summary="60,000 images, 3×32×32, 100 classes; binary or python files"
+        read=_whole("cifar100", cifar100, 100),
+        summary="60,000 images, 3×32×32, 100 classes; binary or python files",
+        size=(50_000, 32, 100),
     ),
     "svhn": DataSource(
-        read=_whole("svhn", svhn, 10), summary="99,289 house numbers, 3×32×32, and 531,131 extra", splits=SVHN_SPLITS
+        read=_whole("svhn", svhn, 10),
+        summary="99,289 house numbers, 3×32×32, and 531,131 extra",
+        splits=SVHN_SPLITS,
+        size=(73_257, 32, 10),
     ),
     "imagefolder": DataSource(
         read=imagefolder,
-        summary="images on disk, a folder per class: ImageNet, Imagenette, your own",
+        summary="your own images on disk, a folder per class",
         splits=("train", "val", "test"),
     ),
-    "tiny_imagenet": DataSource(read=tiny_imagenet, summary="110,000 images on disk, 3×64×64, 200 classes"),
+    "imagenet": DataSource(
+        read=imagenet,
+        summary="1,331,167 images on disk, a folder for each of 1,000 classes",
+        splits=("train", "val", "test"),
+        size=(1_281_167, 224, 1000),
+    ),
+    "imagenette": DataSource(
+        read=imagenette,
+        summary="13,394 images on disk, ten classes of ImageNet",
+        splits=("train", "val", "test"),
+        size=(9_469, 224, 10),
+    ),
+    "tiny_imagenet": DataSource(
+        read=tiny_imagenet, summary="110,000 images on disk, 3×64×64, 200 classes", size=(100_000, 64, 200)
+    ),
     "cifar10c": DataSource(
         read=_whole("cifar10c", cifar10c, 10),
         summary="the test images of CIFAR-10 under 19 corruptions, 5 severities",

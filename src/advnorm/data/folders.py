@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -41,6 +42,32 @@ def imagefolder(
     labels = {name: label for label, name in enumerate(classes)}
     found = [(file, labels[name]) for name in present for file in files[name]]
     return _data("imagefolder", split, root, found, classes, image_size, resize or round(image_size * 8 / 7))
+
+
+def imagenet(root: Path | str, split: str = "train", *, image_size: int = 224, resize: int | None = None) -> FolderData:
+    """ImageNet-1k as an :func:`imagefolder`, in ``root/imagenet`` or ``root`` itself."""
+    return _known("imagenet", ("imagenet", "ILSVRC2012"), 1000, Path(root), split, image_size, resize)
+
+
+def imagenette(
+    root: Path | str, split: str = "train", *, image_size: int = 224, resize: int | None = None
+) -> FolderData:
+    """Ten classes of ImageNet as an :func:`imagefolder`, in ``root/imagenette2`` or ``root`` itself."""
+    return _known("imagenette", ("imagenette2", "imagenette"), 10, Path(root), split, image_size, resize)
+
+
+def _known(
+    name: str, folders: Sequence[str], classes: int, root: Path, split: str, image_size: int, resize: int | None
+) -> FolderData:
+    """A set that is known by name: another one in its place, with other classes, is refused."""
+    place = next((root / folder for folder in folders if (root / folder).is_dir()), root)
+    data = imagefolder(place, split, image_size=image_size, resize=resize)
+    if data.num_classes != classes:
+        raise ConfigError(
+            f"{place} has {data.num_classes} classes and {name} has {classes}; name the folder that holds {name}, or "
+            f"the one above {folders[0]}"
+        )
+    return replace(data, name=name)
 
 
 def tiny_imagenet(

@@ -9,7 +9,13 @@ from pathlib import Path
 
 from advnorm._core.errors import ConfigError
 
+#: The file that a process holds which writes into a folder.
+LOCK = ".lock"
 _locks: set[int] = set()
+
+
+class Busy(ConfigError):
+    """Another process holds what is wanted."""
 
 
 def _let_go() -> None:
@@ -36,7 +42,7 @@ def locked(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(
+            raise Busy(
                 f"another process is training into {path.parent}; wait for it, or choose another out or name"
             ) from None
         except OSError:
@@ -46,3 +52,14 @@ def locked(path: Path) -> Iterator[None]:
         _locks.discard(handle)
         with suppress(OSError):
             os.close(handle)
+
+
+def busy(path: Path) -> bool:
+    """Whether another process holds the file."""
+    if not path.exists():
+        return False
+    try:
+        with locked(path):
+            return False
+    except Busy:
+        return True

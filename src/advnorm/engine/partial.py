@@ -17,7 +17,7 @@ from torch import Tensor
 
 from advnorm._core.errors import ConfigError
 from advnorm._core.records import digest, read_json, write_json
-from advnorm.engine.lock import locked
+from advnorm.engine.lock import Busy, locked
 
 
 def partial_path(record: Path | str) -> Path:
@@ -51,8 +51,8 @@ def alone(record: Path | str | None) -> Iterator[None]:
             stack.enter_context(locked(lock))
         except OSError as error:
             raise ConfigError(f"{record} cannot be written: {error.strerror}; choose another place") from error
-        except ConfigError:
-            raise ConfigError(
+        except Busy:
+            raise Busy(
                 f"another process is writing this record, {record}; wait for it, or choose another record"
             ) from None
         stack.callback(lock.unlink, missing_ok=True)

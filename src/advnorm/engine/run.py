@@ -17,7 +17,7 @@ from advnorm._core.records import read_json, write_json
 from advnorm.data import FolderData, ImageData
 from advnorm.engine import checkpoint
 from advnorm.engine.config import Config
-from advnorm.engine.lock import locked
+from advnorm.engine.lock import LOCK, locked
 from advnorm.models import create_model
 from advnorm.surgery import convert_head
 
@@ -150,7 +150,7 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"cannot make {self.folder}: {error.strerror or error}; choose another out") from None
-        with locked(self.folder / ".lock"):
+        with locked(self.folder / LOCK):
             self.check(config, data)
             if not self._description.exists():
                 write_json(

@@ -16,8 +16,8 @@ if TYPE_CHECKING:  # a summary is plain data: the page is made where there is no
 
 PROTOCOLS = {
     "paper": "the schedule as printed",
-    "fast": "a shortened schedule (30 epochs, batch 512, one cycle), AutoAttack with a search in bf16, analyses on "
-    "1,000 images; not the paper's",
+    "fast": "a shortened schedule (30 epochs, batch 512, one cycle), AutoAttack for accuracies with a search in bf16, "
+    "analyses on 1,000 images; not the paper's",
     "smoke": "two steps on synthetic images: shows that the parts work together, and nothing about the claim",
 }
 PARTLY = "partly run"
@@ -104,7 +104,8 @@ def _result(study: StudySummary, result: Result) -> dict[str, Any]:
         "protocol": protocol,
         "about": "" if protocol is None else PROTOCOLS[protocol],
         "answer": _answer(result),
-        "done": f"{len(done)} of {len(result['cells'])} cells",
+        "done": f"{len(done)} of {len(result['cells'])} cells"
+        + (f", {len(result['outdated'])} of other settings than now" if result["outdated"] else ""),
         "table": _table(shown) if shown else None,
         "figure": _dots(study, result) if compared else None,
         "lines": lines,

@@ -10,7 +10,7 @@ from functools import cache, cached_property, lru_cache
 from importlib.resources import files
 from typing import Any, Literal
 
-from advnorm._core.errors import ConfigError, did_you_mean
+from advnorm._core.errors import ConfigError, did_you_mean, first_line
 from advnorm._core.records import digest
 from advnorm._core.registry import Registry
 from advnorm.engine.config import Config
@@ -126,13 +126,19 @@ class Study:
 
     def answer(self, values: Values) -> Answer:
         """Whether what was measured bears the claim out; cells that are missing leave it open."""
+        return self.answered(values)[0]
+
+    def answered(self, values: Values) -> tuple[Answer, str | None]:
+        """The answer, and what is wrong with values that the check cannot read, which leave it open too."""
         try:
             held = self.check(values)
         except (KeyError, IndexError):
-            return "not run"
+            return "not run", None
         except ArithmeticError:  # of networks that collapsed: a spread or a smoothness of 0
-            return "not confirmed"
-        return "not run" if held is None else "confirmed" if held else "not confirmed"
+            return "not confirmed", None
+        except (ValueError, TypeError, AttributeError) as error:
+            return "not run", f"the check of {self.name} cannot read its values: {first_line(error)}"
+        return "not run" if held is None else "confirmed" if held else "not confirmed", None
 
 
 def _told(key: str, part: Any) -> str:

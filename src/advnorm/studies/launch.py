@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from advnorm._core.errors import ConfigError, did_you_mean, raise_all
-from advnorm.engine.lock import locked
+from advnorm.engine.lock import LOCK, busy
 from advnorm.studies.run import Outcome, Task, work
 
 Launcher = Literal["local", "ray"]
@@ -162,12 +162,8 @@ def tried(task: Task) -> Result:
 
 def _wait_for(folder: Path) -> None:
     """Let another process that trains into the folder end: one that lost its node or its parent is about to."""
-    lock, until = folder / ".lock", time.monotonic() + PATIENCE
-    while lock.exists():
-        with suppress(ConfigError), locked(lock):
-            return
-        if time.monotonic() > until:
-            return  # it is alive: training into the folder is refused with the reason
+    until = time.monotonic() + PATIENCE
+    while busy(folder / LOCK) and time.monotonic() < until:  # then it is alive: training there is refused, with reason
         time.sleep(0.5)
 
 

@@ -49,9 +49,10 @@ def _check(record: Record, place: str, cells: Mapping[str, Mapping[str, Cell]]) 
     if type(seed) is not int:
         wrong.append(f"seed must be an integer, got {seed!r}")
     values, run = record.get("values"), record.get("run")
-    if not isinstance(values, dict) or not all(_finite(value) for value in values.values()):
+    if not isinstance(values, dict) or not values or not all(_finite(value) for value in values.values()):
         wrong.append("values must be finite numbers by name")
-    if not isinstance(run, dict) or not isinstance(run.get("config"), dict):
+    config = run.get("config") if isinstance(run, dict) else None
+    if not isinstance(run, dict) or not isinstance(config, dict) or not {"model", "data", "norm"} <= config.keys():
         wrong.append("run must have its config")
     elif not _finite(run.get("seconds")) or not _finite(run.get("processes")):
         wrong.append("run must have its seconds and its processes")
@@ -78,8 +79,7 @@ def changed(record: Record, cell: Cell) -> list[str]:
     config, measures = _planned(record["protocol"], cell)
     now = json.loads(json.dumps(config.to_dict()))
     ignored = {*_RUN_ONLY, *(("weights", "data") if cell.after else ())}  # the runner fills those in
-    before, taken = record["run"]["config"], _taken(record)
-    before = {**_defaults(), **before}  # settings that came later had their defaults
+    before, taken = whole(record["run"]["config"]), _taken(record)
     others = [f"{key} {before[key]}, now {now[key]}" for key in now if key not in ignored and before[key] != now[key]]
     if isinstance(taken, list):
         old, new = (
@@ -89,6 +89,11 @@ def changed(record: Record, cell: Cell) -> list[str]:
             if old.get(key) != new.get(key):
                 others.append(f"{key} {old.get(key, 'not there')}, now {new.get(key, 'not there')}")
     return others
+
+
+def whole(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run; those that came later had their defaults."""
+    return {**_defaults(), **config}
 
 
 @cache

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import os
+import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -24,6 +26,7 @@ from advnorm.data import FolderData, add_split, load
 from advnorm.data.catalogue import ENVIRONMENT
 from advnorm.engine.config import Config, Named
 from advnorm.engine.evaluate import benchmark
+from advnorm.engine.lock import LOCK, Busy, busy
 from advnorm.engine.partial import environment, unwritable
 from advnorm.engine.run import Run
 from advnorm.engine.train import train
@@ -35,6 +38,8 @@ from advnorm.threat import ThreatModel
 #: Parts of an analysis' record that stay beside the run: settings, and a number for each image.
 NOT_VALUES = ("conditions", "per_image")
 State = Literal["done", "damaged", "started", "to do"]
+#: Between looks at what another process works on.
+BUSY_SECONDS = 2.0
 
 
 class Stopped(AdvnormError):
@@ -171,6 +176,9 @@ def tasks(
     device: str | None = None,
 ) -> list[Task]:
     """The tasks of a study, or of one cell and what it needs; each comes after those it starts from."""
+    seeds = tuple(dict.fromkeys(seeds))
+    for seed in seeds:
+        Config(seed=seed)  # refuses what is none
     whole = [
         Task(
             study=study.name,
@@ -181,7 +189,7 @@ def tasks(
             data_dir=str(data_dir) if data_dir is not None else os.environ.get(ENVIRONMENT) or None,
             device=device,
         )
-        for seed in dict.fromkeys(seeds)
+        for seed in seeds
         for name in study.by_name()
     ]
     if cell is None:
@@ -357,24 +365,38 @@ def run_all(
 ) -> list[Outcome]:
     """Work through tasks in this process; one that fails is tried again and then told, and the others go on.
 
-    A training that is told to stop (SIGTERM) ends all of it with :class:`Stopped`.
+    One that another process works on comes later, so that two share a study; the last ones are waited for. A training
+    that is told to stop (SIGTERM) ends all of it with :class:`Stopped`.
     """
-    outcomes = []
-    for task in todo:
+    outcomes: dict[Task, Outcome] = {}
+    waiting, passed = deque(todo), 0
+    while waiting:
+        task = waiting.popleft()
         outcome = attempt(task, retries, progress=progress)
-        outcomes.append(outcome)
+        if outcome is None:
+            waiting.append(task)
+            passed += 1
+            if passed >= len(waiting):
+                time.sleep(BUSY_SECONDS)
+                passed = 0
+            continue
+        passed, outcomes[task] = 0, outcome
         if on_outcome is not None:
             on_outcome(outcome)
-    return outcomes
+    return [outcomes[task] for task in todo]
 
 
-def attempt(task: Task, retries: int, *, progress: bool = False) -> Outcome:
-    """Work on a task, again where it fails by other than a wrong configuration."""
+def attempt(task: Task, retries: int, *, progress: bool = False) -> Outcome | None:
+    """Work on a task, again where it fails by other than a wrong configuration; None: another process works on it."""
     for turn in range(retries + 1):
         try:
             work(task, progress=progress)
             return Outcome(task=task)
+        except Busy:
+            return None
         except ConfigError as error:
+            if any(busy(step.run.folder / LOCK) for step in task.lineage[1:]):
+                return None  # it needs what another process works on
             return Outcome(task=task, error=str(error))
         except Stopped:
             raise

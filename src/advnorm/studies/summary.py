@@ -7,15 +7,18 @@ import os
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypedDict, get_args
 
 from advnorm._core.errors import ConfigError
+from advnorm.engine.config import Config
+from advnorm.engine.cost import training_flops
 from advnorm.studies.base import IMAGES, STUDIES, Answer, Cell, Number, Protocol, Study, Values, same_as
 from advnorm.studies.protocols import under
-from advnorm.studies.record import Record, changed, flat, read_record, stands
+from advnorm.studies.record import Record, changed, flat, read_record, stands, whole
 
 PAPERS = {
     "A": "Towards Understanding Dual BN in Hybrid Adversarial Training",
@@ -128,10 +131,11 @@ def summary(out: Path | str) -> Summary:
         found = _of(study, records)
         entry = study.printed
         protocols = [protocol for protocol in get_args(Protocol) if any(r["protocol"] == protocol for r in found)]
-        results = [
-            _result(study, cells[name], protocol, [r for r in found if r["protocol"] == protocol])
-            for protocol in protocols or (None,)
-        ]
+        results = []
+        for protocol in protocols or (None,):
+            result, problem = _result(study, cells[name], protocol, [r for r in found if r["protocol"] == protocol])
+            results.append(result)
+            problems += [problem] if problem else []
         studies.append(
             StudySummary(
                 name=name,
@@ -176,16 +180,44 @@ def _others(out: Path) -> dict[str, int]:
 
 
 def collected(
-    study: Study, *, seeds: Iterable[int] | None = None, protocol: Protocol, out: Path | str
+    study: Study,
+    *,
+    seeds: Iterable[int] | None = None,
+    protocol: Protocol,
+    out: Path | str,
+    outdated: bool = True,
 ) -> tuple[Values, list[str]]:
-    """The measured values of a study over seeds, and what is wrong with its records that cannot be read."""
+    """The measured values of a study over seeds, and what is wrong with its records that cannot be read.
+
+    ``outdated``: where a cell has none of the settings that the study has now, those of others; no verdict is by them.
+    """
     names = [study.name, *(other for cell in study.by_name() for other, _ in same_as(study.name, cell))]
     cells = {name: STUDIES.get(name).by_name() for name in dict.fromkeys(names)}
     records, problems = read_records(Path(out), cells, within=cells)
     problems = [problem for problem in problems if re.match(rf"records/{re.escape(study.name)}[/ ]", problem)]
     wanted = None if seeds is None else set(seeds)
     chosen = [r for r in _of(study, records) if r["protocol"] == protocol and (wanted is None or r["seed"] in wanted)]
-    return _values(chosen), problems
+    return _values(_counted(chosen, study.by_name(), outdated=outdated)), problems
+
+
+def _counted(records: Sequence[Record], cells: Mapping[str, Cell], *, outdated: bool) -> list[Record]:
+    """Those of the settings that the study has now; others, if at all, of cells that have none of them."""
+    now = [record for record in records if not changed(record, cells[record["cell"]])]
+    known = {record["cell"] for record in now}
+    return [record for record in records if record["cell"] not in known] + now if outdated else now
+
+
+def rates(study: Study, out: Path | str) -> dict[str, float]:
+    """Operations a second of the trainings of a study's paper by its records, by device: the median, estimated."""
+    cells = {name: STUDIES.get(name).by_name() for name in STUDIES.names(f"{study.name.split('/')[0]}/*")}
+    found: dict[str, list[float]] = {}
+    for record in read_records(Path(out), cells, within=cells)[0]:
+        run = record["run"]
+        with suppress(ConfigError):  # settings of another version
+            flops = training_flops(Config.from_dict(run["config"]))
+            if flops is not None and run["seconds"] > 0 and record["protocol"] != "smoke":
+                found.setdefault(str(run.get("device")), []).append(flops / run["seconds"])
+    return {device: statistics.median(each) for device, each in found.items()}
 
 
 def _of(study: Study, records: Sequence[Record]) -> list[Record]:
@@ -238,15 +270,19 @@ def read_records(
 # -- what they say -----------------------------------------------------------------------------------------------------
 
 
-def _result(study: Study, cells: Mapping[str, Cell], protocol: Protocol | None, records: Sequence[Record]) -> Result:
-    values = _values(records)
+def _result(
+    study: Study, cells: Mapping[str, Cell], protocol: Protocol | None, records: Sequence[Record]
+) -> tuple[Result, str | None]:
+    """A study under a protocol, and what is wrong with values that its check cannot read."""
+    values = _values(_counted(records, cells, outdated=True))
     states, settings = cell_states(cells.values(), protocol, records)
+    answer, problem = study.answered(_values(_counted(records, cells, outdated=False)))
     # Two steps on synthetic images say nothing of a claim, whatever their numbers are.
-    answer: Answer = "not run" if protocol == "smoke" else study.answer(values)
+    answer = "not run" if protocol == "smoke" else answer
     entries, series = _placed(study, values), []
     if not entries:  # a figure: the paper prints no numbers
         entries, series = _unplaced(values, decisive(study, values))
-    return Result(
+    result = Result(
         protocol=protocol,
         answer=answer,
         entries=entries,
@@ -260,6 +296,7 @@ def _result(study: Study, cells: Mapping[str, Cell], protocol: Protocol | None, 
         precision=_distinct(record["run"].get("precision") for record in records),
         commits=_distinct(part.get("commit") for record in records for part in (record["run"], record)),
     )
+    return result, problem
 
 
 def _measures(record: Record) -> list[Mapping[str, Any]]:
@@ -372,7 +409,7 @@ def cell_states(
     for cell in cells:
         done = sorted((record for record in records if record["cell"] == cell.name), key=lambda record: record["seed"])
         planned = cell if protocol is None else under(protocol, cell)
-        settings.append(dict(flat(done[0]["run"]["config"] if done else planned.config.to_dict())))
+        settings.append(dict(flat(whole(done[0]["run"]["config"]) if done else planned.config.to_dict())))
         minutes = _minutes(done)
         states.append(
             CellState(
