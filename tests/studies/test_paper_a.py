@@ -9,7 +9,7 @@ from advnorm import train
 from advnorm.attacks import get as get_attack
 from advnorm.studies import STUDIES, paper_a, printed
 from advnorm.studies.base import Measure
-from advnorm.studies.run import Task, measured, work
+from advnorm.studies.run import Task, measured, tasks, work
 from advnorm.threat import ThreatModel
 
 
@@ -19,6 +19,14 @@ def test_pgd10_takes_steps_of_2_255_in_training_and_everywhere_at_test_time():
         wanted = paper_a.hybrid(eps).attack.build(threat)
         assert get_attack(paper_a.ATTACKS["pgd10"], threat=threat) == wanted
         assert paper_a.along_training(eps).build_validation_attack() == wanted
+
+
+def test_clean_training_is_one_run_whatever_eps_it_is_judged_at(tmp_path):
+    both = tasks(STUDIES.get("A/table6"), protocol="fast", out=tmp_path)
+    (figure,) = tasks(STUDIES.get("A/fig7"), protocol="fast", out=tmp_path)
+    assert {task.run.folder for task in both} == {figure.run.folder}
+    eps = [task.found().measures[0].options.get("eps", task.found().config.eps) for task in both]
+    assert eps == list(paper_a.BOTH)
 
 
 # -- the claims --------------------------------------------------------------------------------------------------------
@@ -44,12 +52,22 @@ def test_the_check_of_table_7_needs_nothing_of_what_the_text_lost(as_printed):
         ("A/table6", "standard/eps8", "shared/pgd10", 50.0),
         ("A/table7", "dual_linear/eps16", "adv/autoattack", 1.0),
         ("A/table8", "single_kl/eps16", "shared/autoattack", 1.0),
+        ("A/table2", "cross_bn/eps16", "adv/clean", 50.0),  # comparable results are all three
+        ("A/table2", "single/eps16", "shared/autoattack", 8.0),  # little, and not almost none
+        ("A/table4", "dual_affine_ln/eps16", "clean/pgd10", 20.0),  # not the trend of Dual BN
+        ("A/table5", "dual_bn/eps16", "rows/4/autoattack", 17.0),
+        ("A/table6", "standard/eps8", "shared/noise", 71.0),
+        ("A/table7", "dual_linear/eps16", "clean/autoattack", 16.4),
+        ("A/table7", "dual_linear/eps16", "clean/pgd10", 28.0),
     ],
 )
 def test_a_number_that_contradicts_the_claim_is_not_confirmed(as_printed, name, cell, value, other):
     values = as_printed(name)
     assert (cell, value) in values
     assert STUDIES.get(name).answer({**values, (cell, value): [other]}) == "not confirmed"
+
+
+NO_ROBUSTNESS = [("", "shared/autoattack", 0.0), ("dual_affine_", "adv/autoattack", 0.01)]
 
 
 @pytest.mark.parametrize(
@@ -59,6 +77,15 @@ def test_a_number_that_contradicts_the_claim_is_not_confirmed(as_printed, name, 
         ("A/table3", {("setup2/eps8", "adv/autoattack"): 5.0, ("setup2/eps16", "adv/autoattack"): 0.1}),
         # The trend, and far from the robustness of Dual BN.
         ("A/table7", {("dual_linear/eps16", "adv/autoattack"): 3.0}),
+        # More than a single set has, and nothing.
+        (
+            "A/table4",
+            {
+                (f"{dual}{norm}/eps16", value): other
+                for norm in ("ln", "gn", "in")
+                for dual, value, other in NO_ROBUSTNESS
+            },
+        ),
         # Less of PGD-10's accuracy is false, and AutoAttack's does not grow.
         ("A/table8", {("single/eps16", "shared/pgd10"): 60.0, ("single/eps16", "shared/autoattack"): 23.6}),
     ],
@@ -95,7 +122,11 @@ CURVES = {
     for name, values in {"classical": (0.15, 0.30), "cross_at": (0.05, 0.32)}.items()
     for epoch, value in zip((9, 10), values)
 }
-GAPS = {(STANDARD, "sums/clean-adv"): [3.0], (STANDARD, "sums/clean-noise"): [2.0]}
+GAPS = {
+    (STANDARD, f"layers/clean-{name}/{layer}/total"): [value]
+    for layer in ("bn1", "layer1.0.bn2")
+    for name, value in (("adv", 6.0), ("noise", 2.0))  # squared: a factor of 1.7
+}
 
 
 @pytest.mark.parametrize(
@@ -105,7 +136,9 @@ GAPS = {(STANDARD, "sums/clean-adv"): [3.0], (STANDARD, "sums/clean-noise"): [2.
         ("A/fig4", CHANNELS, {(DUAL, "statistics/NS^adv_adv/mean/1"): [4.0, -4.0]}),
         ("A/fig5", CHANNELS, {(DUAL, f"affine/AP_adv/weight/{channel}"): [1.01, 0.99] for channel in range(3)}),
         ("A/fig6", LAYERS, {(DUAL, "relative_layers/NS under adv/bn1/total"): [0.9, 0.9]}),
-        ("A/fig7", GAPS, {(STANDARD, "sums/clean-noise"): [1.0]}),
+        ("A/fig2", CURVES, {(f"{name}/eps16", "10/held_out/pgd10-step2"): [0.0] for name in ("classical", "cross_at")}),
+        ("A/fig7", GAPS, {(STANDARD, "layers/clean-noise/bn1/total"): [1.0]}),  # in one layer of two
+        ("A/fig7", GAPS, {(STANDARD, "layers/clean-noise/bn1/total"): [30.0]}),  # noise makes the larger gap
     ],
 )
 def test_a_figure_is_confirmed_by_numbers_that_hold_its_claim_and_by_no_others(name, values, change):

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from advnorm.engine.config import AttackConfig, Config, Named
 from advnorm.studies.base import Cell, Measure, Values, mean, study
+from advnorm.studies.claims import ALMOST_NONE, COMPARABLE, comparable, robust
 
 BOTH = ("8/255", "16/255")
 #: PGD-10 with steps of 2/255 (sec. 2), and AutoAttack.
 ATTACKS = {"pgd10": "pgd10-step2", "autoattack": "autoattack"}
 BRANCHES = ("clean", "adv")
+#: Points that noise may cost where the paper says "a small margin": it prints up to 7.4 (table 6).
+SMALL_MARGIN = 10.0
+#: A factor between two domain gaps that is no "significant difference"; the paper names none.
+SIMILAR_GAP = 2.0
 
 
 def hybrid(eps: str) -> Config:
@@ -82,13 +88,16 @@ def per_sample(norm: str, dual: bool) -> Cell:
 
 
 def standard(eps: str) -> Cell:
-    """Clean images alone (sec. 5.2); eps is that of noise and attack at test time, and plays no part in training.
+    """Clean images alone (sec. 5.2), judged at an eps, which plays no part in training: one run serves all.
 
     The paper names neither the noise nor the attack: uniform noise in the same ball, and PGD-10 as everywhere.
     """
-    config = replace(hybrid(eps), objective=Named("standard"))
-    attacks = {"noise": "noise-uniform", "pgd10": ATTACKS["pgd10"]}
-    return replace(cell("standard", config), measures=(Measure(options={"attacks": attacks}),))
+    config = replace(hybrid("16/255"), objective=Named("standard"))
+    options: dict[str, Any] = {"attacks": {"noise": "noise-uniform", "pgd10": ATTACKS["pgd10"]}}
+    if eps != config.eps:
+        options["eps"] = eps
+    name = f"standard/eps{eps.split('/')[0]}"
+    return Cell(name=name, config=config, measures=(Measure(options=options),))
 
 
 def along_training(eps: str) -> Config:
@@ -125,14 +134,18 @@ def _false_share(values: Values, cell: str, branch: str) -> float:
     return (pgd - mean(values, cell, f"{branch}/autoattack")) / max(pgd, 1e-9)
 
 
-def _check1(values: Values) -> bool:
-    """BN_clean is the more accurate branch and has almost no robustness: at most 2 % under either attack."""
-    return all(
-        mean(values, f"dual_bn/eps{eps}", "clean/clean") > mean(values, f"dual_bn/eps{eps}", "adv/clean")
-        and mean(values, f"dual_bn/eps{eps}", "adv/autoattack") > 2
-        and max(mean(values, f"dual_bn/eps{eps}", f"clean/{attack}") for attack in ATTACKS) <= 2
-        for eps in (8, 16)
+def _clean_and_robust(values: Values, cell: str) -> bool:
+    """The trend of Dual BN: one branch for clean images with almost no robustness, the other really robust."""
+    return (
+        mean(values, cell, "clean/clean") > mean(values, cell, "adv/clean")
+        and robust(mean(values, cell, "adv/autoattack"))
+        and max(mean(values, cell, f"clean/{attack}") for attack in ATTACKS) <= ALMOST_NONE
     )
+
+
+def _check1(values: Values) -> bool:
+    """BN_clean is the more accurate branch and has almost no robustness under either attack; BN_adv has some."""
+    return all(_clean_and_robust(values, f"dual_bn/eps{eps}") for eps in (8, 16))
 
 
 @study("A/table1", place=_place, check=_check1)
@@ -147,9 +160,16 @@ def _place2(label: Mapping[str, Any], column: str) -> tuple[str, str]:
 
 
 def _check2(values: Values) -> bool:
-    """Under AutoAttack Cross-Hybrid-AT is within 3 points of Hybrid-AT with Dual BN, and a single BN is far below."""
-    cross, dual = (mean(values, f"{name}/eps16", "adv/autoattack") for name in ("cross_bn", "dual_bn"))
-    return abs(cross - dual) <= 3 and mean(values, "single/eps16", "shared/autoattack") < min(cross, dual) - 3
+    """Cross-Hybrid-AT is comparable to Hybrid-AT with Dual BN in all three numbers, and both are robust.
+
+    A single BN has almost no robustness under AutoAttack.
+    """
+    cross, dual = (
+        [mean(values, f"{name}/eps16", f"adv/{metric}") for metric in ("clean", *ATTACKS)]
+        for name in ("cross_bn", "dual_bn")
+    )
+    near = all(comparable(one, other) for one, other in zip(cross, dual))
+    return near and robust(*cross, *dual) and mean(values, "single/eps16", "shared/autoattack") <= ALMOST_NONE
 
 
 @study("A/table2", place=_place2, check=_check2)
@@ -158,20 +178,20 @@ def table2() -> Iterable[Cell]:
 
 
 def _check3(values: Values) -> bool:
-    """Two sets of affine parameters do it: Setup1 is within 3 points of Dual BN and far above a single BN.
+    """Two sets of affine parameters do it: Setup1 is comparable to Dual BN and far above a single BN (AutoAttack).
 
     Two sets of statistics (Setup2) win some of what Dual BN wins over a single BN at 8/255, and less at 16/255.
     """
 
-    def robust(setup: str, eps: int) -> float:
+    def accuracy(setup: str, eps: int) -> float:
         return mean(values, f"{setup}/eps{eps}", "shared/autoattack" if setup == "single" else "adv/autoattack")
 
     def won(setup: str, eps: int) -> float:
-        gain = robust("dual_bn", eps) - robust("single", eps)
-        return (robust(setup, eps) - robust("single", eps)) / max(gain, 1e-9)
+        gain = accuracy("dual_bn", eps) - accuracy("single", eps)
+        return (accuracy(setup, eps) - accuracy("single", eps)) / max(gain, 1e-9)
 
-    near = all(abs(robust("setup1", eps) - robust("dual_bn", eps)) <= 3 for eps in (8, 16))
-    above = all(robust("setup1", eps) > robust("single", eps) + 3 for eps in (8, 16))
+    near = all(comparable(accuracy("setup1", eps), accuracy("dual_bn", eps)) for eps in (8, 16))
+    above = all(accuracy("setup1", eps) > accuracy("single", eps) + COMPARABLE for eps in (8, 16))
     nuanced = won("setup2", 8) > max(0.0, won("setup2", 16))
     return near and above and nuanced and won("setup2", 16) < won("setup1", 16)
 
@@ -189,9 +209,15 @@ def _place4(label: Mapping[str, Any], column: str) -> tuple[str, str]:
 
 
 def _check4(values: Values) -> bool:
-    """Two sets of affine parameters do for layer, group and instance norm what they do for BN: real robustness."""
+    """Two sets of affine parameters do for layer, group and instance norm what they do for BN.
+
+    One branch is clean with almost no robustness, the other really robust, and that by more than a comparable amount
+    above a single set. (How similar LN is to BN is not asked: in print 16.9 % under AutoAttack stand beside 23.4 %.)
+    """
     return all(
-        mean(values, f"dual_affine_{norm}/eps16", "adv/autoattack") > mean(values, f"{norm}/eps16", "shared/autoattack")
+        _clean_and_robust(values, f"dual_affine_{norm}/eps16")
+        and mean(values, f"dual_affine_{norm}/eps16", "adv/autoattack")
+        > mean(values, f"{norm}/eps16", "shared/autoattack") + COMPARABLE
         for norm in ("ln", "gn", "in")
     )
 
@@ -214,8 +240,8 @@ def _place5(label: Mapping[str, Any], column: str) -> tuple[str, str]:
 def _check5(values: Values) -> bool:
     """The affine parameters make the gap, not the statistics.
 
-    With AP_adv the re-calibrated statistics are within a quarter of the default's accuracy, and with AP_clean either
-    is below a quarter of it.
+    With AP_adv there is robustness, and the re-calibrated statistics are comparable to the default; with AP_clean
+    either leaves almost none.
     """
 
     def near(cell: str, attack: str) -> bool:
@@ -224,7 +250,7 @@ def _check5(values: Values) -> bool:
 
         best = accuracy("Default", "AP_adv")
         clean = max(accuracy(setup, "AP_clean") for setup in ("Default", "Re-calibration"))
-        return abs(accuracy("Re-calibration", "AP_adv") - best) < best / 4 and clean < best / 4
+        return robust(best) and comparable(accuracy("Re-calibration", "AP_adv"), best) and clean <= ALMOST_NONE
 
     return all(near(f"dual_bn/eps{eps}", attack) for eps in (8, 16) for attack in ATTACKS.values())
 
@@ -244,10 +270,11 @@ def _place6(label: Mapping[str, Any], column: str) -> tuple[str, str]:
 
 
 def _check6(values: Values) -> bool:
-    """An adversarial perturbation leaves at most 2 %, noise of the same size at least three quarters of accuracy."""
+    """An adversarial perturbation leaves almost nothing, noise of the same size costs a small margin: 10 points."""
+    clean = mean(values, "standard/eps8", "shared/clean")
     return all(
-        mean(values, f"standard/eps{eps}", "shared/pgd10") <= 2
-        and mean(values, f"standard/eps{eps}", "shared/noise") >= 0.75 * mean(values, "standard/eps8", "shared/clean")
+        mean(values, f"standard/eps{eps}", "shared/pgd10") <= ALMOST_NONE
+        and mean(values, f"standard/eps{eps}", "shared/noise") >= clean - SMALL_MARGIN
         for eps in (8, 16)
     )
 
@@ -258,10 +285,22 @@ def table6() -> Iterable[Cell]:
 
 
 def _check7(values: Values) -> bool:
-    """Dual Linear shows the trend of Dual BN, one head robust, the other clean, and two thirds of its robustness."""
-    adv, clean = (mean(values, "dual_linear/eps16", f"{head}/autoattack") for head in ("adv", "clean"))
-    trend = mean(values, "dual_linear/eps16", "clean/clean") > mean(values, "dual_linear/eps16", "adv/clean")
-    return adv > clean and trend and adv > mean(values, "dual_bn/eps16", "adv/autoattack") * 2 / 3
+    """Dual Linear shows the trend of Dual BN: one head is robust, the other clean, with almost no real robustness.
+
+    The clean head is far below under PGD-10 too, which leaves it 2.2 % in print. "Comparable" is two thirds of Dual
+    BN's robustness here: the paper says it of 16.5 % beside 22.5 %.
+    """
+
+    def linear(path: str) -> float:
+        return mean(values, "dual_linear/eps16", path)
+
+    return (
+        linear("clean/clean") > linear("adv/clean")
+        and linear("clean/autoattack") <= ALMOST_NONE
+        and all(linear(f"adv/{attack}") > linear(f"clean/{attack}") + COMPARABLE for attack in ATTACKS)
+        and robust(linear("adv/autoattack"))
+        and linear("adv/autoattack") > mean(values, "dual_bn/eps16", "adv/autoattack") * 2 / 3
+    )
 
 
 @study("A/table7", place=_place, check=_check7)
@@ -272,13 +311,13 @@ def table7() -> Iterable[Cell]:
 def _check8(values: Values) -> bool:
     """The KL term turns the false robustness of a single BN into a real one, and beats Dual BN (BN_adv).
 
-    Real: less of PGD-10's accuracy is lost under AutoAttack, where 3 points and more are won.
+    Real: less of PGD-10's accuracy is lost under AutoAttack, where more than a comparable amount is won.
     """
     alone, with_kl = (mean(values, f"{name}/eps16", "shared/autoattack") for name in ("single", "single_kl"))
     real = _false_share(values, "single_kl/eps16", "shared") < _false_share(values, "single/eps16", "shared")
     return (
         real
-        and with_kl >= alone + 3
+        and with_kl > alone + COMPARABLE
         and all(
             mean(values, "single_kl/eps16", f"shared/{metric}") > mean(values, "dual_bn/eps16", f"adv/{metric}")
             for metric in ("clean", "autoattack")
@@ -305,9 +344,11 @@ def _last(values: Values, cell: str, metric: str) -> float:
 
 
 def _check_fig2(values: Values) -> bool:
-    """Cross-AT ends as robust as classical AT under PGD-10, within a tenth of it."""
-    cross, own = (_last(values, f"{name}/eps16", f"held_out/{ATTACKS['pgd10']}") for name in ("cross_at", "classical"))
-    return abs(cross - own) <= own / 10
+    """Cross-AT ends robust under PGD-10, comparably to classical AT."""
+    cross, own = (
+        100 * _last(values, f"{name}/eps16", f"held_out/{ATTACKS['pgd10']}") for name in ("cross_at", "classical")
+    )
+    return robust(cross, own) and comparable(cross, own)
 
 
 @study("A/fig2", place=_unprinted, check=_check_fig2)
@@ -374,9 +415,19 @@ def fig6() -> Iterable[Cell]:
 
 
 def _check_fig7(values: Values) -> bool:
-    """Summed over layers, the adversarial-clean gap is within a factor of 2 of the noisy-clean gap."""
-    adv, noise = (mean(values, "standard/eps16", f"sums/clean-{name}") for name in ("adv", "noise"))
-    return noise / 2 <= adv <= 2 * noise
+    """In every layer the adversarial-clean gap is within a factor of 2 of the noisy-clean gap.
+
+    The paper's measure is "the Wasserstein distance of NS", which it takes "in different layers" (sec. 5.1 and 5.2). It
+    gives no formula: here it is the distance itself, the root of the squared one (paper C's eq. 7) that is recorded.
+    Layers are not summed, as paper C does. That there is "no significant difference" is said without an exception, so
+    none is made for single layers.
+    """
+    cell, adv, noise = "standard/eps16", "layers/clean-adv/", "layers/clean-noise/"
+    layers = [path.removeprefix(adv) for _, path in values if path.startswith(adv) and path.endswith("/total")]
+    if not layers:
+        raise KeyError(adv)
+    ratios = [math.sqrt(mean(values, cell, adv + layer) / mean(values, cell, noise + layer)) for layer in layers]
+    return max(*ratios, *(1 / ratio for ratio in ratios)) <= SIMILAR_GAP
 
 
 @study("A/fig7", place=_unprinted, check=_check_fig7)
