@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 from statistics import fmean
@@ -10,6 +10,7 @@ from typing import Any
 
 from advnorm.engine.config import Config, Named
 from advnorm.studies.base import Cell, Measure, Values, mean, study
+from advnorm.studies.claims import COMPARABLE, SIGNIFICANT, comparable
 
 #: SAM's ρ on each data set (sec. 4.1). None is printed for the larger two, nor for APART-SAM: SAM's default, and SAM's.
 RHO = {"cifar10": 0.05, "cifar100": 0.1, "tiny_imagenet": 0.05, "imagenet": 0.05}
@@ -20,6 +21,10 @@ NETWORKS = {"WideResNet-40-2": "wrn_40_2", "PreAct-ResNet-18": "preact_resnet18"
 ACCURACY = (Measure(options={"attacks": {"noise": "noise-uniform"}}),)
 #: Neither figure's text names its radii.
 RADII = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4)
+#: Gains on CIFAR from here on are "significant": the paper calls 0.70 points so (sec. 4.2).
+SIGNIFICANT_ON_CIFAR = 0.5
+#: By so many points the order of two curves may be turned where a shortened analysis judges on 1,000 images.
+ROOM = 1.0
 
 
 def standard(model: str, data: str) -> Config:
@@ -109,19 +114,26 @@ def _place1(label: Mapping[str, Any], column: str) -> tuple[str, str] | None:
 
 
 def _check1(values: Values) -> bool:
-    """APART beats standard training at equal budget, APART-SAM beats APART; with mixup APART does but for one case."""
+    """APART significantly beats standard training at either budget, APART-SAM beats APART, and both beat SAM.
+
+    With mixup APART beats standard training but for one case, and APART-SAM "slightly degenerates": it is comparable.
+    """
 
     def accuracy(place: tuple[str, str], trained: str) -> float:
         return mean(values, f"{place[0]}/{place[1]}/{trained}", "shared/clean")
 
     places = list(product(NETWORKS.values(), CIFAR))
     plain = [
-        accuracy(place, "apart_sam/2x") > accuracy(place, "apart/2x") > accuracy(place, f"standard/{budget}")
+        accuracy(place, "apart/2x") >= accuracy(place, f"standard/{budget}") + SIGNIFICANT_ON_CIFAR
         for place in places
         for budget in ("1x", "2x")
     ]
+    order = [
+        accuracy(place, "apart_sam/2x") > accuracy(place, "apart/2x") > accuracy(place, "sam/2x") for place in places
+    ]
     mixed = [accuracy(place, "apart_mixup/2x") > accuracy(place, "standard_mixup/2x") for place in places]
-    return all(plain) and sum(mixed) >= len(mixed) - 1
+    kept = [comparable(accuracy(place, "apart_sam_mixup/2x"), accuracy(place, "apart_mixup/2x")) for place in places]
+    return all(plain) and all(order) and sum(mixed) >= len(mixed) - 1 and all(kept)
 
 
 @study("B/table1", place=_place1, check=_check1)
@@ -153,20 +165,27 @@ def _place2(label: Mapping[str, Any], column: str) -> tuple[str, str] | None:
 
 
 def _check2(values: Values) -> bool:
-    """APART and APART-SAM improve on Tiny-ImageNet at equal budget; on ImageNet APART needs 4x to beat 2x and 4x."""
-    tiny = {
-        name: mean(values, f"tiny_imagenet/{name}", "shared/clean")
-        for name in ("standard/2x", "apart/2x", "apart_sam/2x", "standard_mixup/2x", "apart_mixup/2x")
-    }
-    full = {
-        name: mean(values, f"imagenet/{name}", "shared/clean")
-        for name in ("standard/1x", "standard/2x", "standard/4x", "apart/2x", "apart/4x")
-    }
+    """On Tiny-ImageNet both significantly improve at either budget, with mixup too; APART-SAM most, and with mixup.
+
+    On ImageNet both beat standard training with 1x, and APART needs 4x to beat 2x and 4x.
+    """
+
+    def accuracy(data: str, *names: str) -> list[float]:
+        return [mean(values, f"{data}/{name}", "shared/clean") for name in names]
+
+    plain = max(accuracy("tiny_imagenet", "standard/1x", "standard/2x"))
+    mixed = max(accuracy("tiny_imagenet", "standard_mixup/1x", "standard_mixup/2x"))
+    apart, with_sam = accuracy("tiny_imagenet", "apart/2x", "apart_sam/2x")
+    apart_mixed, with_sam_mixed = accuracy("tiny_imagenet", "apart_mixup/2x", "apart_sam_mixup/2x")
+    once, twice, four_times = accuracy("imagenet", "standard/1x", "standard/2x", "standard/4x")
+    apart_twice, apart_four_times, with_sam_twice = accuracy("imagenet", "apart/2x", "apart/4x", "apart_sam/2x")
     return (
-        tiny["apart_sam/2x"] > tiny["apart/2x"] > tiny["standard/2x"]
-        and tiny["apart_mixup/2x"] > tiny["standard_mixup/2x"]
-        and full["standard/2x"] > full["apart/2x"] > full["standard/1x"]
-        and full["apart/4x"] > max(full["standard/2x"], full["standard/4x"])
+        with_sam > apart >= plain + SIGNIFICANT
+        and with_sam_mixed > apart_mixed >= mixed + SIGNIFICANT
+        and with_sam_mixed > with_sam
+        and twice > apart_twice > once
+        and with_sam_twice > once
+        and apart_four_times > max(twice, four_times)
     )
 
 
@@ -268,17 +287,32 @@ _GROUPS = (1, 2, 8, 16, 32)
 
 
 def _check_fig1(values: Values) -> bool:
-    """Uniform noise costs least, binary more, the attack most at every radius; groups add to it at a small one."""
+    """Uniform noise hardly costs anything at any radius, binary noise only at a large one, the attack at the smallest.
+
+    Hardly: a comparable accuracy is left. At every radius the attack costs most and uniform noise least, and at the
+    smallest more groups cost more, with room for what 1,000 images leave open; 32 groups cost more than one beyond it.
+    """
     uniform, binary = (_curve(values, "standard", f"{kind} random") for kind in ("uniform", "binary"))
     attacks = [_curve(values, "standard", f"gradient, {n} group{'s' * (n != 1)}") for n in _GROUPS]
-    small = [curve[1] for curve in attacks]
-    ordered = all(a < b <= u for a, b, u in zip(attacks[0][1:], binary[1:], uniform[1:]))
-    return ordered and all(more < less for less, more in pairwise(small))
+    small, room = [curve[1] for curve in attacks], ROOM / 100
+
+    def costs(curve: Sequence[float], place: int) -> bool:
+        return curve[0] - curve[place] > COMPARABLE / 100
+
+    return (
+        not any(costs(uniform, place) for place in range(len(uniform)))
+        and costs(binary, -1)
+        and not costs(binary, 1)
+        and costs(attacks[0], 1)
+        and all(a <= b + room and b <= u + room for a, b, u in zip(attacks[0], binary, uniform))
+        and all(more <= less + room for less, more in pairwise(small))
+        and small[-1] < small[0] - room
+    )
 
 
 @study("B/fig1", place=_no_numbers, check=_check_fig1)
 def fig1() -> Iterable[Cell]:
-    # All test images; the paper attacks with a batch of training images and judges on the training set.
+    # All test images; the paper attacks with a batch of training images and judges on the training set (see its notes).
     options = {"radii": list(RADII), "groups": list(_GROUPS), "limit": None}
     measure = Measure(name="statistics_attack", options=options)
     return [cell("standard", standard("wrn_40_2", "cifar100"), (measure,))]
