@@ -13,6 +13,7 @@ from typing import Any
 from advnorm.engine.config import AttackConfig, Config, Named
 from advnorm.models.registry import IMAGENET_MEAN, IMAGENET_STD
 from advnorm.studies.base import Cell, Measure, Values, course, epochs_of, mean, study
+from advnorm.studies.claims import comparable
 
 NORMED = ("bn", "in", "ln", "gn")
 NORMS = ("none", *NORMED)
@@ -289,27 +290,35 @@ def table8() -> Iterable[Cell]:
 # -- figures -----------------------------------------------------------------------------------------------------------
 
 
+#: "Noise corruptions, i.e. Gaussian/Speckle/Shot" (sec. 3.2); speckle noise is in CIFAR-10-C alone and not made here.
+NOISE, MORE_NOISE = ("gaussian_noise", "shot_noise"), "speckle_noise"
+
+
 def _check_fig1(values: Values) -> bool:
     """Standard training: without a norm noise does less harm, and fog and contrast more, than with any.
 
-    Contrast does least to IN, and every corruption more to BN than to IN, LN and GN.
+    Contrast does least to IN, and every corruption more to BN than to IN, LN and GN. With every norm and without one
+    adversarial training makes noise do less harm, and fog and contrast more. Speckle noise counts where it is there.
     """
 
-    def accuracy(norm: str, *names: str) -> float:
-        found = [(f"standard/{norm}", f"networks/run/accuracy/{name}/{level}") for name in names for level in range(5)]
+    def accuracy(training: str, norm: str, *names: str) -> float:
+        cell = f"{training}/{norm}"
+        found = [(cell, f"networks/run/accuracy/{name}/{level}") for name in names for level in range(5)]
         return sum(mean(values, *place) for place in found) / len(found)
 
-    def all_names() -> list[str]:
-        paths = [path.split("/") for cell, path in values if cell == "standard/bn"]
-        return sorted({parts[3] for parts in paths if len(parts) == 5 and parts[2] == "accuracy"})
-
-    noise = ("gaussian_noise", "shot_noise", "impulse_noise")
-    return (
-        all(accuracy("none", *noise) > accuracy(norm, *noise) for norm in NORMED)
-        and all(accuracy("none", name) < accuracy(norm, name) for name in ("fog", "contrast") for norm in NORMED)
-        and all(accuracy("in", "contrast") > accuracy(norm, "contrast") for norm in NORMS if norm != "in")
-        and all(accuracy("bn", name) < accuracy(norm, name) for name in all_names() for norm in NORMED if norm != "bn")
-    )
+    plain, strong = partial(accuracy, "standard"), partial(accuracy, "robust")
+    paths = [path.split("/") for cell, path in values if cell == "standard/bn"]
+    every = sorted({parts[3] for parts in paths if len(parts) == 5 and parts[2] == "accuracy"})
+    noise = [*NOISE, *({MORE_NOISE} & {*every})]
+    holds = [
+        *(plain("none", *noise) > plain(norm, *noise) for norm in NORMED),
+        *(plain("none", name) < plain(norm, name) for name in ("fog", "contrast") for norm in NORMED),
+        *(plain("in", "contrast") > plain(norm, "contrast") for norm in NORMS if norm != "in"),
+        *(plain("bn", name) < plain(norm, name) for name in every for norm in NORMED if norm != "bn"),
+        *(strong(norm, *noise) > plain(norm, *noise) for norm in NORMS),
+        *(strong(norm, name) < plain(norm, name) for name in ("fog", "contrast") for norm in NORMS),
+    ]
+    return all(holds)
 
 
 @study("D/fig1", place=_unprinted, check=_check_fig1)
@@ -491,16 +500,16 @@ def fig8() -> Iterable[Cell]:
 
 
 SHORTCUTS = ("resnet20", "resnet56")
-#: Differences of LIGS and of accuracy in percent that count as trivial; the paper names none.
-TRIVIAL, TRIVIAL_POINTS = 0.05, 3
+#: A difference of LIGS that counts as trivial; the paper names none.
+TRIVIAL = 0.05
 
 
 def _check_fig9(values: Values) -> bool:
-    """The shortcut has trivial influence on LIGS; Fixup's is higher than BN's at trivial difference in accuracy."""
+    """The shortcut has trivial influence on LIGS; Fixup's is higher than BN's at comparable accuracy."""
     return all(
         abs(_ligs(values, f"{model}_noshortcut") - _ligs(values, model)) <= TRIVIAL
         and _ligs(values, f"fixup_{model}") > _ligs(values, model)
-        and abs(_clean(values, f"fixup_{model}") - _clean(values, model)) <= TRIVIAL_POINTS
+        and comparable(_clean(values, f"fixup_{model}"), _clean(values, model))
         for model in SHORTCUTS
     )
 
