@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
 from advnorm.engine.config import AttackConfig, Config, Named
 from advnorm.studies.base import Cell, Measure, Values, course, mean, study
+from advnorm.studies.claims import COMPARABLE
 
 #: Data and eps of a training.
 SETTINGS = ("cifar10/eps8", "cifar10/eps16", "imagenette/eps16")
@@ -23,6 +25,10 @@ TRADES_BETAS = (1.0, 3.0, 6.0, 12.0)
 LIKELIHOOD = 1e-4
 #: Points between PGD-10 and AutoAttack from which on robustness is false; table 2 has 27 to 31 there, else up to 14.
 FALSE = 20.0
+#: Of claims that hold "nearly" always: the least share of the numbers or cases that must bear them out.
+NEARLY_ALL = 0.75
+#: A distance that is so many times what it was at the moment before has "shot up".
+SHOT_UP = 2.0
 
 
 def mat(setting: str, gamma: float, layout: str = "concatenated") -> Config:
@@ -141,7 +147,7 @@ def _check1(values: Values) -> bool:
     names = ("mat_{}_0.5", "trades_{}_6")
     better = [gain(s, name, value) > 0 for s in SETTINGS for name in names for value in _METRICS]
     both = all(gain("cifar10/eps16", "trades_{}_6", value) > 0 for value in ("shared/clean", "shared/autoattack"))
-    return both and sum(better) >= 0.75 * len(better)
+    return both and sum(better) >= NEARLY_ALL * len(better)
 
 
 @study("C/table1", place=_place1, check=_check1)
@@ -168,18 +174,41 @@ def _place4(label: Mapping[str, Any], column: str) -> tuple[str, str]:
     return f"{setting}/{_CELLS4[label['method']]}", value
 
 
+WITH_DBN = {
+    "trades_cat_6": "trades_cat_6_dbn",
+    "mat_cat_0.5": "mat_cat_0.5_dbn",
+    "mat_cat_0.5_kl_1": "mat_cat_0.5_dbn_kl_1",
+}
+WITH_KL = {"mat_cat_0.5": "mat_cat_0.5_kl_1", "mat_cat_0.5_dbn": "mat_cat_0.5_dbn_kl_1"}
+
+
 def _check4(values: Values) -> bool:
-    """DBN improves clean + AutoAttack accuracy (on average: not every printed cell does), KL ends false robustness."""
-    pairs = {"trades_cat_6": "trades_cat_6_dbn", "mat_cat_0.5": "mat_cat_0.5_dbn"}
-    pairs["mat_cat_0.5_kl_1"] = "mat_cat_0.5_dbn_kl_1"
-    gains = [
-        mean(values, f"{setting}/{after}", value) - mean(values, f"{setting}/{before}", value)
-        for setting in SETTINGS
-        for before, after in pairs.items()
-        for value in ("shared/clean", "shared/autoattack")
-    ]
+    """DBN improves clean + AutoAttack accuracy in three of four cases, and no number loses more than comparably.
+
+    "In all cases" is more than is printed: 7 of the 9 sums rise, and one number falls by 2.7. KL ends false robustness
+    where there is some, at 16/255 on CIFAR-10, and improves that sum on average.
+    """
+
+    def gains(pairs: Mapping[str, str]) -> list[list[float]]:
+        """Clean and AutoAttack accuracy that is won, in every setting."""
+        return [
+            [
+                mean(values, f"{setting}/{after}", value) - mean(values, f"{setting}/{before}", value)
+                for value in ("shared/clean", "shared/autoattack")
+            ]
+            for setting in SETTINGS
+            for before, after in pairs.items()
+        ]
+
+    by_dbn, by_kl = gains(WITH_DBN), gains(WITH_KL)
     false, *real = (_gap(values, f"cifar10/eps16/mat_cat_0.5{kl}") for kl in ("", "_kl_1", "_dbn_kl_1"))
-    return fmean(gains) > 0 and false > FALSE > max(real)
+    return (
+        sum(sum(case) > 0 for case in by_dbn) >= NEARLY_ALL * len(by_dbn)
+        and fmean(map(sum, by_dbn)) > 0
+        and min(map(min, by_dbn)) >= -COMPARABLE
+        and fmean(map(sum, by_kl)) > 0
+        and false > FALSE > max(real)
+    )
 
 
 @study("C/table4", place=_place4, check=_check4)
@@ -214,7 +243,8 @@ _DISTANCES = {"clean_pgd": "sums/clean-adv", "clean_aa": "sums/clean-autoattack"
 
 
 def _place2(label: Mapping[str, Any], column: str) -> tuple[str, str] | None:
-    # acc_diff is the difference of two measured numbers, accuracy/adv and accuracy/autoattack, and none itself.
+    # acc_diff is the difference of two measured numbers, accuracy/adv and accuracy/autoattack, and none itself; the
+    # check takes it, and the page lists the paper's.
     return (_named(label), _DISTANCES[column]) if column in _DISTANCES else None
 
 
@@ -270,7 +300,7 @@ def _check3(values: Values) -> bool:
 
     better = [gain(other, value) > 0 for other in pairs for value in _METRICS]
     robust = all(gain("adversarial_training", value) > 0 for value in ("shared/clean", "shared/autoattack"))
-    return robust and sum(better) >= 0.75 * len(better)
+    return robust and sum(better) >= NEARLY_ALL * len(better)
 
 
 @study("C/table3", place=_place3, check=_check3)
@@ -288,7 +318,7 @@ def table3() -> Iterable[Cell]:
 
 
 def _no_numbers(label: Mapping[str, Any], column: str) -> None:
-    """The figures print no table."""
+    """All figures but one print no numbers."""
 
 
 Point = tuple[float, float]
@@ -424,11 +454,19 @@ def fig6() -> Iterator[Cell]:
 
 
 def _check_fig4(values: Values) -> bool:
-    """Clean and adversarial batches are further from the running statistics in MAT-Seq; in MAT-Cat they come nearer."""
+    """The distances shoot up at least twice in MAT-Seq, never in MAT-Cat, where they converge to zero.
+
+    To zero: they end at half of where they began at most, for the first moment comes after an eighth of the training,
+    and at a tenth of the highest of MAT-Seq. And they are the larger ones in MAT-Seq on the whole (sec. 3.1).
+    """
+
+    def rises(curve: Sequence[float]) -> int:
+        return sum(after >= SHOT_UP * before for before, after in pairwise(curve))
 
     def holds(kind: str) -> bool:
         seq, cat = (course(values, f"{LARGE}/mat_{how}_0.25", f"sums/{kind}") for how in LAYOUTS)
-        return fmean(seq) > fmean(cat) and cat[-1] <= cat[0]
+        converges = rises(cat) == 0 and cat[-1] <= cat[0] / 2 and cat[-1] <= max(seq) / 10
+        return fmean(seq) > fmean(cat) and rises(seq) >= 2 and converges
 
     return all([holds("clean"), holds("adv")])  # both are looked at
 
@@ -438,6 +476,10 @@ def fig4() -> Iterable[Cell]:
     shift = Measure(name="statistics_shift", options={"inputs": ["clean", "adv"]}, checkpoint="along")
     sequential = cell(LARGE, "mat_seq_0.25", mat(LARGE, 0.25, "sequential"), shift)
     return [sequential, mat_cell(LARGE, 0.25, shift)]
+
+
+def _place_fig5(label: Mapping[str, Any], column: str) -> tuple[str, str]:
+    return f"{LARGE}/mat_cat_{label['gamma']}", f"shared/{column}"
 
 
 def _check_fig5(values: Values) -> bool:
@@ -453,6 +495,6 @@ def _check_fig5(values: Values) -> bool:
     )
 
 
-@study("C/fig5", place=_no_numbers, check=_check_fig5)
+@study("C/fig5", place=_place_fig5, check=_check_fig5)
 def fig5() -> Iterable[Cell]:
     return [mat_cell(LARGE, gamma) for gamma in GAMMAS]
