@@ -37,7 +37,7 @@ def test_the_budget_that_is_printed_is_what_the_training_costs(name):
     }
     for cell in study.cells():
         config = cell.config.scaled()
-        whole = 105 if config.data.name == "imagefolder" else 200
+        whole = 105 if config.data.name == "imagenet" else 200
         second = 0.0 if config.second_pass is None else config.second_pass.options.get("samples", 1.0)
         assert config.epochs / whole * (1 + second) == pytest.approx(budgets[cell.name], abs=0.005)
 

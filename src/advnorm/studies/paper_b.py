@@ -55,8 +55,8 @@ def tiny_imagenet() -> Config:
 def imagenet() -> Config:
     """ResNet-18 at 224 pixels (sec. 4.1): 105 epochs, lr 0.1 decayed at 30, 60, 90 and 100."""
     return replace(
-        standard("imagenet_resnet18", "imagefolder"),
-        data=Named("imagefolder", image_size=224),
+        standard("imagenet_resnet18", "imagenet"),
+        data=Named("imagenet", image_size=224),
         epochs=105,
         milestones=(30.0, 60.0, 90.0, 100.0),
         batch_size=256,

@@ -59,7 +59,7 @@ def mat(setting: str, gamma: float, layout: str = "concatenated") -> Config:
     )
     if data == "cifar10":
         return cifar
-    images = Named("imagefolder", image_size=224)
+    images = Named("imagenette", image_size=224)
     return replace(cifar, model=Named("imagenet_resnet34"), data=images, batch_size=64, lr=0.1)
 
 

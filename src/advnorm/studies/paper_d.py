@@ -71,7 +71,7 @@ def imagenet(model: str) -> Config:
     return replace(
         standard(model),
         model=network,
-        data=Named("imagefolder", image_size=224),
+        data=Named("imagenet", image_size=224),
         epochs=90,
         batch_size=256,
         lr=0.01 if vgg else 0.1,

@@ -43,7 +43,7 @@ def adversarial(steps: int = 30) -> Config:
     return Config(
         model=Named("imagenet_resnet152"),
         norm="bn",
-        data=Named("imagefolder", image_size=224),
+        data=Named("imagenet", image_size=224),
         augment="crop_flip",
         held_out=0,
         validate_every=0,
