@@ -62,7 +62,10 @@ def _known(
     """A set that is known by name: another one in its place, with other classes, is refused."""
     place = next((root / folder for folder in folders if (root / folder).is_dir()), root)
     if not _classes(place / "train"):
-        raise ConfigError(f"{name} is not at {root}: it needs {folders[0]}/train with a folder per class, and val")
+        raise ConfigError(
+            f"{name} is not at {root}: {place / 'train'} has no folders of classes; name the folder that holds train "
+            f"and val, or the one above {folders[0]}"
+        )
     data = imagefolder(place, split, image_size=image_size, resize=resize)
     if data.num_classes != classes:
         raise ConfigError(
