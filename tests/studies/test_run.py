@@ -228,6 +228,8 @@ def test_names_lead_to_studies_and_cells():
         find("A/tabel3")
     with pytest.raises(ConfigError, match="name one: "):
         get("A/table3")
+    with pytest.raises(ConfigError, match="A/fig1 has nothing to run: Scheme of Cross-AT.*A drawing, nothing measured"):
+        find("A/fig1")
 
 
 def test_images_that_some_cells_lack_stop_none_of_the_others(tmp_path):

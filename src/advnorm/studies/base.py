@@ -198,7 +198,11 @@ def list_studies(pattern: str = "*") -> list[str]:
 def find(name: str) -> tuple[Study, Cell | None]:
     """A study, or a study and one of its cells: ``A/table3`` or ``A/table3/dual_bn/eps16``."""
     parts = str(name).split("/", 2)
-    study = STUDIES.get("/".join(parts[:2]))
+    place = "/".join(parts[:2])
+    if place not in STUDIES and place in _papers():
+        entry = _papers()[place]
+        raise ConfigError(f"{place} has nothing to run: {entry['caption']} {entry['notes']}")
+    study = STUDIES.get(place)
     return study, study.cell(parts[2]) if len(parts) == 3 else None
 
 
