@@ -212,3 +212,16 @@ def test_the_seed_reaches_an_analysis_and_comparisons_do_not_replace_each_other(
         result = invoke("analyze", "ligs", runs[0], other, *more)
         assert result.exit_code == 0, result.output
     assert len(list((tmp_path / "both").glob("*.json"))) == 2
+    for more in ((), ("--checkpoint", "last"), ("--set", "size=1e-2")):
+        assert invoke("analyze", "ligs", runs[0], "--out", str(tmp_path / "own"), *more).exit_code == 0
+    records = [json.loads(path.read_text()) for path in (tmp_path / "own").glob("*.json")]
+    conditions = [network["conditions"] for record in records for network in record["networks"].values()]
+    assert len(records) == 3 and all({"checkpoint", "device", "torch", "commit"} <= one.keys() for one in conditions)
+
+
+def test_a_place_that_cannot_be_written_to_is_told_before_an_analysis_begins(tmp_path, monkeypatch):
+    (tmp_path / "afile").write_text("")
+    monkeypatch.setattr("advnorm.cli.analyze.subject_of", lambda *_, **__: pytest.fail("it began"))
+    for out in (tmp_path / "afile", tmp_path / "afile" / "sub"):
+        result = invoke("analyze", "ligs", str(tmp_path), "--out", str(out))
+        assert isinstance(result.exception, AdvnormError) and "afile" in str(result.exception)

@@ -132,6 +132,25 @@ def test_the_published_arrays_are_read_where_they_are_given(arrays):
     assert corruption_accuracy(model, x, y, corruptions=["saturate"], arrays=arrays).accuracy["saturate"]
     with pytest.raises(ConfigError, match="not those of CIFAR-10-C"):
         corruption_accuracy(model, x, 9 - y, arrays=arrays)
+    rows = torch.tensor([19, 0, 7])
+    chosen = corruption_accuracy(model, x[:3], rows % 10, corruptions=["frost"], severities=2, arrays=arrays, rows=rows)
+    level = torch.from_numpy(np.load(arrays / "frost.npy")[20 + rows.numpy()]).permute(0, 3, 1, 2).float() / 255
+    assert chosen.accuracy["frost"] == (pytest.approx(accuracy(model, level, rows % 10)),)
+
+
+def test_norms_that_are_not_converted_yet_are_adapted_too():
+    torch.manual_seed(0)
+    plain = nn.Sequential(
+        nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6), nn.Flatten()
+    )
+    plain.append(nn.Linear(6 * 12 * 12, 10)).eval()
+    mixed = copy.deepcopy(plain)
+    advnorm.convert_norm(mixed, "bn", keep=["1"])
+    x, y = torch.rand(40, 3, 16, 16), torch.arange(40) % 10
+    one, other = (
+        corruption_accuracy(m, x, y, corruptions="contrast", severities=5, adapt=True) for m in (plain, mixed)
+    )
+    assert one.adapted == other.adapted and one.accuracy == other.accuracy
 
 
 # -- the finding -------------------------------------------------------------------------------------------------------

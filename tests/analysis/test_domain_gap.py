@@ -122,6 +122,9 @@ def test_several_runs_make_a_table(digits, tmp_path):
     assert len(axes.patches) == 9
     assert [text.get_text().split("\n")[0] for text in axes.get_yticklabels()] == ["bn", "dual_bn", "none"]
     assert json.loads(found.save(tmp_path / "table")[0].read_text()) == found.record()
+    many = ANALYSES.get("domain_gap_table").run(subjects[:1], inputs=["adv", "noise", "fgsm", "pgd2"])  # ten pairs
+    looks = {(patch.get_facecolor(), patch.get_hatch()) for patch in many.figure().axes[0].patches}
+    assert len(looks) == 10
     with pytest.raises(advnorm.ConfigError, match="names of their own"):
         ANALYSES.get("domain_gap_table").run(subjects[:1] * 2, inputs=["adv"])
 

@@ -339,6 +339,8 @@ def test_everything_wrong_is_told_at_once(net, tmp_path):
         extract_features(net, images(6).take([0, 3]), "D_R", tmp_path, shard_size=0, part=(3, 3))
     for part in ("one class", "shard_size", "part is (i, n)"):
         assert part in str(error.value)
+    with pytest.raises(ConfigError, match="all images have one class"):
+        make_features(net, images(6).take([0, 3]), torch.arange(2), RECIPES["D_R"])
     with pytest.raises(ConfigError) as error:
         Recipe(towards="next", steps=0, step_size=-1)
     for part in ("steps", "step_size", "needs eps"):

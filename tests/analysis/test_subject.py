@@ -41,15 +41,17 @@ def run(folder, tmp_path_factory):
 @pytest.mark.parametrize(("limit", "chosen"), [(3, [0, 4, 8]), (5, [0, 2, 4, 7, 9]), (12, range(12)), (99, range(12))])
 def test_a_limit_takes_images_of_every_class_though_they_lie_one_after_another(run, folder, limit, chosen):
     subject = subject_of(run, data_dir=folder, limit=limit, device="cpu")
-    assert subject.labels.tolist() == [i // EACH for i in chosen]
-    expected = torch.tensor([10 * i / 255 for i in chosen]).view(-1, 1, 1, 1).expand(-1, 3, 8, 8)
+    rows = subject.rows.tolist()
+    assert sorted(rows) == list(chosen) and subject.labels.tolist() == [i // EACH for i in rows]
+    expected = torch.tensor([10 * i / 255 for i in rows]).view(-1, 1, 1, 1).expand(-1, 3, 8, 8)
     assert torch.allclose(subject.images, expected)
-    assert subject.conditions["images"] == len(chosen)
+    assert subject.conditions["images"] == len(chosen) and subject.conditions["checkpoint"] == "last"
 
 
-def test_without_a_limit_all_images_are_looked_at_in_their_order(run, folder):
-    subject = subject_of(run, data_dir=folder, device="cpu")
-    assert subject.labels.tolist() == [i // EACH for i in range(12)]
+def test_a_batch_of_folders_has_several_classes_and_the_order_is_always_the_same(run, folder):
+    first, second = (subject_of(run, data_dir=folder, device="cpu") for _ in range(2))
+    assert len(first.labels) == 12 and torch.equal(first.labels, second.labels)
+    assert all(len(part.unique()) > 1 for part in first.labels.split(EACH))
 
 
 def test_images_that_are_not_taken_are_not_decoded(run, folder):

@@ -25,6 +25,12 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DOMAIN_COLOURS = {"clean": COLOURS[0], "adv": COLOURS[1], "autoattack": COLOURS[2], "noise": COLOURS[4]}
 
 
+def bar_look(index: int) -> dict[str, Any]:
+    """Colour of the bars of a series; more series than colours begin again with a hatch."""
+    turn, place = divmod(index, len(COLOURS))
+    return {"color": COLOURS[place], "hatch": ("", "///", "...")[turn % 3], "edgecolor": "white"}
+
+
 class Finding(ABC):
     """What an analysis found. ``record()`` is plain data for JSON, ``figure()`` draws it."""
 
@@ -99,6 +105,7 @@ class Subject:
     batch_size: int = 256
     conditions: Mapping[str, Any] = field(default_factory=dict)  # of the run it comes from
     folder: Path | None = None  # of that run
+    rows: Tensor | None = None  # places of the images in their data set; None: the first ones
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -96,7 +96,7 @@ class ChannelStatistics(Finding):
         for (series, titles), row in zip(rows, panels):
             for index, (name, values) in enumerate(series.items()):
                 for axes, line in zip(row, values):
-                    axes.plot(line, linestyle="none", label=formula(name), **look(index, name))
+                    axes.plot(line, label=formula(name), **look(index, name) | {"linestyle": "none"})
             for axes, title in zip(row, titles):
                 axes.set_title(title)
                 for place in range(len(self.channels)):  # joins what belongs to one channel

@@ -80,14 +80,16 @@ def corruption_accuracy(
     route: str | None = None,
     batch_size: int = 256,
     seed: int = 0,
+    rows: Tensor | None = None,
     progress: Progress | None = None,
 ) -> CorruptionScore:
     """Accuracy on images under each corruption and severity, and on the clean ones (D fig. 1).
 
     The corruptions are made on the device of the model (``advnorm.data.corrupt``); ``arrays`` is the folder of
-    CIFAR-10-C to take them from instead, for the first test images of CIFAR-10 as ``x``; then frost and the four extra
-    ones can be asked for too. ``adapt``: also with the batch statistics re-estimated on the corrupted images (D table
-    7), in a copy of the model. Corrupted images are held for one corruption and severity at a time.
+    CIFAR-10-C to take them from instead, for test images of CIFAR-10 as ``x``: the first ones, or those at ``rows``;
+    then frost and the four extra ones can be asked for too. ``adapt``: also with the batch statistics re-estimated on
+    the corrupted images (D table 7), in a copy of the model. Corrupted images are held for one corruption and severity
+    at a time.
     """
     known = list_corruptions() if arrays is None else CORRUPTIONS
     chosen, severities = _chosen(corruptions, known, arrays), numbers(severities)
@@ -99,7 +101,7 @@ def corruption_accuracy(
         problems.append("the model has no batch statistics to adapt; use adapt=False")
     raise_all(problems, "bad corruptions")
     check_images(x, y)
-    corrupted = _made(x, seed, device_of(model), batch_size) if arrays is None else _stored(y, arrays)
+    corrupted = _made(x, seed, device_of(model), batch_size) if arrays is None else _stored(y, arrays, rows)
     other = adapting_copy(model) if adapt else None
     plain, adapted = ({name: [] for name in chosen} for _ in range(2))
     for done, (name, level) in enumerate((name, level) for name in chosen for level in severities):
@@ -136,14 +138,16 @@ def _made(x: Tensor, seed: int, device: torch.device, batch_size: int) -> Corrup
     return corrupted
 
 
-def _stored(y: Tensor, root: Path | str) -> Corrupted:
+def _stored(y: Tensor, root: Path | str, rows: Tensor | None) -> Corrupted:
+    chosen = torch.arange(len(y)) if rows is None else rows
+
     def corrupted(name: str, level: int) -> Tensor:
         images, labels = cifar10c(root, corruption=name, severity=level)
-        if len(y) > PER_LEVEL or not torch.equal(labels[: len(y)], y.cpu()):
+        if int(chosen.max()) >= PER_LEVEL or not torch.equal(labels[chosen], y.cpu()):
             raise ConfigError(
-                "the labels are not those of CIFAR-10-C; its arrays go with the first test images of CIFAR-10, in order"
+                "the labels are not those of CIFAR-10-C; its arrays go with the test images of CIFAR-10, in order"
             )
-        return images[: len(y)].float() / 255
+        return images[chosen].float() / 255
 
     return corrupted
 
@@ -158,7 +162,7 @@ def adaptable(model: nn.Module) -> bool:
 def adapting_copy(model: nn.Module) -> nn.Module:
     """A copy whose statistics can be re-estimated: built-in batch norms become routed ones, of the same output."""
     twin = copy.deepcopy(unwrapped(model))
-    if not routed_modules(twin):
+    if any(isinstance(module, _BatchNorm) for module in twin.modules()):
         convert_norm(twin, "bn")
     return twin
 
@@ -262,6 +266,7 @@ def corruptions_of_runs(
             route=branch,
             batch_size=subject.batch_size,
             seed=seed,
+            rows=subject.rows,
         )
     return CorruptionAccuracy(
         scores=scores,

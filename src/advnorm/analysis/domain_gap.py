@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError, raise_all
 from advnorm._core.wrappers import unwrapped
-from advnorm.analysis.base import COLOURS, Finding, Subject, register
+from advnorm.analysis.base import Finding, Subject, bar_look, register
 from advnorm.analysis.moments import (
     Gaussian,
     Images,
@@ -230,7 +230,7 @@ class DomainGapTable(Finding):
         for index, names in enumerate(pairs):
             values = [gap.sums[names] for gap in self.rows.values()]
             places = [row + index * height for row in range(len(self.rows))]
-            bars = axes.barh(places, values, height, label=" – ".join(names), color=COLOURS[index])
+            bars = axes.barh(places, values, height, label=" – ".join(names), **bar_look(index))
             axes.bar_label(bars, fmt="%.3g", padding=3, fontsize=7)
         told = [
             "\n".join([name, *(f"{kind} {100 * share:.1f} %" for kind, share in gap.accuracy.items())])
@@ -429,7 +429,7 @@ class SwapTable(Finding):
         for index, name in enumerate(columns):
             places = [row + index * height for row in range(len(self.rows))]
             values = [100 * row.accuracy[name] for row in self.rows]
-            bars = axes.barh(places, values, height, label=name, color=COLOURS[index])
+            bars = axes.barh(places, values, height, label=name, **bar_look(index))
             axes.bar_label(bars, fmt="%.1f", padding=3, fontsize=7)
         told = [f"{row.setup}: {formula(ns_name(*row.ns))}, {formula(f'AP_{row.ap}')}" for row in self.rows]
         axes.set_yticks([row + 0.4 - height / 2 for row in range(len(told))], told)

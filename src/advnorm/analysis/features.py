@@ -70,6 +70,8 @@ class Recipe:
         raise_all(problems, "bad recipe")
 
 
+#: What is told where a start of another class is asked for and there is none.
+ONE_CLASS = "all images have one class, and a start has another than its image; use start='any', or more images"
 #: The sets of paper D with the settings of app. B.3 and of Ilyas et al. (app. C). D_R comes from a robust model, D_NR
 #: from a standard one; D_conflict is D_det made from the images of D_R.
 RECIPES: Mapping[str, Recipe] = {
@@ -226,7 +228,7 @@ def extract_features(
             "or make D_det"
         )
     elif chosen.towards == "features" and chosen.start == "other_class" and len(data.labels.unique()) < 2:
-        problems.append("all images have one class, and a start has another than its image; use start='any'")
+        problems.append(ONE_CLASS)
     if isinstance(shard_size, bool) or not isinstance(shard_size, int) or shard_size < 1:
         problems.append(f"shard_size must be an integer of at least 1, got {shard_size!r}")
     if not (len(part) == 2 and all(isinstance(number, int) for number in part) and 0 <= part[0] < part[1]):
@@ -328,6 +330,8 @@ def start_rows(labels: Tensor, rows: Tensor, noise: ImageNoise, start: Start) ->
         return noise.integers(len(labels), draw="start")
     order = labels.argsort(stable=True)
     counts = torch.bincount(labels)
+    if int((counts > 0).sum()) < 2:
+        raise ConfigError(ONE_CLASS)
     first = (counts.cumsum(0) - counts)[labels[rows]]  # of the own class, in that order
     own = counts[labels[rows]]
     others = len(labels) - own

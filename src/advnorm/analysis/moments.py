@@ -454,6 +454,7 @@ def look(index: int, name: str = "") -> dict[str, Any]:
         "color": DOMAIN_COLOURS.get(above or below or "", COLOURS[index % len(COLOURS)]),
         "marker": MARKERS[index % len(MARKERS)],
         "markersize": max(3.5, 6.5 - index),
+        "linestyle": ("-", "--", ":")[index // len(COLOURS) % 3],
         "fillstyle": "none" if hollow else "full",
     }
 

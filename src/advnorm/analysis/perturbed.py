@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from advnorm._core.errors import ConfigError, raise_all
 from advnorm._core.precision import float32_as
@@ -92,7 +93,7 @@ def perturbed_accuracy(
 def _perturbable(model: nn.Module) -> nn.Module:
     """The model, or a copy with routed norms where it has plain ones."""
     model = unwrapped(model)
-    if not routed_modules(model):
+    if any(isinstance(module, _BatchNorm) for module in model.modules()):
         model = copy.deepcopy(model)
         convert_norm(model, "bn")
     norms = routed_modules(model).values()

@@ -107,6 +107,8 @@ def projection(
         layers = list(dict.fromkeys([names[0], names[len(names) // 2], names[-1]]))
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 2:
         raise ConfigError(f"samples must be an integer of at least 2, got {samples!r}")
+    if sum(len(images[:samples]) for images in inputs.values()) < 2:
+        raise ConfigError("a plane needs at least two images; give more, or more kinds of them")
     chosen = list(norm_layers(model, layers))
     blocks = [block for images in inputs.values() for block in images[:samples].split(batch_size)]
     starts = [0]

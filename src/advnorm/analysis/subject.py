@@ -9,6 +9,7 @@ import torch
 import advnorm.attacks as attack_names
 import advnorm.data as data_sets
 from advnorm.analysis.base import Subject
+from advnorm.engine.partial import environment
 from advnorm.engine.run import Run, Which
 from advnorm.threat import ThreatModel
 
@@ -32,14 +33,18 @@ def subject_of(
 ) -> Subject:
     """A run's model with its test images and, unless another is named, its training's attack.
 
-    ``limit``: so many images, spread evenly: folders of images have their classes one after another.
+    ``limit``: so many images, spread evenly. Folders of images have their classes one after another: theirs are
+    shuffled, always alike, so that a batch looks like one of the training.
     """
     config = run.config
     data = data_sets.load(config.data.name, "test", data_dir, **config.data.options)
-    if limit is not None and limit < len(data):
-        data = data.take(torch.arange(limit) * len(data) // limit)
+    count = len(data) if limit is None else min(limit, len(data))
+    rows = torch.arange(count) * len(data) // count
     if isinstance(data, data_sets.FolderData):
-        data = data.in_memory()
+        rows = rows[torch.randperm(count, generator=torch.Generator().manual_seed(0))]
+        data = data.take(rows).in_memory()
+    elif count < len(data):
+        data = data.take(rows)
     threat = ThreatModel(norm=config.threat, eps=eps or config.eps)
     chosen = attack_names.get(attack, threat=threat, seed=seed) if attack else config.attack.build(threat, seed=seed)
     return Subject(
@@ -49,6 +54,13 @@ def subject_of(
         labels=data.labels,
         attack=chosen,
         batch_size=batch_size,
-        conditions={"config": config.to_dict(), "attack": repr(chosen), "images": len(data)},
+        conditions={
+            "config": config.to_dict(),
+            "checkpoint": run.judged(checkpoint),
+            "attack": repr(chosen),
+            "images": len(data),
+            **environment(default_device(device)),
+        },
         folder=run.folder,
+        rows=rows,
     )

@@ -93,9 +93,14 @@ def numbers(values: float | Sequence[float]) -> tuple[Any, ...]:
 
 
 def look(place: int) -> dict[str, Any]:
-    """Colour and marker of the series at a place; more series than colours begin again with dashed lines."""
+    """Colour and marker of the series at a place; more than colours begin again with dashed lines, hollow markers."""
     turn, place = divmod(place, len(COLOURS))
-    return {"color": COLOURS[place], "marker": MARKERS[place], "linestyle": ("-", "--", ":")[turn % 3]}
+    return {
+        "color": COLOURS[place],
+        "marker": MARKERS[place],
+        "linestyle": ("-", "--", ":")[turn % 3],
+        "fillstyle": ("full", "none", "left")[turn % 3],
+    }
 
 
 def wrapped(names: Iterable[object], width: int) -> list[str]:

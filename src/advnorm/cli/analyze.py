@@ -13,6 +13,7 @@ from advnorm._core.errors import ConfigError, did_you_mean, raise_all
 from advnorm._core.records import digest
 from advnorm.analysis import ANALYSES
 from advnorm.analysis.subject import subject_of
+from advnorm.engine.partial import unwritable
 from advnorm.engine.run import Run, Which
 from advnorm.engine.text import parse_yaml
 
@@ -41,6 +42,7 @@ def analyze(
     problems = [f"unknown option {key!r} of {name}{did_you_mean(key, known)}" for key in settings if key not in known]
     if not analysis.several and len(runs) != 1:
         problems.append(f"{name} takes one run, got {len(runs)}")
+    problems += unwritable(out / f"{name}.json")
     raise_all(problems, "bad analysis")
     subjects = [
         subject_of(
@@ -62,15 +64,22 @@ def analyze(
         if "progress" in taken:
             settings["progress"] = lambda done, total: status.update(f"{name}: {done} of {total}")
         finding = analysis.run(subjects if analysis.several else subjects[0], **settings)
-    for path in finding.save(out / _file_name(name, [subject.name for subject in subjects])):
+    asked = {"options": list(options), "attack": attack, "eps": eps, "limit": limit, "seed": seed}
+    usual = {"options": [], "attack": None, "eps": None, "limit": 1000, "seed": 0}
+    marks = [checkpoint] if checkpoint else []
+    marks += [digest(repr(asked))[:8]] if asked != usual else []
+    for path in finding.save(out / _file_name(name, [subject.name for subject in subjects], marks)):
         console.print(str(path), highlight=False, soft_wrap=True)
     return 0
 
 
-def _file_name(analysis: str, runs: Sequence[str]) -> str:
-    """Of one run by its name; of several by the first one's and a digest of all, so that none replaces another."""
+def _file_name(analysis: str, runs: Sequence[str], marks: Sequence[str]) -> str:
+    """Of one run by its name; of several by the first one's and a digest of all, so that none replaces another.
+
+    ``marks``: the checkpoint, and a digest of settings, where they are not the usual ones.
+    """
     others = [f"and-{len(runs) - 1}-more-{digest(*runs)[:8]}"] if len(runs) > 1 else []
-    return "-".join([analysis, runs[0], *others])
+    return "-".join([analysis, runs[0], *others, *marks])
 
 
 def parsed(options: Sequence[str]) -> dict[str, Any]:
