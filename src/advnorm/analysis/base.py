@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 #: Colours that stay apart for colour-blind readers and in grey (Okabe & Ito 2008), with markers that do too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+#: Of more series than colours, by how often these begin again.
+LINES, HATCHES = ("-", "--", ":"), ("", "///", "...")
 #: What clean, adversarial and other inputs look like in every figure.
 DOMAIN_COLOURS = {"clean": COLOURS[0], "adv": COLOURS[1], "autoattack": COLOURS[2], "noise": COLOURS[4]}
 
@@ -28,7 +30,7 @@ DOMAIN_COLOURS = {"clean": COLOURS[0], "adv": COLOURS[1], "autoattack": COLOURS[
 def bar_look(index: int) -> dict[str, Any]:
     """Colour of the bars of a series; more series than colours begin again with a hatch."""
     turn, place = divmod(index, len(COLOURS))
-    return {"color": COLOURS[place], "hatch": ("", "///", "...")[turn % 3], "edgecolor": "white"}
+    return {"color": COLOURS[place], "hatch": HATCHES[turn % 3], "edgecolor": "white"}
 
 
 class Finding(ABC):

@@ -16,7 +16,7 @@ import advnorm.attacks as attack_names
 from advnorm._core.errors import ConfigError, did_you_mean, raise_all
 from advnorm._core.precision import float32_as
 from advnorm._core.wrappers import unwrapped
-from advnorm.analysis.base import COLOURS, DOMAIN_COLOURS, MARKERS, Finding, Subject, batches, register
+from advnorm.analysis.base import COLOURS, DOMAIN_COLOURS, LINES, MARKERS, Finding, Subject, batches, register
 from advnorm.analysis.views import device_of, one_domain_problems, setting_problems
 from advnorm.attacks import Attack, AutoAttack, attacked
 from advnorm.attacks.base import Progress
@@ -454,7 +454,7 @@ def look(index: int, name: str = "") -> dict[str, Any]:
         "color": DOMAIN_COLOURS.get(above or below or "", COLOURS[index % len(COLOURS)]),
         "marker": MARKERS[index % len(MARKERS)],
         "markersize": max(3.5, 6.5 - index),
-        "linestyle": ("-", "--", ":")[index // len(COLOURS) % 3],
+        "linestyle": LINES[index // len(COLOURS) % 3],
         "fillstyle": "none" if hollow else "full",
     }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from advnorm._core.errors import ConfigError, raise_all
 from advnorm._core.precision import float32_as
 from advnorm._core.wrappers import unwrapped
 from advnorm.analysis.base import Finding, Subject, batches, register
+from advnorm.analysis.corruption import adapting_copy
 from advnorm.analysis.views import (
     View,
     conditions,
@@ -31,7 +31,6 @@ from advnorm.attacks import StatisticsAttack
 from advnorm.attacks.base import Progress
 from advnorm.attacks.statistics import Which
 from advnorm.norms import RoutedNorm, routed_modules
-from advnorm.surgery import convert_norm
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -94,8 +93,7 @@ def _perturbable(model: nn.Module) -> nn.Module:
     """The model, or a copy with routed norms where it has plain ones."""
     model = unwrapped(model)
     if any(isinstance(module, _BatchNorm) for module in model.modules()):
-        model = copy.deepcopy(model)
-        convert_norm(model, "bn")
+        model = adapting_copy(model)
     norms = routed_modules(model).values()
     if not any(isinstance(norm, RoutedNorm) and norm.plan.statistics == "batch" for norm in norms):
         raise ConfigError(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from advnorm._core.errors import ConfigError, did_you_mean
-from advnorm.analysis.base import COLOURS, MARKERS, Subject
+from advnorm.analysis.base import COLOURS, LINES, MARKERS, Subject
 from advnorm.engine.case import branches
 from advnorm.norms import routed_modules
 from advnorm.objectives.base import needs_both
@@ -98,7 +98,7 @@ def look(place: int) -> dict[str, Any]:
     return {
         "color": COLOURS[place],
         "marker": MARKERS[place],
-        "linestyle": ("-", "--", ":")[turn % 3],
+        "linestyle": LINES[turn % 3],
         "fillstyle": ("full", "none", "left")[turn % 3],
     }
 

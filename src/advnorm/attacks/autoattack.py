@@ -160,8 +160,17 @@ class AutoAttack(Attack):
             fast, precision = search, as_called
             if fast is None:
                 fast, precision = self._fast(predict, device, model)
-            settings: Any = {"device": device, "search": fast, "precision": precision, "given": search is not None}
-            cascade = _Cascade(self, predict, x, y, noise, **settings)
+            cascade = _Cascade(
+                self,
+                predict,
+                x,
+                y,
+                noise,
+                device=device,
+                search=fast,
+                precision=precision,
+                given=search is not None,
+            )
             if record is not None:
                 cascade.record = Record(Path(record), self._asked(model, x, y, index, cascade))
             if bar or (bar is None and sys.stderr.isatty()):
@@ -176,9 +185,10 @@ class AutoAttack(Attack):
             return None, nullcontext
         if self.precision == "tf32":
             return predict, partial(float32_as, "tf32", device)
-        plain = _with_bfloat16(predict)
-        settings: Any = {"route": self.route, "statistics": self.statistics, "otherwise": plain}
-        return (None if model is None else fast_stand_in(model, **settings)) or plain, nullcontext
+        fast = plain = _with_bfloat16(predict)
+        if model is not None:
+            fast = fast_stand_in(model, route=self.route, statistics=self.statistics, otherwise=plain) or plain
+        return fast, nullcontext
 
     def _asked(self, model: nn.Module, x: Tensor, y: Tensor, index: Tensor, cascade: _Cascade) -> dict[str, Any]:
         """What a record belongs to. The batch size is none of it: an image's fate does not depend on the others.

@@ -120,7 +120,9 @@ def study(
         str | None, typer.Option(help="paper: as printed, the default; fast: 30 epochs, batch 512, one cycle.")
     ] = None,
     smoke: Annotated[bool, typer.Option(help="Two steps on synthetic images: does every part work?")] = False,
-    dry_run: Annotated[bool, typer.Option(help="Only show the cells and what is done.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option(help="Only show the cells, what is done, and the estimated cost of the rest.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="Folder for runs and records; a killed study goes on.")] = Path("results"),
     data_dir: DataDir = None,
     device: Device = None,
@@ -478,8 +480,9 @@ def bench_autoattack(
     from advnorm.cli import listing
 
     _check_writable(json)
-    asked = {"images": images, "eps": eps, "seed": seed, "precisions": precision or ()}
-    model, x, y, threat, name = subject(weights, data_dir, **asked)
+    model, x, y, threat, name = subject(
+        weights, data_dir, images=images, eps=eps, seed=seed, precisions=precision or ()
+    )
     with console.status("measuring") as status:
         result = measure(
             model,

@@ -15,7 +15,7 @@ from advnorm.engine import PREEMPTED
 from advnorm.studies.base import Protocol, find
 from advnorm.studies.launch import Launcher, check, launch
 from advnorm.studies.run import Outcome, Stopped, blocked, run_all, tasks
-from advnorm.studies.summary import collected, rates
+from advnorm.studies.summary import collected, concluded, rates
 
 
 def run(
@@ -69,8 +69,7 @@ def run(
                 return PREEMPTED
         else:
             launch(todo, launcher=launcher, address=address, processes=processes, on_outcome=told)
-        values, problems = collected(study, seeds=seeds, protocol=protocol, out=out)
-        answer, problem = study.answered(collected(study, seeds=seeds, protocol=protocol, out=out, outdated=False)[0])
-    listing.tell(console, [*problems, *([problem] if problem else [])])
+        values, answer, problems = concluded(study, seeds=seeds, protocol=protocol, out=out)
+    listing.tell(console, problems)
     console.print(listing.study(study, values, protocol, answer=answer, width=console.width))
     return 1 if failed else 0

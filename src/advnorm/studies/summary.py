@@ -191,13 +191,31 @@ def collected(
 
     ``outdated``: where a cell has none of the settings that the study has now, those of others; no verdict is by them.
     """
+    records, problems = _records_of(study, seeds, protocol, Path(out))
+    return _values(_counted(records, study.by_name(), outdated=outdated)), problems
+
+
+def concluded(
+    study: Study, *, seeds: Iterable[int], protocol: Protocol, out: Path | str
+) -> tuple[Values, Answer, list[str]]:
+    """What is :func:`collected`, the verdict by it, and all that is wrong; the records are read once."""
+    records, problems = _records_of(study, seeds, protocol, Path(out))
+    shown, now = (_values(_counted(records, study.by_name(), outdated=outdated)) for outdated in (True, False))
+    answer, problem = study.answered(now)
+    return shown, answer, [*problems, *([problem] if problem else [])]
+
+
+def _records_of(
+    study: Study, seeds: Iterable[int] | None, protocol: Protocol, out: Path
+) -> tuple[list[Record], list[str]]:
+    """The records that serve a study under a protocol, and what is wrong with those that cannot be read."""
     names = [study.name, *(other for cell in study.by_name() for other, _ in same_as(study.name, cell))]
     cells = {name: STUDIES.get(name).by_name() for name in dict.fromkeys(names)}
-    records, problems = read_records(Path(out), cells, within=cells)
+    records, problems = read_records(out, cells, within=cells)
     problems = [problem for problem in problems if re.match(rf"records/{re.escape(study.name)}[/ ]", problem)]
     wanted = None if seeds is None else set(seeds)
     chosen = [r for r in _of(study, records) if r["protocol"] == protocol and (wanted is None or r["seed"] in wanted)]
-    return _values(_counted(chosen, study.by_name(), outdated=outdated)), problems
+    return chosen, problems
 
 
 def _counted(records: Sequence[Record], cells: Mapping[str, Cell], *, outdated: bool) -> list[Record]:
