@@ -219,6 +219,22 @@ def test_the_seed_reaches_an_analysis_and_comparisons_do_not_replace_each_other(
     assert len(records) == 3 and all({"checkpoint", "device", "torch", "commit"} <= one.keys() for one in conditions)
 
 
+@pytest.mark.parametrize(
+    ("analysis", "option", "told"),
+    [
+        ("domain_gap", "inputs=5", "inputs must be a list whose items are each a printable string, got 5"),
+        ("domain_gap", "inputs=[clean, 5]", "inputs must be a printable string, got 5"),
+        ("channels", "channels=many", "channels must be an integer or a list whose items are each an integer"),
+        ("ligs", "size=8/255", "size must be a finite number, got '8/255'"),
+        ("moments", "statistics=batched", "unknown statistics 'batched', did you mean 'batch'"),
+    ],
+)
+def test_an_option_of_another_type_is_told_before_an_analysis_begins(tmp_path, monkeypatch, analysis, option, told):
+    monkeypatch.setattr("advnorm.cli.analyze.subject_of", lambda *_, **__: pytest.fail("it began"))
+    result = invoke("analyze", analysis, str(tmp_path), "--out", str(tmp_path / "out"), "--set", option)
+    assert isinstance(result.exception, AdvnormError) and told in str(result.exception)
+
+
 def test_a_place_that_cannot_be_written_to_is_told_before_an_analysis_begins(tmp_path, monkeypatch):
     (tmp_path / "afile").write_text("")
     monkeypatch.setattr("advnorm.cli.analyze.subject_of", lambda *_, **__: pytest.fail("it began"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
@@ -165,6 +166,18 @@ def test_runs_are_compared_by_bars(digits):
     )
     assert sum(len(bars) for bars in found.figure().axes[0].containers) == 6
     assert {"transfer", "alignment", "features"} <= set(ANALYSES)
+
+
+@pytest.mark.parametrize("compare", [transfer_between, alignment_of_runs])
+def test_runs_on_different_data_are_refused_before_any_work(digits, compare, monkeypatch):
+    for place in ("make_features", "alignment"):
+        monkeypatch.setattr(sys.modules[transfer.__module__], place, lambda *_, **__: pytest.fail("it began"))
+    larger = digits.subject("bn", name="larger", images=digits.x.repeat(1, 1, 2, 2))
+    with pytest.raises(ConfigError, match=r"\(1, 8, 8\) for bn, \(1, 16, 16\) for larger.*one data set"):
+        compare([digits.subject("bn"), larger])
+    fewer = digits.subject("bn", name="fewer", model=nn.Sequential(nn.Flatten(), nn.Linear(64, 4)))
+    with pytest.raises(ConfigError, match="10 for bn, 4 for fewer.*one data set"):
+        compare([digits.subject("bn"), fewer])
 
 
 def test_long_names_of_runs_fit_beside_and_below_the_matrix(apart):

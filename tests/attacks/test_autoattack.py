@@ -177,7 +177,7 @@ def test_strict_forwards_on_a_gpu_have_few_sizes_and_none_beyond_the_memory():
         return 2 * x
 
     memory = Halving(100)
-    forward = _in_buckets(predict, memory)
+    forward = _in_buckets(predict, memory, searches=False)
     x = torch.rand(120, 3, requires_grad=True)
     for rows in (1, 5, 31, 33, 97):
         assert torch.equal(forward(x[:rows]), 2 * x[:rows])
@@ -186,6 +186,11 @@ def test_strict_forwards_on_a_gpu_have_few_sizes_and_none_beyond_the_memory():
     assert sizes == [1, 8, 32, 64, 100, 3]
     (gradient,) = torch.autograd.grad(forward(x[:5]).sum(), x)
     assert torch.equal(gradient[:5], torch.full((5, 3), 2.0)) and not gradient[5:].any()
+    forward = _in_buckets(predict, Halving(800), searches=True)  # fewer sizes: kernels are tried for each
+    sizes.clear()
+    for rows in (60, 70, 101, 700, 790):
+        forward(torch.rand(rows, 3))
+    assert sizes == [64, 100, 200, 700, 800]
 
 
 def test_a_stand_in_guides_the_search_but_does_not_judge(linf):

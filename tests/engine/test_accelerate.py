@@ -12,11 +12,12 @@ import torch
 
 import advnorm
 from advnorm import Config, ThreatModel, benchmark, convert_norm, strip
+from advnorm._core.precision import kernels
 from advnorm._core.seeding import ImageNoise
 from advnorm.attacks import PGD, attacked
 from advnorm.attacks.fast_copy import fast_copy
 from advnorm.data import digits, load
-from advnorm.engine.accelerate import Replays, _AttackOnCopy, attack_a_copy, kernels, shaken
+from advnorm.engine.accelerate import Replays, _AttackOnCopy, attack_a_copy, shaken
 from advnorm.engine.journal import Journal
 from advnorm.engine.ranks import Ranks
 from advnorm.engine.run import Run

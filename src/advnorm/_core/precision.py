@@ -1,4 +1,4 @@
-"""How exact products of float32 numbers are: TF32 on NVIDIA GPUs, and what a caller has set for the CPU."""
+"""How exact products of float32 numbers are, and by which of cuDNN's kernels: scopes over torch's switches."""
 
 from __future__ import annotations
 
@@ -71,3 +71,18 @@ def _set(settings: Mapping[str, Any]) -> None:
         cast(Any, torch.backends.cudnn).allow_tf32 = settings["cudnn"]
     for name, switch in _switches().items():
         switch.fp32_precision = settings[name]
+
+
+@contextmanager
+def kernels(*, deterministic: bool, tried: bool = True) -> Iterator[None]:
+    """Scope: cuDNN tries its convolutions and takes the fastest, or only ones that give the same bits every time.
+
+    Trying takes seconds: with ``tried=False`` it takes what it thinks best.
+    """
+    cudnn: Any = torch.backends.cudnn
+    before = cudnn.benchmark, cudnn.deterministic
+    cudnn.benchmark, cudnn.deterministic = tried and not deterministic, deterministic
+    try:
+        yield
+    finally:
+        cudnn.benchmark, cudnn.deterministic = before

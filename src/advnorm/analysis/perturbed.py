@@ -205,6 +205,11 @@ def statistics_attack_of_run(
 
     The gradient is that of the first batch of the images, all of which are judged, with statistics of batches.
     """
+    if one_domain_problems(subject.model, "batch_frozen"):
+        raise ConfigError(
+            f"the norms of {subject.name} take the batch statistics of both domains together, and a batch here is of "
+            "one; perturb its running statistics instead: perturbed_statistics"
+        )
     common: dict[str, Any] = {"radius": 0.0, "which": which, "seed": seed}
     attacks = {
         "uniform random": StatisticsAttack(kind="uniform", **common),

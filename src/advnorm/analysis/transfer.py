@@ -14,8 +14,8 @@ from advnorm._core.errors import ConfigError, did_you_mean, raise_all
 from advnorm._core.precision import float32_as
 from advnorm.analysis.base import COLOURS, MARKERS, Finding, Subject, batches, direct_labels, register
 from advnorm.analysis.features import RECIPES, classes_of, images_of, make_features
+from advnorm.analysis.views import View, device_of, legend, views, wrapped
 from advnorm.analysis.views import conditions as conditions_of
-from advnorm.analysis.views import device_of, legend, views, wrapped
 from advnorm.attacks import attacked
 from advnorm.attacks.base import Progress, check_images
 
@@ -87,6 +87,18 @@ class Transfer(Finding):
         return figure
 
 
+def _of_one_data_set(seen: Sequence[View]) -> None:
+    """Refuse networks that are to judge each other's images and cannot."""
+    shapes = {view.name: tuple(view.subject.images.shape[1:]) for view in seen}
+    if len(set(shapes.values())) > 1:
+        told = ", ".join(f"{shape} for {name}" for name, shape in shapes.items())
+        raise ConfigError(f"runs on images of different shapes: {told}; compare runs on one data set")
+    classes = {view.name: classes_of(view.subject.model, view.subject.images[:1], view.route) for view in seen}
+    if len(set(classes.values())) > 1:
+        told = ", ".join(f"{count} for {name}" for name, count in classes.items())
+        raise ConfigError(f"runs that tell different numbers of classes apart: {told}; compare runs on one data set")
+
+
 def transfer(
     models: Mapping[str, nn.Module],
     sets: Mapping[str, tuple[Tensor, Tensor]],
@@ -146,6 +158,7 @@ def transfer_between(
     if source not in get_args(Source):
         raise ConfigError(f"unknown source {source!r}{did_you_mean(source, get_args(Source))}")
     seen = views(subjects, route)
+    _of_one_data_set(seen)
     recipe = dataclasses.replace(RECIPES["D_R"], steps=steps)
     total = sum(len(view.subject.images) for view in seen)
     sets: dict[str, tuple[Tensor, Tensor]] = {}
@@ -285,6 +298,7 @@ def alignment_of_runs(subjects: Sequence[Subject], *, offset: int = 1, route: st
         "bad alignment",
     )
     seen = views(subjects, route)
+    _of_one_data_set(seen)
     x, y, size = seen[0].subject.images, seen[0].subject.labels, seen[0].subject.batch_size
     parts = [
         alignment({name: subject.model}, x, y, offset=offset, route=branch, batch_size=size)

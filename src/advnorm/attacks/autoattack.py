@@ -10,7 +10,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError, did_you_mean
-from advnorm._core.precision import Scope, as_set, float32_as
+from advnorm._core.precision import Scope, as_set, float32_as, kernels
 from advnorm._core.records import digest, model_fingerprint
 from advnorm._core.seeding import ImageNoise
 from advnorm.attacks.apgd import APGD
@@ -49,8 +49,8 @@ ROBUST = -1
 PROBE = 64
 #: Rows of a forward: on a CPU, and at most on a GPU, where more gain nothing.
 CPU_ROWS, GPU_ROWS = 512, 4096
-#: On a GPU a strict forward has a multiple of so many rows.
-JUDGED = 32
+#: On a GPU a strict forward that judges has a multiple of so many rows, and one that searches of such a part of all.
+JUDGED, SEARCHED = 32, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,8 +224,9 @@ class _Cascade:
         self.attack, self.x, self.y, self.noise, self.device = attack, x, y, noise, device
         self.given = given
         self.memory = Halving(attack.batch_size or (CPU_ROWS if device.type == "cpu" else GPU_ROWS))
-        if device.type == "cuda" and attack.statistics == "running":
-            predict = _in_buckets(predict, self.memory)
+        self.buckets = device.type == "cuda" and attack.statistics == "running"
+        if self.buckets:
+            predict = _in_buckets(predict, self.memory, searches=search is None)
         self.strict = self.victim = Victim(predict, memory=self.memory)
         if search is not None:
             self.victim = Victim(predict, search=search, precision=precision, memory=self.memory)
@@ -342,9 +343,16 @@ class _Cascade:
             batches.size = min(batches.size or 1, (self.memory.size or 1) // variants or 1)
 
         show(0)
-        batches.over(len(left), work)
+        with self._kernels():
+            batches.over(len(left), work)
         self.memory.halved += [images * variants for images in batches.halved]
         show(len(left))
+
+    def _kernels(self) -> AbstractContextManager[None]:
+        """Scope: cuDNN tries its kernels for a strict search of few sizes; the one it thinks best can take thrice."""
+        if self.buckets and self.victim is self.strict:
+            return kernels(deterministic=torch.backends.cudnn.deterministic)
+        return nullcontext()
 
     def _attack(self, name: str, search: Search, images: Tensor) -> Found:
         x, y = self.x[images].to(self.device), self.y[images].to(self.device)
@@ -368,11 +376,12 @@ class _Cascade:
         return sum(victim.forwards for victim in {self.strict, self.victim})
 
 
-def _in_buckets(predict: Predict, memory: Halving) -> Predict:
+def _in_buckets(predict: Predict, memory: Halving, *, searches: bool) -> Predict:
     """Few sizes, and none that is beyond the memory's: the candidates to judge are another number every time."""
 
     def forward(x: Tensor) -> Tensor:
-        rows = min(bucket(len(x), JUDGED), max(len(x), memory.size or 1))
+        step = max(JUDGED, (memory.size or 1) // SEARCHED) if searches else JUDGED
+        rows = min(bucket(len(x), step), max(len(x), memory.size or 1))
         return predict(filled(x, rows))[: len(x)]
 
     return forward

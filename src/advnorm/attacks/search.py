@@ -59,11 +59,11 @@ class Halving:
 
 
 def bucket(rows: int, step: int) -> int:
-    """A number of rows that is not less: a multiple of ``step``, below it a power of two.
+    """A number of rows that is not less: a multiple of ``step``, or a power of two below it.
 
     cuDNN looks for its kernels anew for every size, which takes as long as many forwards.
     """
-    return -(-rows // step) * step if rows > step else 1 << (rows - 1).bit_length()
+    return -(-rows // step) * step if rows > step else min(step, 1 << (rows - 1).bit_length())
 
 
 def filled(x: Tensor, rows: int) -> Tensor:

@@ -21,12 +21,11 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from advnorm._core.errors import did_you_mean, raise_all
-from advnorm._core.precision import float32_as
+from advnorm._core.precision import float32_as, kernels
 from advnorm._core.records import write_json
 from advnorm.bench.profile import step_parts
 from advnorm.bench.timing import side_by_side, synchronize
 from advnorm.data import ImageData, load
-from advnorm.engine.accelerate import kernels
 from advnorm.engine.config import AttackConfig, Config, Named
 from advnorm.engine.cost import ATTACK_PASSES, TRAINING_PASSES, forward_flops
 from advnorm.engine.journal import Journal

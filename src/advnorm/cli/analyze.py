@@ -16,6 +16,7 @@ from advnorm.analysis.subject import subject_of
 from advnorm.engine.partial import unwritable
 from advnorm.engine.run import Run, Which
 from advnorm.engine.text import parse_yaml
+from advnorm.engine.values import fitted, hints
 
 
 def analyze(
@@ -39,7 +40,15 @@ def analyze(
     settings = parsed(options)
     taken = {key for key, p in inspect.signature(analysis.run).parameters.items() if p.kind is p.KEYWORD_ONLY}
     known = taken - {"progress"}
-    problems = [f"unknown option {key!r} of {name}{did_you_mean(key, known)}" for key in settings if key not in known]
+    problems = []
+    for key, value in settings.items():
+        if key not in known:
+            problems.append(f"unknown option {key!r} of {name}{did_you_mean(key, known)}")
+            continue
+        try:
+            settings[key] = fitted(key, hints(analysis.run)[key], value)
+        except ConfigError as error:
+            problems.append(str(error))
     if not analysis.several and len(runs) != 1:
         problems.append(f"{name} takes one run, got {len(runs)}")
     problems += unwritable(out / f"{name}.json")

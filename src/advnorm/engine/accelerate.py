@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from advnorm._core.errors import AdvnormError, first_line
+from advnorm._core.precision import kernels
 from advnorm._core.seeding import ImageNoise
 from advnorm.attacks.base import attacked
 from advnorm.attacks.fast_copy import FastCopy, fast_copy
@@ -51,21 +52,6 @@ def room_for_variants() -> AbstractContextManager[Any]:
     """Scope: as many variants of one network as a training has; then torch's own limit again."""
     limit = max(torch._dynamo.config.recompile_limit, VARIANTS)  # pyright: ignore
     return torch._dynamo.config.patch(recompile_limit=limit)  # pyright: ignore
-
-
-@contextmanager
-def kernels(*, deterministic: bool, tried: bool = True) -> Iterator[None]:
-    """Scope: cuDNN tries its convolutions and takes the fastest, or only ones that give the same bits every time.
-
-    Trying takes seconds: with ``tried=False`` it takes what it thinks best.
-    """
-    cudnn: Any = torch.backends.cudnn
-    before = cudnn.benchmark, cudnn.deterministic
-    cudnn.benchmark, cudnn.deterministic = tried and not deterministic, deterministic
-    try:
-        yield
-    finally:
-        cudnn.benchmark, cudnn.deterministic = before
 
 
 class Compiled:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from advnorm._core.errors import AdvnormError, ConfigError, first_line, raise_all
-from advnorm._core.precision import float32_as
+from advnorm._core.precision import float32_as, kernels
 from advnorm._core.records import model_fingerprint, write_json
 from advnorm.attacks import attacked
 from advnorm.data import FolderData, ImageData, load, make_loader, split_held_out
@@ -33,7 +33,6 @@ from advnorm.engine.accelerate import (
     capture_attack,
     compile_network,
     forwards,
-    kernels,
     replayable,
     room_for_variants,
     runs_compiled,

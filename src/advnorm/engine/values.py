@@ -61,7 +61,7 @@ def fitted(label: str, hint: Any, value: Any) -> Any:
     elif origin is Literal:
         if text in members:
             return text
-    elif origin is tuple:
+    elif origin in (tuple, Sequence):
         if isinstance(value, list | tuple):
             return tuple(fitted(label, members[0], item) for item in value)
     elif hint is bool:
@@ -104,7 +104,7 @@ def _words(hint: Any) -> str:
         return " or ".join(map(_words, members))
     if origin is Literal:
         return " or ".join(map(repr, members))
-    if origin is tuple:
+    if origin in (tuple, Sequence):
         return f"a list whose items are each {_words(members[0])}"
     if hint is Named:
         return "a name, or a mapping with a name and options"
