@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from advnorm._core.errors import ConfigError
 from advnorm._core.modes import evaluating
 from advnorm.attacks import PGD
 from advnorm.attacks.autoattack import AutoAttack
+from advnorm.attacks.base import Progress
 from advnorm.bench.timing import synchronize
 from advnorm.data import cifar10, digits
 from advnorm.models import create_model
@@ -119,16 +120,21 @@ def bench_autoattack(
     official_batch: int = 500,
     seed: int = 0,
     on_row: Callable[[str], object] = lambda row: None,
+    on_result: Callable[[AutoAttackBenchmark], object] = lambda result: None,
 ) -> AutoAttackBenchmark:
-    """Time our standard AutoAttack in several precisions, and the official one where it is installed."""
+    """Time our standard AutoAttack in several precisions, and the official one where it is installed.
+
+    ``on_row`` is told what is being measured and how far it is, ``on_result`` gets the results after each row.
+    """
     here = importlib.util.find_spec(OFFICIAL) is not None
     notes = [] if here or not official else [f"{OFFICIAL} is not installed: ratios are to our strict float32 run"]
     runs: dict[str, Callable[[], tuple[Tensor, dict[str, float]]]] = {}
     if official and here:
         runs[f"{OFFICIAL} (official code)"] = lambda: (_official(model, x, y, threat, official_batch, seed), {})
     for precision in precisions:
-        attack = _attack(threat, precision, seed)
-        runs[f"advnorm {precision}"] = lambda attack=attack: _ours(attack, model, x, y)
+        label = f"advnorm {precision}"
+        attack = replace(_attack(threat, precision, seed), progress=_percent(label, on_row))
+        runs[label] = lambda attack=attack: _ours(attack, model, x, y)
     if not runs:
         raise ConfigError("nothing to measure; give at least one precision")
     with torch.no_grad(), evaluating(model):
@@ -136,6 +142,7 @@ def bench_autoattack(
     _warm_up(model, x[:official_batch], y[:official_batch])
     rows: dict[str, Row] = {}
     reference: tuple[str, Tensor, float] | None = None
+    result: AutoAttackBenchmark | None = None
     for label, run in runs.items():
         on_row(label)
         synchronize(x.device)
@@ -153,18 +160,33 @@ def bench_autoattack(
             agreement=(robust == reference[1]).double().mean().item(),
             stages=stages,
         )
-    assert reference is not None
-    return AutoAttackBenchmark(
-        model=name,
-        threat=str(threat),
-        images=len(x),
-        device=torch.cuda.get_device_name(x.device) if x.is_cuda else "cpu",
-        torch=torch.__version__,
-        seed=seed,
-        reference=reference[0],
-        rows=rows,
-        notes=tuple(notes),
-    )
+        result = AutoAttackBenchmark(
+            model=name,
+            threat=str(threat),
+            images=len(x),
+            device=torch.cuda.get_device_name(x.device) if x.is_cuda else "cpu",
+            torch=torch.__version__,
+            seed=seed,
+            reference=reference[0],
+            rows=dict(rows),
+            notes=tuple(notes),
+        )
+        on_result(result)
+    assert result is not None
+    return result
+
+
+def _percent(label: str, tell: Callable[[str], object]) -> Progress:
+    """Tells how far an attack is, once for each percent."""
+    told = -1
+
+    def progress(done: int, total: int) -> None:
+        nonlocal told
+        if (percent := 100 * done // total) != told:
+            told = percent
+            tell(f"{label}: {percent} %")
+
+    return progress
 
 
 def _attack(threat: ThreatModel, precision: str, seed: int) -> AutoAttack:

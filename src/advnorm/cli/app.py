@@ -475,6 +475,7 @@ def bench_autoattack(
     Examples: `advnorm bench autoattack --images 100`,
     `advnorm bench autoattack --weights resnet18_eps8.safetensors --data-dir data --json autoattack.json`
     """
+    from advnorm._core.records import write_json
     from advnorm.bench.autoattack import bench_autoattack as measure
     from advnorm.bench.autoattack import subject
     from advnorm.cli import listing
@@ -494,6 +495,7 @@ def bench_autoattack(
             official=official,
             seed=seed,
             on_row=lambda row: status.update(f"measuring {row}"),
+            on_result=lambda so_far: json and write_json(json, so_far.record()),  # a row can take many minutes
         )
     console.print(listing.autoattack_benchmark(result))
     _write(json, result.record())

@@ -1,0 +1,41 @@
+"""The benchmark of AutoAttack: rows one by one, compared with the first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from advnorm import ThreatModel
+from advnorm.bench import autoattack
+from advnorm.bench.autoattack import bench_autoattack
+
+
+def test_each_row_is_handed_out_when_it_is_done_and_compared_with_the_first(monkeypatch):
+    made = autoattack._attack
+    monkeypatch.setattr(autoattack, "_attack", lambda *asked: replace(made(*asked), steps=2, queries=20))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).eval()
+    x = torch.rand(24, 1, 8, 8)
+    y = model(x).argmax(1)
+    y[:6] = (y[:6] + 1) % 10
+    told, handed = [], []
+    result = bench_autoattack(
+        model,
+        x,
+        y,
+        ThreatModel(eps=0.03),
+        name="linear",
+        precisions=("float32", "bf16"),
+        official=False,
+        on_row=told.append,
+        on_result=lambda so_far: handed.append(so_far.record()),
+    )
+    assert [list(record["rows"]) for record in handed] == [["advnorm float32"], ["advnorm float32", "advnorm bf16"]]
+    assert handed[-1] == result.record() and result.reference == "advnorm float32"
+    strict, fast = result.rows.values()
+    assert strict.clean == fast.clean == 18 / 24 and strict.speedup == strict.agreement == 1
+    assert 0 < strict.robust < strict.clean and fast.speedup == strict.seconds / fast.seconds
+    parts = [[int(row.split()[-2]) for row in told if row.startswith(f"{label}: ")] for label in result.rows]
+    assert all(part == sorted(set(part)) and part[0] == 0 and part[-1] == 100 for part in parts), told
