@@ -732,3 +732,12 @@ def test_groups_of_a_second_pass_that_cannot_be_made_are_refused_before_training
 
 def test_a_setting_that_came_later_leaves_the_runs_before_it_their_names():
     assert Config().run_name.endswith("-d2642d6d") and not Config(snapshots=(1,)).run_name.endswith("-d2642d6d")
+
+
+def test_one_value_stands_for_a_list_of_it_where_any_sequence_serves():
+    assert fitted("inputs", Sequence[str], "adv") == ("adv",) == fitted("inputs", Sequence[str], ["adv"])
+    assert fitted("channels", int | Sequence[int], 5) == 5 and fitted("channels", int | Sequence[int], [5]) == (5,)
+    with pytest.raises(ConfigError, match="inputs must be a list whose items are each a printable string, got 5"):
+        fitted("inputs", Sequence[str], 5)
+    with pytest.raises(ConfigError, match="must be a list"):
+        fitted("snapshots", tuple[int, ...], 5)

@@ -6,6 +6,7 @@ import inspect
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import lru_cache
 from types import NoneType, UnionType
@@ -61,6 +62,9 @@ def fitted(label: str, hint: Any, value: Any) -> Any:
     elif origin is Literal:
         if text in members:
             return text
+    elif origin is Sequence and not isinstance(value, list | tuple):
+        with suppress(ConfigError):  # one stands for a list of it
+            return (fitted(label, members[0], value),)
     elif origin in (tuple, Sequence):
         if isinstance(value, list | tuple):
             return tuple(fitted(label, members[0], item) for item in value)
