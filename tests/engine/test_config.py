@@ -4,6 +4,7 @@ import json
 import math
 import pickle
 import re
+from collections.abc import Sequence
 from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
