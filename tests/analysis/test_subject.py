@@ -46,6 +46,7 @@ def test_a_limit_takes_images_of_every_class_though_they_lie_one_after_another(r
     expected = torch.tensor([10 * i / 255 for i in rows]).view(-1, 1, 1, 1).expand(-1, 3, 8, 8)
     assert torch.allclose(subject.images, expected)
     assert subject.conditions["images"] == len(chosen) and subject.conditions["checkpoint"] == "last"
+    assert subject.conditions["trained_on"] == run.description["data"]["name"] == "imagefolder"
 
 
 def test_a_batch_of_folders_has_several_classes_and_the_order_is_always_the_same(run, folder):

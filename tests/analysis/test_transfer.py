@@ -151,10 +151,10 @@ def test_along_training_networks_come_one_by_one_and_the_figure_is_a_line(tmp_pa
 
 
 def test_a_run_on_ordinary_images_has_nothing_to_align(digits):
-    told = {"config": {"data": {"name": "digits"}}}
-    runs = [digits.subject("bn", conditions={"config": {"data": {"name": "features"}}}), digits.subject("none")]
-    with pytest.raises(ConfigError, match="none was trained on digits.*D_conflict"):
-        alignment_of_runs([runs[0], digits.subject("none", conditions=told)])
+    runs = [digits.subject("bn", conditions={"trained_on": "D_conflict"}), digits.subject("none")]
+    for source in ("digits", "D_R"):
+        with pytest.raises(ConfigError, match=f"none was trained on {source}.*D_conflict"):
+            alignment_of_runs([runs[0], digits.subject("none", conditions={"trained_on": source})])
     assert alignment_of_runs(runs).names == ("bn", "none")
 
 

@@ -56,6 +56,7 @@ def subject_of(
         batch_size=batch_size,
         conditions={
             "config": config.to_dict(),
+            "trained_on": run.description["data"]["name"],
             "checkpoint": run.judged(checkpoint),
             "attack": repr(chosen),
             "images": len(data),

@@ -287,13 +287,13 @@ def alignment(
 @register("alignment", summary="do runs trained on D_conflict go by robust features?", paper="D fig. 7", several=True)
 def alignment_of_runs(subjects: Sequence[Subject], *, offset: int = 1, route: str | None = None) -> Alignment:
     """Runs trained on conflicting features, on the test images of the first: ordinary ones (see ``add_split``)."""
-    sources = {subject.name: subject.conditions.get("config", {}).get("data", {}).get("name") for subject in subjects}
+    sources = {subject.name: subject.conditions.get("trained_on") for subject in subjects}
     raise_all(
         [
-            f"{name} was trained on {source}, where both kinds of features say the same class; train on a D_conflict "
-            "or D_det (data=features)"
+            f"{name} was trained on {source}, where the kinds of features do not say different classes; train on a "
+            "D_conflict or D_det (data=features)"
             for name, source in sources.items()
-            if source not in (None, "features")
+            if source not in (None, "D_conflict", "D_det")
         ],
         "bad alignment",
     )
