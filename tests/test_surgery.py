@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import advnorm
 from advnorm import ConfigError, SurgeryError, convert_head, convert_norm, create_model, route, strip
@@ -250,11 +251,137 @@ def test_parametrized_and_lazy_norms_are_refused():
         convert_norm(model, "bn")
 
 
+class Gate(nn.Module):
+    def forward(self, x):
+        return x
+
+
+def _own_forward(module):
+    module.forward = lambda x: 2 * x
+
+
+def _gated(module):
+    module.gate = Gate()
+
+
+@pytest.mark.parametrize("change", [_own_forward, _gated, lambda module: prune.l1_unstructured(module, "weight", 1)])
+def test_a_module_that_has_more_than_its_class_is_refused_by_name_and_nothing_changes(change):
+    model = nn.Sequential(nn.BatchNorm2d(4), nn.BatchNorm2d(4), nn.Linear(4, 2))
+    change(model[1])
+    change(model[2])
+    with pytest.raises(SurgeryError, match=r"1 \(BatchNorm2d .*may do more.*keep="):
+        convert_norm(model, "dual_bn")
+    assert type(model[0]) is nn.BatchNorm2d
+    with pytest.raises(SurgeryError, match=r"2 .*may do more"):
+        convert_head(model)
+
+
+def test_statistics_that_a_norm_evaluates_with_and_does_not_feed_are_refused():
+    model = nn.Sequential(nn.BatchNorm2d(3))
+    model[0].track_running_stats = False
+    with pytest.raises(
+        SurgeryError, match=r"0 \(BatchNorm2d has statistics that .* does not feed; set track_running_s"
+    ):
+        convert_norm(model, "dual_bn")
+    model[0].track_running_stats = True
+    model[0].running_mean = None
+    with pytest.raises(SurgeryError, match="does not feed"):
+        convert_norm(model, "dual_bn")
+
+
+def test_a_norm_that_lost_its_statistics_evaluates_by_the_batch_as_before():
+    model, x = nn.Sequential(nn.BatchNorm2d(3)), torch.rand(4, 3, 5, 5)
+    model[0].running_mean = model[0].running_var = None
+    expected = model.eval()(x)
+    convert_norm(model, "dual_bn")
+    with route(model, "adv"):
+        assert torch.equal(model(x), expected)
+
+
+def test_a_subclass_that_the_name_does_not_replace_stays():
+    class Mine(nn.LayerNorm):
+        pass
+
+    model = nn.Sequential(nn.BatchNorm1d(4), Mine(4))
+    assert convert_norm(model, "dual_bn").kept == {
+        "1": "Mine, a subclass of LayerNorm, is not the norm that dual_bn replaces"
+    }
+    model = nn.Sequential(nn.BatchNorm1d(4), Mine(4))
+    with pytest.raises(SurgeryError, match="Mine is a subclass of LayerNorm"):
+        convert_norm(model, "ln")
+
+
+def test_settings_of_a_norm_that_stays_are_checked_and_none_is_ignored():
+    model = nn.Sequential(nn.BatchNorm2d(4))
+    convert_norm(model, "dual_bn")
+    with pytest.raises(ConfigError, match="eps must be.*momentum must"):
+        convert_norm(model, "dual_bn", momentum=5, eps=-1.0)
+    assert model[0].momentum == 0.1
+    for norm in (nn.GroupNorm(4, 8), advnorm.make_norm("gn", 8)):
+        model = nn.Sequential(norm)
+        assert convert_norm(model, "gn", num_groups=norm.num_groups)
+        with pytest.raises(SurgeryError, match=r"has \d groups.*leave num_groups out"):
+            convert_norm(model, "gn", num_groups=2)
+    model = nn.Sequential(nn.BatchNorm2d(8), nn.BatchNorm2d(12), nn.BatchNorm2d(20))
+    with pytest.raises(SurgeryError, match=r"1 \(12 channels.*8 groups\); 2 \(20 channels"):
+        convert_norm(model, "gn", num_groups=8)
+
+
+def test_hooks_before_loading_are_given_the_new_module():
+    model, seen = nn.Sequential(nn.BatchNorm2d(4)), []
+    model[0].register_load_state_dict_pre_hook(lambda module, *_: seen.append(module))
+    convert_norm(model, "dual_bn")
+    gc.collect()
+    model.load_state_dict(model.state_dict())
+    stripped = strip(model, "adv")
+    stripped.load_state_dict(stripped.state_dict())
+    assert seen == [model[0], stripped[0]]
+
+
+@pytest.mark.parametrize("layer", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
+def test_transformer_layers_evaluate_as_they_train_and_must_have_the_batch_first(layer):
+    settings = {"d_model": 8, "nhead": 2, "dim_feedforward": 16, "dropout": 0.0}
+    model = layer(batch_first=True, **settings)
+    encoder, x = layer is nn.TransformerEncoderLayer, torch.rand(4, 5, 8)
+    more = () if encoder else (x,)
+    expected = model(x, *more)
+    notes = convert_norm(model, "dual_affine_ln").notes
+    assert [note for note in notes if "fast path" in note] == [*notes][: int(encoder)]
+    with torch.no_grad(), route(model, {"clean": 2, "adv": 2}):
+        torch.testing.assert_close(model.eval()(x, *more), expected.detach())  # attention rounds otherwise
+        model.norm2.weight_adv.fill_(3)
+        changed = model(x, *more)
+    torch.testing.assert_close(changed[:2], expected[:2].detach())
+    assert not torch.allclose(changed[2:], expected[2:])
+    with torch.no_grad():
+        torch.testing.assert_close(strip(model, "clean")(x, *more), expected.detach())
+    with pytest.raises(SurgeryError, match=r"batch in the second dimension.*batch_first=True"):
+        convert_norm(layer(**settings), "dual_affine_ln")
+    assert convert_norm(layer(**settings), "ln").replaced
+
+
+def test_a_process_group_comes_back(tmp_path):
+    if not torch.distributed.is_available():
+        pytest.skip("torch was built without distributed")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    try:
+        group = torch.distributed.new_group([0])
+        model = nn.Sequential(nn.SyncBatchNorm(3, process_group=group))
+        convert_norm(model, "dual_bn")
+        assert model[0].process_group is group and strip(model, "adv")[0].process_group is group
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_a_routed_norm_does_not_become_another():
     model = nn.Sequential(nn.BatchNorm2d(3))
     convert_norm(model, "dual_bn")
     with pytest.raises(SurgeryError, match="routed already as dual_bn.*strip"):
         convert_norm(model, "cross_bn")
+    model = nn.Sequential(nn.BatchNorm2d(3))
+    convert_norm(model, "cross_bn")
+    with pytest.raises(SurgeryError, match="routed already as cross_bn over clean, adv with other_gradient=True"):
+        convert_norm(model, "cross_bn", other_gradient=False)
 
 
 def test_a_model_that_is_itself_a_norm_is_refused():
@@ -458,3 +585,5 @@ def test_head_errors_are_explained():
         convert_head(model, name="3")
     with pytest.raises(ConfigError, match="name of its own"):
         convert_head(model, domains=("adv", "adv"))
+    with pytest.raises(ConfigError, match="domains is a list of names, got the string 'adv'"):
+        convert_head(model, domains="adv")

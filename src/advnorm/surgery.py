@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -18,8 +19,8 @@ from advnorm._core.wrappers import parallel_wrappers, unwrapped
 from advnorm.norms.factory import MODULE_OPTIONS, channel_groups, make_plan
 from advnorm.norms.head import RoutedLinear
 from advnorm.norms.mixture import MixtureNorm
-from advnorm.norms.plan import Plan
-from advnorm.norms.routed import RoutedNorm
+from advnorm.norms.plan import Plan, listed
+from advnorm.norms.routed import RoutedNorm, setting_problems
 from advnorm.norms.routing import Routed
 from advnorm.norms.routing import domains as known_domains
 
@@ -31,6 +32,16 @@ BATCH_NORMS: dict[type, int | None] = {
 }
 INSTANCE_NORMS: dict[type, int] = {nn.InstanceNorm1d: 1, nn.InstanceNorm2d: 2, nn.InstanceNorm3d: 3}
 BUILT_IN = (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm)
+
+#: Layers that hold layer norms beside an attention, which knows where the batch is.
+TRANSFORMER_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+#: The names whose norms replace a built-in one, without their prefix; those of batches replace batch norms alone.
+_FAMILIES: dict[type, tuple[str, ...]] = {
+    _InstanceNorm: ("in",),
+    nn.GroupNorm: ("gn", "ln", "in"),
+    nn.LayerNorm: ("ln",),
+}
 
 #: Options that a norm which stays can still take on.
 SETTABLE = ("eps", "momentum", "process_group")
@@ -108,6 +119,17 @@ def convert_norm(
             kept[module_name] = verdict
         elif isinstance(verdict, _Refuse):
             refused.append(f"{module_name or 'the model itself'} ({verdict.reason})")
+    layers = {
+        layer_name: layer
+        for layer_name, layer in model.named_modules()
+        if plan.routed and isinstance(layer, TRANSFORMER_LAYERS) and any(m in replacements for m in layer.children())
+    }
+    refused += [
+        f"{layer_name or 'the model itself'} ({type(layer).__name__} has its batch in the second dimension, and routes "
+        "are cut along the first; build it with batch_first=True)"
+        for layer_name, layer in layers.items()
+        if not layer.self_attn.batch_first
+    ]
     if refused:
         raise SurgeryError(
             f"cannot convert to {name}: {'; '.join(refused)}. To leave modules alone, pass keep=['their.name', ...]"
@@ -117,12 +139,17 @@ def convert_norm(
         notes.append("another kind of normalization: outputs change, train the model before you judge it")
     if not replacements and not any(verdict.change or "already" in verdict.reason for verdict in kept.values()):
         notes.append("nothing was converted: the model has no norm that this name replaces")
+    encoders = [layer for layer in layers.values() if isinstance(layer, nn.TransformerEncoderLayer)]
+    if encoders:
+        notes.append("encoder layers evaluate as they train from now on: their fast path takes no norm but its own")
     reasons = {module_name: verdict.reason for module_name, verdict in kept.items()}
     report = SurgeryReport(norm=name, domains=plan.domains, kept=reasons, notes=tuple(notes))
     report = _perform(model, replacements, report)
     for verdict in kept.values():
         if verdict.change is not None:
             verdict.change()
+    for layer in encoders:
+        layer.activation_relu_or_gelu = 0  # the one condition of the fast path that nothing else reads
     return report
 
 
@@ -133,7 +160,7 @@ def convert_head(model: nn.Module, *, domains: Sequence[str] | None = None, name
     name; without it the model's last linear layer is taken.
     """
     _check_convertible(model)
-    domains = tuple(domains or known_domains(model) or ("clean", "adv"))
+    domains = listed(domains or known_domains(model) or ("clean", "adv"))
     plan = Plan(name="dual_linear", domains=domains, statistics="none", affine=domains)
     linears = {n: m for n, m in model.named_modules() if type(m) is nn.Linear}
     routed = {n: m for n, m in model.named_modules() if isinstance(m, RoutedLinear)}
@@ -160,6 +187,9 @@ def convert_head(model: nn.Module, *, domains: Sequence[str] | None = None, name
             f"{name} is a {type(modules[name]).__name__}, not a plain nn.Linear; there are: {', '.join(linears)}"
         )
     linear = linears[name]
+    more = _does_more(linear)
+    if more is not None:
+        raise SurgeryError(f"{name} {more}; make it a plain nn.Linear first")
 
     def build(ties: _Ties) -> nn.Module:
         head = RoutedLinear(linear.in_features, linear.out_features, plan, bias=linear.bias is not None, device="meta")
@@ -182,6 +212,8 @@ def strip(
     :func:`advnorm.component` fixes, and outside of one the whole mixture. ``linked``: parameters and statistics are
     those of ``model`` itself, so that the copy follows its training; a mixture has none of its own and is refused.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"strip takes an nn.Module, got {type(model).__name__}")
     model = unwrapped(model)
     routed = [module for module in model.modules() if isinstance(module, Routed)]
     plans = {module.plan for module in routed}
@@ -205,7 +237,7 @@ def strip(
     own = (*model.parameters(), *model.buffers()) if linked else ()
     model = copy.deepcopy(model, {id(tensor): tensor for tensor in own})
     if isinstance(model, Routed):
-        return _plain(model, route, component)
+        return _bound(_plain(model, route, component))
     replacements: dict[nn.Module, _Replace] = {
         module: _Replace(lambda _ties, module=module: _plain(module, route, component))
         for module in model.modules()
@@ -246,6 +278,8 @@ def _judge(
             return _settings(module, sync, options)
         if module.plan.routed or module.plan.mixture:
             how = f"{module.plan.name} over {', '.join(module.plan.domains)}"
+            if plan.other_gradient != module.plan.other_gradient:
+                how += f" with other_gradient={module.plan.other_gradient}"
             return _Refuse(f"routed already as {how}; take a branch out with advnorm.strip first")
         if module.plan.statistics == "none":
             return _Keep("none has nothing to convert")
@@ -253,22 +287,49 @@ def _judge(
     if isinstance(module, LazyModuleMixin) and isinstance(module, BUILT_IN):
         return _Refuse(f"{kind.__name__} has no size yet; run one forward first")
     if kind in BATCH_NORMS or kind in INSTANCE_NORMS or kind in (nn.GroupNorm, nn.LayerNorm):
-        return _replacement(module, module, plan, sync, options)
+        verdict = _replacement(module, module, plan, sync, options)
+        more = _does_more(module) if isinstance(verdict, _Replace) else None
+        return verdict if more is None else _Refuse(f"{kind.__name__} {more}")
     if isinstance(module, BUILT_IN):
         base = next(base.__name__ for base in kind.__mro__ if base.__module__.startswith("torch.nn.modules"))
+        if not isinstance(module, _BatchNorm) and _family(plan) not in _FAMILIES[_built_in(module)]:
+            return _Keep(f"{kind.__name__}, a subclass of {base}, is not the norm that {plan.name} replaces")
         return _Refuse(f"{kind.__name__} is a subclass of {base} and may do more than normalize")
     if "norm" in kind.__name__.lower() and not list(module.children()):
         return _Keep(f"{kind.__name__} is not a built-in norm")
     return None
 
 
-def _settings(norm: RoutedNorm, sync: bool | None, options: Mapping[str, Any]) -> _Keep:
+def _does_more(module: nn.Module) -> str | None:
+    """What a module of a built-in class has that its class does not, and that would be lost with it."""
+    if "forward" in vars(module):
+        return "has a forward of its own and may do more than its class"
+    known = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+    tensors = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+    more = [name for name in (*tensors, *dict(module.named_children())) if name not in known]
+    return f"holds {', '.join(more)}, which its class has not, and may do more" if more else None
+
+
+def _family(plan: Plan) -> str:
+    return plan.name.removeprefix("dual_affine_")
+
+
+def _built_in(module: nn.Module) -> type:
+    return next(kind for kind in BUILT_IN if isinstance(module, kind))
+
+
+def _settings(norm: RoutedNorm, sync: bool | None, options: Mapping[str, Any]) -> _Keep | _Refuse:
     """A norm of the wanted plan stays; settings that were asked for are changed in it."""
+    if options.get("num_groups") not in (None, norm.num_groups):
+        return _Refuse(f"it has {norm.num_groups} groups already; leave num_groups out")
     wanted = {key: value for key, value in options.items() if key in SETTABLE}
     wanted |= {} if sync is None else {"sync": sync}
     changed = {key: value for key, value in wanted.items() if getattr(norm, key) != value}
     if not changed:
         return _Keep("routed already")
+    asked = {"eps": norm.eps, "momentum": norm.momentum, **wanted}
+    problems = setting_problems(norm.shape, norm.plan, norm.dim, asked["eps"], asked["momentum"], norm.num_groups)
+    raise_all(problems, f"bad norm {norm.plan.name!r}")
     text = ", ".join(f"{key}={value}" for key, value in changed.items())
     return _Keep(f"routed already, now with {text}", lambda: [setattr(norm, *item) for item in changed.items()])
 
@@ -279,22 +340,32 @@ def _same_plan(old: Plan, new: Plan) -> bool:
 
 def _replacement(
     old: nn.Module, source: Any, plan: Plan, sync: bool | None, options: Mapping[str, Any]
-) -> _Replace | _Keep:
+) -> _Replace | _Keep | _Refuse:
     """How a plain norm (``old`` itself, or what an unrouted ``old`` stands for) becomes the norm of ``plan``."""
-    kind, family = type(source).__name__, plan.name.removeprefix("dual_affine_")
+    kind, family = type(source).__name__, _family(plan)
     settings: dict[str, Any] = {"eps": source.eps, **{k: v for k, v in options.items() if k in MODULE_OPTIONS}}
+    given = options.get("num_groups")
     if isinstance(source, _BatchNorm):
         features: Any = source.num_features
         dim = BATCH_NORMS[type(source)]
-        settings = {"momentum": source.momentum, "track_running_stats": source.track_running_stats, **settings}
+        kept = [source.running_mean is not None, source.running_var is not None]
+        if any(kept) and not (all(kept) and source.track_running_stats):
+            return _Refuse(
+                f"{kind} has statistics that it evaluates with and does not feed; set track_running_stats=True (and "
+                "momentum=0 where they shall stay), or running_mean and running_var to None"
+            )
+        settings = {"momentum": source.momentum, "track_running_stats": all(kept), **settings}
         settings["sync"] = isinstance(source, nn.SyncBatchNorm) if sync is None else sync
         settings.setdefault("process_group", getattr(old, "process_group", None))
-        given = options.get("num_groups")
         settings["num_groups"] = channel_groups(plan.name, features) if given is None else given
+        if isinstance(given, int) and given > 0 and features % given:
+            return _Refuse(f"{features} channels cannot be cut into {given} groups")
     elif isinstance(source, nn.GroupNorm):
         features, groups = source.num_channels, source.num_groups
         if family != "gn" and not (family == "ln" and groups == 1) and not (family == "in" and groups == features):
             return _Keep(f"{kind} with {groups} groups is not the norm that {plan.name} replaces")
+        if given not in (None, groups):
+            return _Refuse(f"it has {groups} groups, which are taken over; leave num_groups out")
         dim = getattr(old, "dim", None)
         settings["num_groups"] = groups
     elif isinstance(source, nn.LayerNorm):
@@ -349,9 +420,10 @@ def _plain(module: Routed, route: str | None, component: str | None = None) -> n
         return _carry(module, MixtureNorm(torch.stack(means), torch.stack(variances), weight, bias, module.eps))
     settings: dict[str, Any] = {"eps": module.eps, "device": "meta"}
     if plan.statistics == "batch":
-        kind = {dim: kind for kind, dim in BATCH_NORMS.items()}[module.dim]
+        kind = next(kind for kind, dim in BATCH_NORMS.items() if dim == module.dim)
         settings |= {"momentum": module.momentum, "track_running_stats": module.track_running_stats}
-        plain = kind(module.num_features, affine=module.affine, **settings)
+        settings |= {"process_group": module.process_group} if kind is nn.SyncBatchNorm else {}
+        plain = kind(module.shape[0], affine=module.affine, **settings)
         if module.track_running_stats:
             bank = module.statistics_bank(plan.normalized_by[index])
             plain.running_mean, plain.running_var, plain.num_batches_tracked = bank
@@ -392,6 +464,15 @@ def _carry(old: nn.Module, new: nn.Module) -> nn.Module:
     return new
 
 
+def _bound(module: nn.Module) -> nn.Module:
+    """Hooks that were given their module get this one."""
+    hooks: Any = module._load_state_dict_pre_hooks.values()
+    for hook in hooks:
+        if getattr(hook, "with_module", False):
+            hook.module = weakref.ref(module)
+    return module
+
+
 def _perform(model: nn.Module, replacements: Mapping[nn.Module, _Replace], report: SurgeryReport) -> SurgeryReport:
     """Build every new module, then put them all in place of the old ones, wherever these are held."""
     if model in replacements:
@@ -405,7 +486,7 @@ def _perform(model: nn.Module, replacements: Mapping[nn.Module, _Replace], repor
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child in built:
-                parent._modules[name] = built[child]
+                parent._modules[name] = _bound(built[child])
     return replace(report, replaced=names, parameters_before=before, parameters_after=_parameter_count(model))
 
 

@@ -20,9 +20,10 @@ from norm_oracles import BANKED, along, batch, build, parts_of, randomized
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
 
 from advnorm.attacks import PGD
-from advnorm.norms import make_norm, recalibrate, route, routed_modules, statistics
+from advnorm.norms import checkpoint_context, make_norm, recalibrate, route, routed_modules, statistics
 from advnorm.threat import ThreatModel
 
 WORLD = 2
@@ -45,6 +46,7 @@ class Case:
     spatial: tuple[int, ...] = (2, 2)
     dtype: torch.dtype = torch.float64
     mode: str | None = None
+    checkpointed: bool = False
 
     def counts(self, rank: int) -> dict[str, int]:
         parts = parts_of(self.name)
@@ -81,6 +83,7 @@ for _name, _options in VARIANTS:
     CASES[f"{_id}-float32"] = Case(_name, "unequal", _options, dtype=torch.float32)
     CASES[f"{_id}-vectors"] = Case(_name, "unequal", _options, spatial=())
     CASES[f"{_id}-frozen"] = Case(_name, "unequal", _options, mode="batch_frozen")
+    CASES[f"{_id}-checkpointed"] = Case(_name, "without", _options, checkpointed=True)
     CASES[f"{_id}-running"] = Case(_name, "apart", _options, mode="running")
 
 
@@ -92,7 +95,10 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
         x, weights = (case.mine(values, rank).clone() for values in case.whole(step))
         x.requires_grad_()
         with along(norm, case.counts(rank)), statistics(norm, mode=case.mode):
-            y = norm(x)
+            if case.checkpointed:
+                y = checkpoint(norm, x, use_reentrant=False, context_fn=checkpoint_context(norm))
+            else:
+                y = norm(x)
         (y * weights).sum().backward()
     gradients = {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in norm.named_parameters()}
     return {"y": y.detach(), "dx": x.grad, "gradients": gradients, "buffers": dict(norm.named_buffers())}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
 from norm_oracles import BANKED, PAPER, along, batch, build, changed, domains_of, randomized, shares, snapshot
 from torch import nn
+from torch.nn.utils import parametrize
 
 from advnorm.norms import RoutedNorm, list_norms, make_norm, route, statistics
 
@@ -236,3 +239,41 @@ def test_a_concatenated_batch_keeps_channels_last(name, mode):
         expected = norm(x.contiguous())
     assert y.stride() == x.stride()
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+
+
+class Doubled(nn.Module):
+    def forward(self, value):
+        return 2 * value
+
+
+@pytest.mark.parametrize("place", ["builtin", "routed"])
+def test_a_parametrized_weight_scales_as_in_the_builtin_norm(place):
+    norm, name = (nn.BatchNorm2d(4), "weight") if place == "builtin" else (make_norm("dual_bn", 4), "weight_adv")
+    parametrize.register_parametrization(norm, name, Doubled())
+    x = torch.rand(3, 4, 2, 2)
+    with route(norm, "adv") if place == "routed" else contextlib.nullcontext():
+        torch.testing.assert_close(norm(x), 2 * nn.BatchNorm2d(4)(x))
+
+
+def test_a_state_without_counts_leaves_them_as_in_the_builtin_norm():
+    builtin, routed = (nn.Sequential(norm) for norm in (nn.BatchNorm2d(3, momentum=None), make_norm("bn", 3)))
+    routed[0].momentum = None
+    for model in (builtin, routed):
+        for seed in range(3):
+            model(torch.rand(4, 3, 2, 2, generator=torch.Generator().manual_seed(seed)))
+        state = {name: value for name, value in model.state_dict().items() if "weight" in name}
+        model.load_state_dict(state, strict=False)
+        model(torch.full((4, 3, 2, 2), -5.0))
+    assert int(routed[0].num_batches_tracked) == int(builtin[0].num_batches_tracked) == 4
+    torch.testing.assert_close(routed[0].running_mean, builtin[0].running_mean)
+
+
+def test_a_copy_of_a_compiled_norm_runs_itself_and_pickles():
+    norm = make_norm("bn", 4)
+    norm.compile(backend="eager")
+    x = torch.rand(3, 4, 2, 2)
+    norm(x)
+    twin = copy.deepcopy(norm)
+    torch.nn.init.constant_(twin.weight, 7)
+    torch.testing.assert_close(twin(x), 7 * nn.BatchNorm2d(4)(x))
+    assert torch.equal(pickle.loads(pickle.dumps(norm)).weight, norm.weight)

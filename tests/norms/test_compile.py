@@ -22,6 +22,7 @@ from advnorm.norms import (
     list_norms,
     make_norm,
     pair,
+    recalibrate,
     route,
     statistics,
     zero_perturbation,
@@ -324,6 +325,16 @@ def test_a_failed_forward_of_a_compiled_norm_is_an_error_with_its_cure():
     with pytest.raises(RouteError, match="covers 3 samples and the batch has 4"), route(norm, {"clean": 1, "adv": 2}):
         run(torch.randn(4, 3, 2, 2))
     assert changed(norm, before) == set()
+
+
+def test_a_compiled_model_is_recalibrated_though_its_graph_was_made_before():
+    norm = randomized(make_norm("dual_bn", 3))
+    run, x = compiled(nn.Sequential(norm)), torch.rand(8, 3, 2, 2)
+    with torch.no_grad(), pair(norm, statistics="adv", affine="adv"), statistics(norm, mode="batch_frozen"):
+        run(x)
+    assert recalibrate(run, x, route="adv") == 8
+    torch.testing.assert_close(norm.running_mean_adv, x.mean((0, 2, 3)))
+    torch.testing.assert_close(norm.running_var_adv, x.var((0, 2, 3)))
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")

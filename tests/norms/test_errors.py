@@ -23,16 +23,19 @@ from norm_oracles import (
 )
 from torch import nn
 
+from advnorm import create_model, strip
 from advnorm._core.errors import AdvnormError, ConfigError, RouteError
 from advnorm.norms import (
     Plan,
     RoutedNorm,
     checkpoint_context,
+    domains,
     likelihood,
     list_norms,
     make_norm,
     make_plan,
     pair,
+    recalibrate,
     route,
     statistics,
     zero_perturbation,
@@ -52,6 +55,23 @@ def refused(kind: type[AdvnormError], *words: str, unchanged: nn.Module | None =
         assert word in str(caught.value), f"{word!r} is not in: {caught.value}"
     if unchanged is not None:
         assert changed(unchanged, before) == set()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: strip(None), "strip takes an nn.Module, got NoneType"),
+        (lambda: domains("x"), "in an nn.Module, got str"),
+        (lambda: zero_perturbation(3), "in an nn.Module, got int"),
+        (lambda: likelihood(3), "in an nn.Module, got int"),
+        (lambda: recalibrate(make_norm("bn", 4), None), "takes images, or an iterable of batches, got NoneType"),
+        (lambda: make_norm("multi_bn", 4, domains=3), "domains is a list of names such as ['clean', 'adv'], got 3"),
+        (lambda: create_model("small_cnn", norm_options=["a"]), "norm_options maps options to values"),
+    ],
+)
+def test_things_of_another_kind_are_told_in_words(call, words):
+    with refused(ConfigError, words):
+        call()
 
 
 def test_every_error_is_an_advnorm_error_and_a_builtin_one():

@@ -6,8 +6,10 @@ import contextlib
 import copy
 import pickle
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -47,6 +49,7 @@ from advnorm.norms import (
     statistics,
     zero_perturbation,
 )
+from advnorm.norms.routing import UNSCOPED
 
 #: Norms that treat their domains differently.
 ROUTED = [name for name, row in PAPER.items() if row.statistics in ("own", "other", "mixture") or row.affine == "own"]
@@ -619,6 +622,32 @@ def test_a_scope_of_another_thread_is_refused_and_leaves_ours_alone(name):
         pass
 
 
+def test_threads_that_race_for_a_model_are_served_or_refused_and_leave_nothing_behind(monkeypatch):
+    model = nn.Sequential(*(make_norm("dual_bn", 2) for _ in range(3)))
+    served, torn = [], []
+
+    def slowly() -> int:  # lets the others in between a look at the model and what comes of it
+        time.sleep(0.002)
+        return threading.get_ident()
+
+    monkeypatch.setattr("advnorm.norms.routing.threading", SimpleNamespace(get_ident=slowly))
+
+    def race(domain: str) -> None:
+        for _ in range(10):
+            with contextlib.suppress(RouteError), route(model, domain):
+                time.sleep(0.001)
+                torn.extend(norm for norm in model if norm.state.route != ((domain, None),))
+                served.append(domain)
+
+    threads = [threading.Thread(target=race, args=(domain,)) for domain in ("clean", "adv", "clean", "adv")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert served and not torn
+    assert all(norm.state == UNSCOPED and not norm.scopes for norm in model)
+
+
 def test_threads_may_take_turns_and_may_have_copies():
     norm = make_norm("dual_bn", 4)
     x = torch.randn(4, 4, 2, 2)
@@ -1171,3 +1200,9 @@ def test_crossed_samples_without_forwarded_ones_give_each_other_their_moments(mo
     weights = torch.randn(y.shape, generator=generator, dtype=torch.float64)
     found, known = (torch.autograd.grad((out * weights).sum(), x)[0] for out in (y, expected))
     torch.testing.assert_close(found, known, rtol=1e-10, atol=1e-12)
+
+
+def test_a_perturbation_is_where_the_model_is_also_for_norms_without_a_tensor():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv2d(3, 4, 1), make_norm("dual_bn", 4, affine=False, track_running_stats=False))
+    assert {tensor.device.type for tensor in zero_perturbation(model).tensors} == {"meta"}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
+import torch
 from torch import nn
 
 
@@ -19,3 +20,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in flags:
             module.training = training
+
+
+def hooks_run() -> AbstractContextManager[None]:
+    """Scope: compiled models run as they are written; a graph that was made before a hook came does not call it."""
+    return torch.compiler.set_stance("force_eager")

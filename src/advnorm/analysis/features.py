@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError, did_you_mean, raise_all
+from advnorm._core.modes import hooks_run
 from advnorm._core.records import model_fingerprint
 from advnorm._core.seeding import ImageNoise
 from advnorm._core.wrappers import unwrapped
@@ -165,7 +166,7 @@ def _activations(model: nn.Module, layer: str | None, route: str | None) -> Iter
     seen: list[Tensor] = []
     handle = head.register_forward_pre_hook(lambda _module, args: seen.append(args[0]))
     try:
-        with attacked(model, route=route) as predict:
+        with attacked(model, route=route) as predict, hooks_run():
 
             def g(x: Tensor) -> Tensor:
                 seen.clear()

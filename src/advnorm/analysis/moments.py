@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import advnorm.attacks as attack_names
 from advnorm._core.errors import ConfigError, did_you_mean, raise_all
+from advnorm._core.modes import hooks_run
 from advnorm._core.precision import float32_as
 from advnorm._core.wrappers import unwrapped
 from advnorm.analysis.base import COLOURS, DOMAIN_COLOURS, LINES, MARKERS, Finding, Subject, batches, register
@@ -184,6 +185,7 @@ def watch(
             stack.enter_context(pair_scope(model, statistics=pair[0], affine=pair[1]))
         stack.enter_context(float32_as("ieee", device))
         stack.enter_context(torch.no_grad())
+        stack.enter_context(hooks_run())
         for name, norm in chosen.items():
             hook = norm.register_forward_pre_hook(_hook(see, name))
             stack.callback(hook.remove)

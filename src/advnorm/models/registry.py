@@ -76,6 +76,8 @@ def create_model(
         problems.append(f"unknown activation {activation!r}{did_you_mean(activation, ACTIVATIONS)}")
     if norm is None:
         norm = "bn" if spec is None or spec.has_norm else "none"
+    if norm_options is not None and not isinstance(norm_options, Mapping):
+        raise ConfigError(f"norm_options maps options to values, such as {{'eps': 1e-3}}, got {norm_options!r}")
     norm_options = dict(norm_options or {})
     problems += _norm_problems(name, spec, norm, norm_options)
     problems += _option_problems(name, spec, options)

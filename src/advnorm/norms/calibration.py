@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from advnorm._core.distributed import all_gather_rows
 from advnorm._core.errors import ConfigError
-from advnorm._core.modes import evaluating
+from advnorm._core.modes import evaluating, hooks_run
 from advnorm.norms import functional
 from advnorm.norms.plan import Plan
 from advnorm.norms.routed import RoutedNorm
@@ -77,7 +77,7 @@ def recalibrate(
     device = next((t.device for t in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
     samples = batches = 0
     try:
-        with evaluating(model), chosen, plainly:
+        with evaluating(model), hooks_run(), chosen, plainly:
             for images in _batches(data, batch_size):
                 samples, batches = samples + len(images), batches + 1
                 model(images.to(device))
@@ -86,6 +86,8 @@ def recalibrate(
             handle.remove()
     if not samples:
         raise ConfigError("recalibrate got no data: an iterator that was used up already, or an empty data set")
+    if not pooled:
+        raise ConfigError("none of the model's norms ran in its forward; recalibrate the model that they are used in")
     for name, (mean, var, count) in pooled.items():
         norm = norms[name]
         if norm.synchronized:
@@ -103,6 +105,8 @@ def _bank(plan: Plan, route: str, into: str | None) -> str:
 
 
 def _batches(data: Data, batch_size: int) -> Iterable[Tensor]:
+    if not isinstance(data, Iterable):
+        raise ConfigError(f"recalibrate takes images, or an iterable of batches, got {type(data).__name__}")
     for batch in data.split(batch_size) if isinstance(data, Tensor) and len(data) else data:
         if isinstance(batch, Mapping):
             batch = next(iter(batch.values()))

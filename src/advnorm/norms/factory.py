@@ -10,7 +10,7 @@ from typing import Any
 
 from advnorm._core.errors import ConfigError, did_you_mean, raise_all
 from advnorm._core.registry import Registry
-from advnorm.norms.plan import Plan, crossed, mixture, per_sample, separate
+from advnorm.norms.plan import Plan, crossed, listed, mixture, per_sample, separate
 from advnorm.norms.routed import RoutedNorm
 
 CLEAN_ADV = ("clean", "adv")
@@ -94,9 +94,7 @@ def list_norms(pattern: str = "*") -> list[str]:
 def make_plan(name: str, *, domains: Sequence[str] | None = None, **options: Any) -> Plan:
     """The plan of a named norm, for its default or for given domains."""
     recipe = NORMS.get(name)
-    if isinstance(domains, str):
-        raise ConfigError(f"domains is a list of names, got the string {domains!r}; write [{domains!r}, ...]")
-    domains = recipe.domains if domains is None else tuple(domains)
+    domains = recipe.domains if domains is None else listed(domains)
     if name.startswith(("dual_", "triple_")) and len(domains) != (wanted := 2 if name.startswith("dual_") else 3):
         raise ConfigError(f"{name} has {wanted} domains, got {list(domains)}; use 'multi_bn' for another number")
     allowed = ("domains", *recipe.options, *MODULE_OPTIONS)

@@ -64,10 +64,13 @@ def zero_perturbation(model: nn.Module, *, requires_grad: bool = True) -> Pertur
     >>> worst = delta.ascend(torch.autograd.grad(loss, delta.tensors), radius=0.1)
     """
     deltas = {}
-    for name, norm in routed_modules(model).items():
+    norms = routed_modules(model)
+    device = next((t.device for t in [*model.parameters(), *model.buffers()]), None)  # of norms without any tensor
+    for name, norm in norms.items():
         if not isinstance(norm, RoutedNorm) or norm.plan.statistics != "batch":
             continue
-        like = next((t for t in [*norm.parameters(), *norm.buffers()] if t.is_floating_point()), torch.empty(0))
+        own = [*norm.parameters(), *norm.buffers(), torch.empty(0, device=device)]
+        like = next(t for t in own if t.is_floating_point())
         dtype = torch.promote_types(like.dtype, torch.float32)
 
         def zeros(norm: RoutedNorm = norm, like: Tensor = like, dtype: torch.dtype = dtype) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -100,6 +100,15 @@ class Plan:
         if domain not in self.domains:
             raise ConfigError(f"unknown domain {domain!r}{did_you_mean(domain, self.domains)}")
         return self.domains.index(domain)
+
+
+def listed(domains: Sequence[str]) -> tuple[str, ...]:
+    """Domains as a tuple; a single name is no list of them."""
+    if isinstance(domains, str):
+        raise ConfigError(f"domains is a list of names, got the string {domains!r}; write [{domains!r}, ...]")
+    if not isinstance(domains, Iterable):
+        raise ConfigError(f"domains is a list of names such as ['clean', 'adv'], got {domains!r}")
+    return tuple(domains)
 
 
 def separate(name: str, domains: Sequence[str], *, statistics: bool = True, affine: bool = True) -> Plan:

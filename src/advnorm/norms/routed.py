@@ -48,7 +48,7 @@ class RoutedNorm(Routed):
     ) -> None:
         super().__init__(plan)
         shape = tuple(num_features) if isinstance(num_features, Sequence) else (num_features,)
-        raise_all(_problems(shape, plan, dim, eps, momentum, num_groups), f"bad norm {plan.name!r}")
+        raise_all(setting_problems(shape, plan, dim, eps, momentum, num_groups), f"bad norm {plan.name!r}")
         self.num_features = num_features
         self.shape = shape
         self.dim = dim
@@ -76,7 +76,10 @@ class RoutedNorm(Routed):
     def affine_bank(self, bank: str) -> tuple[nn.Parameter | None, nn.Parameter | None]:
         """Weight and bias of an affine bank."""
         weight, bias = self._affine_names[bank]
-        return self._parameters[weight], self._parameters[bias]
+        own = self._parameters  # faster than attributes; parametrized, pruned and sharded ones are no entries of it
+        if weight in own and bias in own:
+            return own[weight], own[bias]
+        return getattr(self, weight), getattr(self, bias)
 
     def statistics_bank(self, bank: str) -> tuple[Tensor, Tensor, Tensor]:
         """Running mean, running (unbiased) variance and number of batches of a bank, where the norm tracks them."""
@@ -224,8 +227,9 @@ class RoutedNorm(Routed):
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ):
         if (local_metadata.get("version") or 0) < 2 and self.track_running_stats:
-            for *_, count in self._statistics_names.values():
-                state_dict.setdefault(prefix + count, torch.tensor(0))
+            for bank, (*_, name) in self._statistics_names.items():
+                count = self.statistics_bank(bank)[2]
+                state_dict.setdefault(prefix + name, torch.tensor(0) if count.is_meta else count)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
@@ -267,8 +271,8 @@ class RoutedNorm(Routed):
         if synchronized:
             local = self._pool_over_ranks(local)
         if mode == "batch" and self.track_running_stats and not self.recomputing():
-            for bank, (mean, var, count) in local.items():
-                self._feed(bank, *functional.pool_moments(mean.detach(), var.detach(), count))
+            for bank, moments in local.items():  # detached, since a recomputation feeds nothing, and saves nothing here
+                self._feed(bank, *functional.pool_moments(*(value.detach() for value in moments)))
         return {bank: (mean, var) for bank, (mean, var, _) in local.items()}
 
     def _pool_over_ranks(self, local: Counted) -> Counted:
@@ -400,7 +404,9 @@ def _spans(runs: Sequence[Run]) -> list[Span]:
     return spans if len({span.feeds for span in spans}) == len(spans) else []
 
 
-def _problems(shape: tuple[Any, ...], plan: Plan, dim: Any, eps: Any, momentum: Any, num_groups: Any) -> list[str]:
+def setting_problems(
+    shape: tuple[Any, ...], plan: Plan, dim: Any, eps: Any, momentum: Any, num_groups: Any
+) -> list[str]:
     """What is wrong with the settings of a norm."""
 
     def counts(value: Any) -> bool:

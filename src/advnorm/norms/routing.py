@@ -72,8 +72,10 @@ class Routed(nn.Module):
         self._last: tuple[Any, tuple[Run, ...]] = (None, ())
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy or a pickle made inside a scope starts outside of it.
-        return {**self.__dict__, "state": UNSCOPED, "scopes": (), "_last": (None, ())}
+        # A copy or a pickle made inside a scope starts outside of it, and is not compiled: that ran the original.
+        state = {**self.__dict__, "state": UNSCOPED, "scopes": (), "_last": (None, ())}
+        state.pop("_compiled_call_impl", None)
+        return state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Routed:
         group = getattr(self, "process_group", None)
@@ -99,9 +101,10 @@ class Routed(nn.Module):
                 "give each thread its own copy of the model (copy.deepcopy), or one process per device (torchrun)"
             )
         key = (state.route, state.forwarded, state.pair, state.component, state.groups, batch, needs_route)
-        if self._last[0] != key:
-            self._last = (key, cut(self.plan, state, batch, needs_route))
-        return self._last[1]
+        last = self._last
+        if last[0] != key:
+            last = self._last = (key, cut(self.plan, state, batch, needs_route))
+        return last[1]
 
 
 def cut(plan: Plan, state: State, batch: int, needs_route: bool) -> tuple[Run, ...]:
@@ -173,6 +176,8 @@ def in_backward() -> bool:
 
 def routed_modules(model: nn.Module) -> dict[str, Routed]:
     """The routed modules of a model by name, shared ones once."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"norms are looked for in an nn.Module, got {type(model).__name__}")
     return {name: module for name, module in unwrapped(model).named_modules() if isinstance(module, Routed)}
 
 
@@ -195,6 +200,10 @@ def _routed(model: nn.Module) -> list[Routed]:
 def domains(model: nn.Module) -> tuple[str, ...]:
     """The domains a model's routed modules know, in order; empty for a plain model."""
     return tuple(dict.fromkeys(d for module in routed_modules(model).values() for d in module.plan.domains))
+
+
+#: One scope at a time opens or closes: a thread that finds the model taken leaves all its modules as they are.
+_CHANGING = threading.RLock()
 
 
 class Scope:
@@ -229,6 +238,21 @@ class Scope:
         self._before: list[State] | None = None
 
     def __enter__(self) -> Scope:
+        if torch.compiler.is_compiling():
+            self._open()
+        else:
+            with _CHANGING:
+                self._open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if torch.compiler.is_compiling():
+            self._close()
+        else:
+            with _CHANGING:
+                self._close()
+
+    def _open(self) -> None:
         if self._before is not None:
             raise RouteError("this scope is open already; make a new one with each `with`")
         before = [module.state for module in self._modules]
@@ -249,14 +273,13 @@ class Scope:
             _set_state(module, self._applied(new, index, fresh=True))
             if not compiling:
                 module.__dict__["scopes"] = (*module.scopes, self)
-        return self
 
     def _applied(self, state: State, index: int, *, fresh: bool = False) -> State:
         """What this scope makes of a state of its module number ``index``."""
         state = state if fresh else state._replace(**self._fields)
         return state if self._deltas is None else state._replace(delta=self._deltas[index])
 
-    def __exit__(self, *_: object) -> None:
+    def _close(self) -> None:
         before, self._before = self._before or [], None
         crossed = False
         for module, state in zip(self._modules, before):
@@ -453,12 +476,11 @@ class Restored(Scope):
         super().__init__(model, {})
         self._states = [module.state for module in self._modules]
 
-    def __enter__(self) -> Restored:
+    def _open(self) -> None:
         self._before = [module.state for module in self._modules]
         for index, module in enumerate(self._modules):
             module.__dict__["scopes"] = (*module.scopes, self)
             _set_state(module, self._applied(module.state, index))
-        return self
 
     def _applied(self, state: State, index: int, *, fresh: bool = False) -> State:
         return self._states[index]._replace(owner=threading.get_ident(), recomputing=True)
