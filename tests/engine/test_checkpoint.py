@@ -274,6 +274,14 @@ def test_every_kind_of_damage_is_named_with_its_cure(tmp_path):
     assert same(checkpoint.load(tmp_path, "last")[0], TENSORS)
 
 
+def test_numbers_beside_the_tensors_are_checked_too(tmp_path):
+    checkpoint.save(tmp_path, "last", TENSORS, {"step": 7, "best": {"score": 0.25}})
+    pointer = tmp_path / "last.json"
+    pointer.write_text(pointer.read_text().replace("0.25", "0.75"))
+    with pytest.raises(ConfigError, match=r"last\.json is damaged"):
+        checkpoint.load(tmp_path, "last")
+
+
 def test_a_missing_checkpoint_is_missed_by_name(tmp_path):
     with pytest.raises(ConfigError, match="no checkpoint 'last'"):
         checkpoint.load(tmp_path, "last")

@@ -742,3 +742,11 @@ def test_one_value_stands_for_a_list_of_it_where_any_sequence_serves():
         fitted("inputs", Sequence[str], 5)
     with pytest.raises(ConfigError, match="must be a list"):
         fitted("snapshots", tuple[int, ...], 5)
+
+
+def test_means_are_of_as_many_channels_as_the_data_have():
+    four = {"name": "small_cnn", "mean": [0.3] * 4, "std": [0.4] * 4}
+    config = Config.from_dict({"model": four, "data": {"name": "synthetic", "channels": 4}, "eps": 0.1})
+    assert config.model.options["mean"] == (0.3,) * 4
+    with pytest.raises(ConfigError, match="std"):
+        Config.from_dict({"model": {**four, "std": [0.4] * 3}, "eps": 0.1})

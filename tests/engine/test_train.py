@@ -527,9 +527,100 @@ def test_max_minutes_stops_at_a_checkpoint_and_the_same_call_goes_on(tmp_path):
             break
         with pytest.raises(ConfigError, match="not finished; the same train command"):
             _ = run.record
-    assert codes == [False] * 11 + [True], "a step at a time: 12 steps"
+    assert codes == [False] * 14 + [True], "a step at a time, or an epoch that is judged: 12 steps and 3 epochs"
     alone = train(config, tmp_path / "alone")
     assert state(run) == state(alone)
+
+
+def test_a_stop_does_not_wait_until_the_held_out_images_are_judged(tmp_path, monkeypatch):
+    config = small(norm="dual_bn", ema=0.9, validation_attack="pgd3")
+    asked = []
+
+    def told(loop) -> bool:  # in the midst of the second epoch's attack
+        asked.append(loop.step)
+        return asked.count(8) == 3
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training.Loop, "_interrupts_judging", told)
+        run = train(config, tmp_path)
+    assert not run.finished and len(run.metrics()) == 1 and asked.count(8) == 3
+    assert "stopped while held-out images judge epoch 2 of 3" in (run.folder / "log.txt").read_text()
+    assert checkpoint.load(run.checkpoints, "last")[1]["step"] == 8
+    assert state(train(config, tmp_path)) == state(train(config, tmp_path / "alone"))
+
+
+@pytest.mark.parametrize("statistics", ["running", "batch", "batch_frozen"])
+def test_judging_held_out_images_leaves_no_trace_in_the_model(tmp_path, statistics):
+    models = []
+    for every in (0, 1):
+        config = small(
+            attack={"steps": 1, "statistics": statistics}, validation_attack="training", validate_every=every
+        )
+        models.append(train(config, tmp_path / str(every)).model("last").state_dict())
+    assert all(torch.equal(value, models[1][name]) for name, value in models[0].items())
+
+
+@pytest.mark.parametrize("lost", ["a line", "half a line", "all"])
+def test_metrics_that_a_loss_of_power_took_come_back(tmp_path, lost):
+    config, alone = small(), train(small(), tmp_path / "alone")
+    run = Run(tmp_path / alone.folder.name)
+    while len(run.metrics()) < 2:
+        train(config, tmp_path, max_minutes=0)
+    path = run.folder / "metrics.jsonl"
+    whole = path.read_bytes()
+    kept = {"a line": whole[: whole[:-1].rfind(b"\n") + 1], "half a line": whole[:-9], "all": b"\0" * len(whole)}
+    path.write_bytes(kept[lost])
+    timing = run.folder / "timing.jsonl"
+    timing.write_bytes(timing.read_bytes() + b'{"epoch": 3, "steps"')
+    train(config, tmp_path)
+    assert path.read_bytes() == (alone.folder / "metrics.jsonl").read_bytes()
+    assert [json.loads(row)["epoch"] for row in timing.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_a_run_that_goes_on_only_to_be_recorded_has_the_record_of_one_left_alone(tmp_path, monkeypatch):
+    config = small(norm="bn", objective="classical", running_epochs=1, eps_warmup_epochs=3)
+    alone = train(config, tmp_path / "alone").record
+
+    def full(*_) -> None:
+        raise OSError(28, "No space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "write_json", full)
+        with pytest.raises(TrainingError, match="No space left"):
+            train(config, tmp_path)
+    found = train(config, tmp_path).record
+    seconds = ("seconds", "first_step_seconds", "images_per_second")
+    assert {k: v for k, v in found.items() if k not in seconds} == {k: v for k, v in alone.items() if k not in seconds}
+    assert all(found[name] > 0 for name in seconds)
+
+
+def test_a_run_that_another_process_finished_meanwhile_is_not_recorded_again(tmp_path, monkeypatch):
+    run = train(small(), tmp_path)
+    record = (run.folder / "record.json").read_bytes()
+    seen = iter([False, True])
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "finished", property(lambda _: next(seen, True)))
+        patch.setattr(training.Loop, "work", lambda *_, **__: pytest.fail("it was trained again"))
+        train(small(), tmp_path)
+    assert (run.folder / "record.json").read_bytes() == record
+
+
+def test_the_record_tells_every_place_that_a_run_was_computed_in(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        real = training.environment
+        patch.setattr(training, "environment", lambda device: {**real(device), "torch": "2.11.0"})
+        for _ in range(3):
+            train(small(), tmp_path, max_minutes=0)
+    pieces = train(small(), tmp_path).record["pieces"]
+    assert [(piece["from_step"], piece["torch"]) for piece in pieces] == [(0, "2.11.0"), (3, torch.__version__)]
+    assert all({"device", "commit", "advnorm", "processes"} <= piece.keys() for piece in pieces)
+
+
+@pytest.mark.parametrize("scope", [torch.no_grad, torch.inference_mode])
+def test_training_works_where_the_caller_takes_no_gradients(tmp_path, scope):
+    with scope():
+        run = train(small(epochs=1), tmp_path)
+    assert run.metrics() == train(small(epochs=1), tmp_path / "plain").metrics()
 
 
 def test_an_interrupt_leaves_the_last_checkpoint_and_the_lock_is_free(tmp_path, monkeypatch):
@@ -881,6 +972,16 @@ def test_metrics_that_were_cut_short_are_left_out(tmp_path):
     assert Run(tmp_path / "none").metrics() == []
     journal = Journal(tmp_path, active=True)
     (tmp_path / "timing.jsonl").write_text('{"epoch": 1}\n{"ep')
-    journal.cut(13)
-    assert journal.size() == 13
+    journal.restore([{"epoch": 1}])
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"epoch": 1}\n'
     assert (tmp_path / "timing.jsonl").read_text() == '{"epoch": 1}\n'
+
+
+def test_a_closed_standard_output_does_not_stop_a_training(tmp_path):
+    settings = [
+        f"{key}={value}" for key, value in {"epochs": 1, "eps": 0.1, "attack.steps": 1, "name": "quiet"}.items()
+    ]
+    command = [sys.executable, "-m", "advnorm", "train", "--set", *settings, "--out", str(tmp_path), "--device", "cpu"]
+    shell = ["sh", "-c", f"{shlex.join(command)} >&-"]
+    done = subprocess.run(shell, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert done.returncode == 0 and Run(tmp_path / "quiet-seed0").finished, done.stderr

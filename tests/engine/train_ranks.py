@@ -94,9 +94,9 @@ def hook(state, bucket):  # no annotations: DDP wants the types themselves, not 
 def remember_judged() -> None:
     original = Validation.__call__
 
-    def remembered(self: Validation, model: torch.nn.Module) -> dict[str, float]:
+    def remembered(self: Validation, model: torch.nn.Module, *stopped: Any) -> dict[str, float] | None:
         JUDGED.append(model_fingerprint(model))
-        return original(self, model)
+        return original(self, model, *stopped)
 
     Validation.__call__ = remembered
 

@@ -55,7 +55,8 @@ def save(folder: Path | str, name: str, tensors: Mapping[str, Tensor], meta: Map
     path = folder / f"{name}-{step:08d}-{hashed[:8]}.safetensors"
     try:
         write_whole(path, data)
-        _point(folder, name, {"format": FORMAT, "file": path.name, "blake2b": hashed, "meta": dict(meta)})
+        hashes = {"blake2b": hashed, "meta_blake2b": _hash(_canonical(meta))}
+        _point(folder, name, {"format": FORMAT, "file": path.name, **hashes, "meta": dict(meta)})
     except OSError as error:
         sweep(folder)
         raise CheckpointError(
@@ -125,7 +126,8 @@ def _record(folder: Path, name: str) -> dict[str, Any]:
             "version that wrote it, or another folder"
         )
     parts = [("file", str), ("blake2b", str), ("meta", dict)]
-    if not all(isinstance(record.get(key), kind) for key, kind in parts) or not _FILE.fullmatch(record["file"]):
+    whole = all(isinstance(record.get(key), kind) for key, kind in parts) and _FILE.fullmatch(record["file"])
+    if not whole or _hash(_canonical(record["meta"])) != record.get("meta_blake2b", _hash(_canonical(record["meta"]))):
         raise ConfigError(f"{path} is damaged; {_cure(folder, name)}")
     return record
 
@@ -339,6 +341,10 @@ def _not_json(meta: Mapping[str, Any]) -> list[str]:
     except (TypeError, ValueError) as error:
         return [f"meta must be plain JSON data without NaN and infinity: {error}"]
     return []
+
+
+def _canonical(meta: Mapping[str, Any]) -> bytes:
+    return json.dumps(dict(meta), sort_keys=True).encode()
 
 
 def _hash(data: bytes) -> str:

@@ -527,8 +527,11 @@ def _norms_of(spec: str) -> tuple[bool, bool]:
     Errors are not kept: a model that is registered later is found.
     """
     model, norm, norm_options = json.loads(spec)
+    name = model.pop("name")
+    if isinstance(means := model.get("mean"), list):  # of channels that the data will say
+        model["in_channels"] = len(means)
     with torch.device("meta"):
-        network = create_model(model.pop("name"), norm=norm, norm_options=norm_options, **model)
+        network = create_model(name, norm=norm, norm_options=norm_options, **model)
     norms = [module for module in network.modules() if isinstance(module, RoutedNorm)]
     return (
         any(True for module in norms for _ in module.parameters()),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
+import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -15,20 +15,24 @@ import torch
 from torch import Tensor
 
 from advnorm._core.errors import ConfigError
+from advnorm._core.records import write_whole
 
 #: Steps in which networks are compiled, attacks captured and caches filled: no measure of speed.
 WARM_UP = 5
 
 
 class Clock:
-    """Seconds of training without validation and checkpoints: over all attempts, and of this one's steady part."""
+    """Seconds of training without validation and checkpoints: in all, of the first step, and of the steady part."""
+
+    #: What a checkpoint keeps of it.
+    KEPT = ("total", "first_step", "steady", "steady_steps")
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.total = 0.0
         self.first_step: float | None = None
-        self._steps = self._booked = self._steady_steps = 0
-        self._steady = 0.0
+        self.steady, self.steady_steps = 0.0, 0
+        self._steps = self._booked = 0  # of this attempt, which warms up for itself
         self.start()
 
     def start(self) -> None:
@@ -42,7 +46,7 @@ class Clock:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
             seconds = self.stop()
-            if self._steps == 1:
+            if self.first_step is None:
                 self.first_step = seconds
             self.start()
 
@@ -51,14 +55,14 @@ class Clock:
         seconds = time.perf_counter() - self._mark
         self.total += seconds
         if self._booked >= WARM_UP:
-            self._steady += seconds
-            self._steady_steps += self._steps - self._booked
+            self.steady += seconds
+            self.steady_steps += self._steps - self._booked
         self._booked = self._steps
         return seconds
 
     def steps_per_second(self) -> float | None:
         """After the warm-up; None for a run that never got so far."""
-        return self._steady_steps / self._steady if self._steady else None
+        return self.steady_steps / self.steady if self.steady else None
 
 
 class Journal:
@@ -74,6 +78,7 @@ class Journal:
         self._lines = False
         self._board: Any = None
         self._shown = 0.0
+        self.rows: list[dict[str, Any]] = []  # of the metrics, for checkpoints
         if tensorboard:
             _summary_writer()  # a missing package is told before anything is made
 
@@ -84,7 +89,7 @@ class Journal:
         if self._tensorboard:
             self._board = _summary_writer()(str(self.folder / "tensorboard"), purge_step=step // steps + 1)
             stack.callback(self._board.close)
-        if self._progress and not sys.stdout.isatty():
+        if self._progress and not (sys.stdout and sys.stdout.isatty()):
             self._lines = True
             stack.callback(setattr, self, "_lines", False)
         elif self._progress:
@@ -110,6 +115,7 @@ class Journal:
     def row(self, metrics: Mapping[str, Any], timing: Mapping[str, Any]) -> None:
         """An epoch: what it learned, the same bits in every attempt, and apart from it what it took."""
         if self._active:
+            self.rows.append(dict(metrics))
             self._append("metrics.jsonl", json.dumps(metrics, allow_nan=False))
             self._append("timing.jsonl", json.dumps(timing))
             if self._board is not None:
@@ -130,24 +136,30 @@ class Journal:
         epoch = f"epoch {(step - 1) // self._steps + 1}/{self._epochs}"
         self._bar.update(self._task, completed=step, description=epoch, rate=f"{rate:,.0f} images/s")
 
-    def size(self) -> int:
-        """Bytes of metrics so far, for a checkpoint."""
-        path = self.folder / "metrics.jsonl"
-        return path.stat().st_size if path.exists() else 0
-
-    def cut(self, size: int) -> None:
-        """Take back the metrics that were written after a checkpoint, and half a line of the timing."""
+    def restore(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """The files as a checkpoint with these metrics has them, whatever was written after it or lost."""
         if not self._active:
             return
-        if self.size() > size:
-            os.truncate(self.folder / "metrics.jsonl", size)
-        timing = self.folder / "timing.jsonl"
+        self.rows = [dict(row) for row in rows]
+        metrics, timing = self.folder / "metrics.jsonl", self.folder / "timing.jsonl"
+        wanted = "".join(f"{json.dumps(row, allow_nan=False)}\n" for row in self.rows).encode()
+        if (metrics.read_bytes() if metrics.exists() else b"") != wanted:
+            write_whole(metrics, wanted)
         if timing.exists():
-            os.truncate(timing, timing.read_bytes().rfind(b"\n") + 1)
+            lines = [line for line in timing.read_bytes().splitlines(keepends=True) if _epoch(line) <= len(self.rows)]
+            write_whole(timing, b"".join(lines))
 
     def _append(self, name: str, text: str) -> None:
         with (self.folder / name).open("a", encoding="utf-8") as file:
             file.write(f"{text}\n")
+
+
+def _epoch(line: bytes) -> float:
+    """Of a line of the timing; one that is cut short or damaged belongs to none."""
+    try:
+        return json.loads(line)["epoch"] if line.endswith(b"\n") else math.inf
+    except (ValueError, KeyError, TypeError):
+        return math.inf
 
 
 def _summary_writer() -> Any:

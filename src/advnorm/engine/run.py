@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError
-from advnorm._core.records import read_json, write_json
+from advnorm._core.records import read_json, write_json, write_whole
 from advnorm.data import FolderData, ImageData
 from advnorm.engine import checkpoint
 from advnorm.engine.config import Config
@@ -164,7 +164,7 @@ class Run:
                     f"{self.folder} was started from other weights than {config.weights} holds now ({started}); choose "
                     "another out or name, or delete it"
                 )
-            (self.folder / "config.yaml").write_text(self.config.to_yaml(), encoding="utf-8")
+            write_whole(self.folder / "config.yaml", self.config.to_yaml().encode())
             yield
 
 

@@ -99,7 +99,7 @@ def train(
     if seed is not None:
         config = dataclasses.replace(config, seed=seed)
     run = Run(Path(out) / f"{config.run_name}-seed{config.seed}")
-    with _told_plainly(), ExitStack() as stack:
+    with _told_plainly(), torch.inference_mode(False), torch.enable_grad(), ExitStack() as stack:
         ranks = stack.enter_context(placed(device))
         read = partial(load, config.data.name, "train", data_dir, download=download, **config.data.options)
         if download and ranks.world > 1:  # by the first process; the others find the files
@@ -114,6 +114,8 @@ def train(
         start: dict[str, Any] = {"advnorm": environment(ranks.device)["advnorm"]}
         start |= {"weights_fingerprint": loop.weights_fingerprint} if loop.weights_fingerprint else {}
         ranks.lead_does(lambda: stack.enter_context(run.claimed(config, about, **start)))
+        if ranks.agreed(int(run.finished)):  # by another process, meanwhile
+            return run
         stack.push(partial(_log_failure, journal))
         loop.work(
             until=math.inf if max_minutes is None else began + 60 * max_minutes,
@@ -246,7 +248,9 @@ class Loop:
         self.sums: dict[str, Tensor] = {}  # of this epoch's losses and accuracies, in this process
         self.best: dict[str, Any] | None = None
         self.clock = Clock(device)
+        self.pieces: list[dict[str, Any]] = []  # where and by which version the run was computed, from which step on
         self.stop = Stop()
+        self.until, self.first = math.inf, 0  # when this attempt ends, and the step that it began with
 
     @property
     def _together(self) -> bool:
@@ -302,23 +306,26 @@ class Loop:
     def work(self, *, until: float, checkpoint_seconds: float) -> None:
         """Train to the end, or to the next checkpoint when told to stop."""
         config, steps = self.config, self.loader.steps
+        self.until = until
         environ = environment(self.ranks.device)
         self._resume()
+        self.first = self.step
+        self._begin_piece(environ)
         self._introduce(environ)
         with ExitStack() as stack:
             stack.enter_context(self.stop.listening())
             stack.enter_context(self.speed())
             self.journal.open(stack, step=self.step, steps=steps, epochs=config.epochs, batch_size=config.batch_size)
             saved = time.monotonic()
-            for epoch in range(self.step // steps, config.epochs):
+            judging = self.step % steps == 0 and bool(self.sums)  # an epoch whose end was not reached
+            for epoch in range(self.step // steps - judging, config.epochs):
                 seconds, first = self.clock.total, self.step
                 self.prepare(epoch)
                 self.clock.start()
-                for batch in self.loader.epoch(epoch, self.step % steps):
+                for batch in self.loader.epoch(epoch, self.step - epoch * steps):
                     self.train_step(batch)
-                    now = time.monotonic()
-                    wish = SAVE if now - saved >= checkpoint_seconds else GO_ON
-                    wish = STOP if self.stop.told or now >= until else wish
+                    wish = SAVE if time.monotonic() - saved >= checkpoint_seconds else GO_ON
+                    wish = STOP if self._told_to_stop() else wish
                     wish = self._agreed(wish) if self.step % steps else GO_ON  # an epoch's end saves anyway
                     if wish != GO_ON:
                         self._check()
@@ -329,12 +336,17 @@ class Loop:
                             return
                         saved = time.monotonic()
                         self.clock.start()
-                self._end_epoch(epoch, seconds, self.step - first)
+                ended = self._end_epoch(epoch, seconds, self.step - first)
                 saved = time.monotonic()
-                if self.ranks.agreed(int(self.stop.told or saved >= until)) and self.step < self.total:
-                    self.journal.say(f"stopped after epoch {epoch + 1} of {config.epochs}; the same command goes on")
+                if not ended or (self.ranks.agreed(int(self._told_to_stop())) and self.step < self.total):
+                    where = "after" if ended else "while held-out images judge"
+                    self.journal.say(f"stopped {where} epoch {epoch + 1} of {config.epochs}; the same command goes on")
                     return
+        self.prepare(config.epochs - 1)  # a run that goes on only to be recorded has been in none
         self.ranks.lead_does(lambda: self._finish(environ))
+
+    def _told_to_stop(self) -> bool:
+        return self.stop.told or time.monotonic() >= self.until
 
     def _agreed(self, wish: int) -> int:
         """The most urgent wish of all ranks; asked for rarely within an epoch."""
@@ -435,38 +447,46 @@ class Loop:
             self.sums[name] += value
         return seen
 
-    def _end_epoch(self, epoch: int, seconds: float, steps: int) -> None:
-        """Metrics, validation and a checkpoint."""
+    def _end_epoch(self, epoch: int, seconds: float, steps: int) -> bool:
+        """Metrics, validation and a checkpoint; False where it was told to stop before the images were judged."""
         self._check()
         self.clock.stop()
         seconds = self.clock.total - seconds
         means = self.ranks.gathered(torch.stack(list(self.sums.values()))).mean(0) / self.loader.steps
         row: dict[str, Any] = {"epoch": epoch + 1, "step": self.step, "lr": self.optimizer.param_groups[0]["lr"]}
         row |= dict(zip(self.sums, means.tolist()))
-        self.sums = {}
         started, every = time.perf_counter(), self.config.validate_every
         if self.validation is not None and ((epoch + 1) % every == 0 or epoch + 1 == self.config.epochs):
             row["held_out"] = self._validate(self.validation)
+            if row["held_out"] is None:
+                self._save()  # with the sums, by which the next attempt knows where it is
+                return False
             if self.best is None or row["held_out"]["score"] > self.best["held_out"]["score"]:
                 self.best = row
+        self.sums = {}
         timing = {
             "epoch": epoch + 1,
             "steps": steps,
             "seconds": seconds,
-            "images_per_second": steps * self.config.batch_size / seconds,
+            "images_per_second": steps * self.config.batch_size / seconds if steps else None,
             "validation_seconds": time.perf_counter() - started,
         }
         self.ranks.lead_does(lambda: self.journal.row(row, timing))
         self._save()
+        return True
 
-    def _validate(self, validation: Validation) -> dict[str, float]:
+    def _validate(self, validation: Validation) -> dict[str, float] | None:
         """Of the model that a checkpoint would give: rank 0's statistics, and the average where there is one."""
         if not self._together:
             self.ranks.as_lead(list(self.model.buffers()))
             if self.ema is not None:
                 self.ranks.as_lead(list(self.ema.state_dict()["average"].values()))
         with nullcontext() if self.ema is None else self.ema.swapped(self.model):
-            return validation(self.model)
+            return validation(self.model, lambda: bool(self.ranks.agreed(int(self._interrupts_judging()))))
+
+    def _interrupts_judging(self) -> bool:
+        """A limit of time lets an attempt get further than where it began, be it by a judged epoch alone."""
+        return self.stop.told or (self.step > self.first and self._told_to_stop())
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -482,8 +502,8 @@ class Loop:
             meta["ema_updates"] = ema["updates"]
         if self.sums:
             tensors["sums"] = self.ranks.gathered(torch.stack(list(self.sums.values())))
-        meta |= {"sums": list(self.sums), "seconds": self.clock.total, "metrics_bytes": self.journal.size()}
-        return tensors, meta
+        meta |= {"sums": list(self.sums), "metrics": self.journal.rows, "pieces": self.pieces}
+        return tensors, meta | {"clock": {name: getattr(self.clock, name) for name in Clock.KEPT}}
 
     def _check(self) -> None:
         """Raise where the loss or the state is no longer finite, so that no checkpoint ever holds such. Waits."""
@@ -518,6 +538,10 @@ class Loop:
         if checkpoint.exists(self.run.checkpoints, "last"):
             try:
                 tensors, meta = checkpoint.load(self.run.checkpoints, "last")
+                if "pieces" not in meta:
+                    raise ConfigError(
+                        f"the checkpoint in {self.run.folder} is of an older version of advnorm; use that"
+                    )
             except ConfigError as error:
                 raise ConfigError(f"{error}. Deleting {self.run.folder} starts the run anew") from error
             checkpoint.restore_model(self.model, part(tensors, "model."), f"the checkpoint of {self.run.folder}")
@@ -529,13 +553,21 @@ class Loop:
                 # Other processes than before share what was summed up equally.
                 row = rows[self.ranks.rank] if len(rows) == self.ranks.world else rows.mean(0)
                 self.sums = dict(zip(meta["sums"], row.clone()))
-            self.step, self.best, self.clock.total = meta["step"], meta["best"], meta["seconds"]
-            self.ranks.lead_does(lambda: (self.journal.cut(meta["metrics_bytes"]), self._name_it(tensors)))
+            self.step, self.best, self.pieces = meta["step"], meta["best"], meta["pieces"]
+            for name, value in meta["clock"].items():
+                setattr(self.clock, name, value)
+            self.ranks.lead_does(lambda: (self.journal.restore(meta["metrics"]), self._name_it(tensors)))
             self.ranks.lead_does(lambda: checkpoint.sweep(self.run.checkpoints))  # a kill may come before the last one
         else:
-            self.ranks.lead_does(lambda: self.journal.cut(0))
+            self.ranks.lead_does(lambda: self.journal.restore(()))
         if self.ranks.agreed(self.step) != self.step:
             raise TrainingError(f"not every process sees {self.run.folder}; choose an out that all of them share")
+
+    def _begin_piece(self, environ: Mapping[str, Any]) -> None:
+        """Note where the run is computed from here on, unless it is as before."""
+        here = {**environ, "processes": self.ranks.world}
+        if not self.pieces or {**self.pieces[-1], "from_step": 0} != {**here, "from_step": 0}:
+            self.pieces = [*self.pieces, {"from_step": self.step, **here}]
 
     # -- what is told ----------------------------------------------------------------------------------------------
 
@@ -575,6 +607,7 @@ class Loop:
             # Reserved: the memory of CUDA graphs is neither free nor counted as allocated.
             "peak_memory": torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None,
             **environ,
+            "pieces": self.pieces,
         }
         write_json(self.run.folder / "record.json", record)
         self.journal.say(f"finished after {self.clock.total:.0f} s of training: {self.run.folder}")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -15,10 +16,15 @@ from advnorm.data import FolderData, ImageData, make_loader, split_held_out
 from advnorm.engine.accelerate import Precision, forwards
 from advnorm.engine.config import Config
 from advnorm.engine.ranks import Ranks
+from advnorm.engine.runner import unmoving
 from advnorm.norms import domains
 
 #: Images at a time, per process.
 BATCH = {"cpu": 250, "cuda": 1000}
+
+
+class _Stopped(Exception):
+    """Told to stop before all images are judged."""
 
 
 class Validation:
@@ -67,13 +73,30 @@ class Validation:
         return next((name for name in (domain, *self.trained) if name in self.trained and name in known), None)
 
     @torch.no_grad()
-    def __call__(self, model: nn.Module) -> dict[str, float]:
-        """Shares of right answers by ``clean`` and by the name of the attack, and the ``score``."""
+    def __call__(self, model: nn.Module, stopped: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
+        """Shares of right answers by ``clean`` and by the name of the attack, and the ``score``.
+
+        ``stopped`` is asked before each batch, by all processes alike, and by one alone between the attack's steps;
+        then there is no answer.
+        """
+        with suppress(_Stopped):
+            return self._judged(model, stopped)
+        return None
+
+    def _judged(self, model: nn.Module, stopped: Callable[[], bool]) -> dict[str, float]:
         device = self.ranks.device
         clean, adv = self.branch(model, "clean"), self.branch(model, "adv")
-        attack = dataclasses.replace(self.attack, route=adv)
+        attack = dataclasses.replace(self.attack, route=adv, statistics=unmoving(self.attack.statistics))
+
+        def go_on(*_: int) -> None:
+            if stopped():
+                raise _Stopped
+
+        if self.ranks.world == 1:
+            attack = dataclasses.replace(attack, progress=go_on)
         right = torch.zeros(2, dtype=torch.float64, device=device)
         for x, y, index in self.loader.epoch(0):
+            go_on()
             if not len(x):
                 continue
             with forwards(self.precision, device):
