@@ -48,23 +48,32 @@ def autoattack():
     return "\n".join([*rows, "", *dict.fromkeys(conditions)])
 
 
+#: Cells of paper A that README's first table shows, where they were run.
+CELLS = (
+    *(f"A/table3/{cell}" for cell in ("single/eps16", "dual_bn/eps16", "setup1/eps16", "setup2/eps16")),
+    "A/table8/single_kl/eps16",
+    *(f"A/table3/{cell}" for cell in ("single/eps8", "dual_bn/eps8", "setup1/eps8", "setup2/eps8")),
+)
+
+
 def cifar10():
-    """What hybrid training gives through each branch: the cells of paper A's table 3 at 16/255 that were run."""
-    rows = ["| norm | branch | clean | PGD-10 | AutoAttack |", "|---|---|---|---|---|"]
-    cells = [RESULTS / f"records/A/table3/{name}/eps16" for name in ("single", "dual_bn", "setup1", "setup2")]
-    records = [json.loads(path.read_text()) for cell in cells if (path := cell / "fast-seed0.json").exists()]
+    """What hybrid training gives through each branch."""
+    rows = ["| eps | norm | branch | clean | PGD-10 | AutoAttack |", "|---|---|---|---|---|---|"]
+    paths = [RESULTS / "records" / cell / "fast-seed0.json" for cell in CELLS]
+    records = [json.loads(path.read_text()) for path in paths if path.exists()]
     for record in records:
-        values, norm = record["values"], record["run"]["config"]["norm"]
+        values, config = record["values"], record["run"]["config"]
+        norm = f"`{config['norm']}`" + (" + KL" if config["objective"].get("kl_weight") else "")
         for branch in dict.fromkeys(name.split("/")[0] for name in values):
             accuracies = [f"{values[f'{branch}/{attack}']:.1f}" for attack in ("clean", "pgd10", "autoattack")]
-            rows.append(f"| `{norm}` | {branch} | {' | '.join(accuracies)} |")
+            rows.append(f"| {config['eps']} | {norm} | {branch} | {' | '.join(accuracies)} |")
     run = records[0]["run"]
     config = run["config"]
     return "\n".join(
         [
             *rows,
             "",
-            f"CIFAR-10, {config['model']['name']}, Linf eps {config['eps']}, {config['epochs']} epochs at batch "
+            f"Accuracy in percent: CIFAR-10, {config['model']['name']}, {config['epochs']} epochs at batch "
             f"{config['batch_size']} (a shortened schedule), all test images, one seed,",
             f"{run['precision']} on one {run['device']}.",
         ]

@@ -171,3 +171,20 @@ def test_nothing_of_a_failed_step_stays_behind():
     model.train()
     assert objective(X, Y).loss.isfinite()
     assert set(before) == set(model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda x: (x - 0.5) / 0.2, "images must lie in [0, 1]"),
+        (lambda x: 255 * x, "images must lie in [0, 1]"),
+        (lambda x: (255 * x).to(torch.uint8), "images must be floats in [0, 1], got torch.uint8"),
+    ],
+)
+def test_images_that_an_attack_would_cut_to_its_box_are_refused_at_the_first_batch(change, words):
+    objective = OBJECTIVES.get("hybrid")(tiny("dual_bn"), pgd())
+    with pytest.raises(ConfigError) as found:
+        objective(change(X), Y)
+    assert words in str(found.value)
+    assert objective(X, Y).loss.isfinite()
+    assert OBJECTIVES.get("standard")(tiny("bn"))(X - 0.5, Y).loss.isfinite()

@@ -1,6 +1,7 @@
 """The page of a folder of runs: what was trained, judged and audited, and what could not be read."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -63,6 +64,21 @@ def test_every_run_evaluation_and_audit_is_on_the_page(runs, tmp_path):
 def test_runs_in_the_figure_are_told_apart_by_what_differs(runs):
     (figure,) = runs_page(overview(runs))["figures"]
     assert [row["label"] for row in figure["rows"]] == ["bn", "dual_bn"] and list(figure["x"]) == [1, 2]
+
+
+def test_more_runs_than_colours_are_drawn_dashed(runs, tmp_path):
+    for seed in range(6):
+        shutil.copytree(runs / "bn-seed0", tmp_path / "many" / f"run{seed}")
+    out = invoke("report", tmp_path / "many", "--out", tmp_path / "page.html")
+    assert out.exit_code == 0, out.output
+    drawn = re.findall(r'class="line (s\d(?: turn\d)?)"', (tmp_path / "page.html").read_text())
+    assert len(drawn) == len(set(drawn)) == 6 and "s0 turn1" in drawn
+
+
+def test_a_folder_without_records_and_runs_is_told(tmp_path):
+    (tmp_path / "empty").mkdir()
+    out = invoke("report", tmp_path / "empty", "--out", tmp_path / "page.html")
+    assert "no records and no runs" in str(out.exception) and not (tmp_path / "page.html").exists()
 
 
 def test_methods_around_an_objective_are_told(runs):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from advnorm._core.errors import raise_all
+from advnorm._core.errors import ConfigError, raise_all
 from advnorm._core.records import write_whole
 from advnorm.cli.listing import tell
 from advnorm.engine.overview import overview
@@ -24,6 +24,10 @@ def report(console: Console, results: Path, out: Path) -> int:
     if not studied and _of_runs(console, results, out):
         return 0
     found = summary(results)
+    if not studied and not found["others"] and not any(cell for cell in results.glob("**/*.json")):
+        raise ConfigError(
+            f"there are no records and no runs in {results}; name the --out of `advnorm study` or `train`"
+        )
     write_whole(out, render_studies(found).encode(errors="replace"))
     tell(console, found["problems"])
     if (others := found["others"]) and not studied:  # else the page says it

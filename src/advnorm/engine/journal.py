@@ -217,9 +217,14 @@ def short(values: Any) -> Iterator[str]:
         if name.endswith("_accuracy"):
             yield f"{name.removesuffix('_accuracy')} {value:.1%}"
         elif name.startswith("held_out/"):
-            yield f"{name.removeprefix('held_out/')} {value:.1%}"
+            yield f"{attack_words(name.removeprefix('held_out/'))} {value:.1%}"
         else:
             yield f"{name} {value:.3f}"
+
+
+def attack_words(name: str) -> str:
+    """What a column of held-out accuracies is called: one is named by the attack of the training."""
+    return "training attack" if name == "training" else name
 
 
 def line(row: Mapping[str, Any], seconds: float) -> str:

@@ -311,11 +311,11 @@ class Loop:
         self._resume()
         self.first = self.step
         self._begin_piece(environ)
-        self._introduce(environ)
         with ExitStack() as stack:
             stack.enter_context(self.stop.listening())
             stack.enter_context(self.speed())
             self.journal.open(stack, step=self.step, steps=steps, epochs=config.epochs, batch_size=config.batch_size)
+            self._introduce(environ)
             saved = time.monotonic()
             judging = self.step % steps == 0 and bool(self.sums)  # an epoch whose end was not reached
             for epoch in range(self.step // steps - judging, config.epochs):

@@ -53,6 +53,18 @@ class Images(NamedTuple):
         return Images(*(change(value) for value in self if value is not None))
 
 
+def _check_pixels(x: Tensor) -> None:
+    """Refuse images that an attack would not perturb by eps, but cut to its box."""
+    if not x.is_floating_point():
+        raise ConfigError(f"images must be floats in [0, 1], got {x.dtype}; use x.float() / 255")
+    low, high = (value.item() for value in x.detach().aminmax())
+    if not (low >= 0 and high <= 1):
+        raise ConfigError(
+            f"images must lie in [0, 1], where an attack's eps counts, got values from {low:g} to {high:g}; input "
+            "normalization belongs inside the model, and images of 0 to 255 are divided by 255"
+        )
+
+
 class Objective(nn.Module):
     """A loss of ``(x, y)`` that makes its own adversarial images. Wrap it in DDP as a whole: one reduction per step.
 
@@ -96,6 +108,7 @@ class Objective(nn.Module):
         #: Of what the objective draws besides its attack: the images of a second pass, the noise of LIGS.
         self.seed = 0
         self._drawn = 0
+        self._looked = False  # at the first batch of images, which waits for the device
 
     @classmethod
     def problems(
@@ -306,6 +319,9 @@ class Objective(nn.Module):
 
     def images(self, x: Tensor, y: Tensor, index: Tensor | None = None) -> Images:
         """The images of a step, attacked where the objective attacks. Without an ``index`` the noise is fresh."""
+        if self.needs_attack and not self._looked and not torch.compiler.is_compiling():
+            _check_pixels(x)
+            self._looked = True
         index = self._fresh_index(x) if index is None else index
         return Images(x, y, index, self.adversarial(x, y, index) if self.needs_attack else None)
 

@@ -168,9 +168,9 @@ def _lines(figure: Lines) -> str:
 
     ends = []
     for place, row in enumerate(rows):
-        series = row.get("colour", place)
+        turn, series = divmod(row.get("colour", place), _COLOURS)  # more lines than colours begin again, dashed
         points = [(across(place), up(value)) for place, value in zip(places, row["values"]) if value is not None]
-        kind = f"s{series}"
+        kind = f"s{series}" + (f" turn{turn % 3}" if turn else "")
         if points:
             path = "L".join(f"{a:.1f} {b:.1f}" for a, b in points)
             parts.append(f'<path d="M{path}" class="line {kind}"/>')
@@ -181,6 +181,10 @@ def _lines(figure: Lines) -> str:
             parts.append(f'<path d="M{a + 4:.1f} {b:.1f}L{right + 13:.1f} {y:.1f}" class="leader {kind}"/>')
         parts.append(_text(right + 16, y + 4, label if measured else f"{label}: {MISSING}"))
     return _svg(height, figure["title"], parts)
+
+
+#: How many colours and markers the lines have.
+_COLOURS = 4
 
 
 def _marker(series: int, x: float, y: float) -> str:

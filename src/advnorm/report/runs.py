@@ -103,7 +103,8 @@ def _method(config: Mapping[str, Any]) -> str:
 
 def _held_out(row: Mapping[str, Any] | None) -> str:
     found = {name: value for name, value in ((row or {}).get("held_out") or {}).items() if name != "score"}
-    return ", ".join(f"{name} {100 * value:.1f}" for name, value in found.items()) or "–"
+    words = {"training": "training attack"}
+    return ", ".join(f"{words.get(name, name)} {100 * value:.1f}" for name, value in found.items()) or "–"
 
 
 def _benchmarks(judged: Sequence[Judged]) -> Table:
