@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from advnorm._core.distributed import rank
-from advnorm._core.errors import AdvnormError, did_you_mean, raise_all
+from advnorm._core.errors import AdvnormError, ConfigError, did_you_mean, raise_all
 from advnorm._core.registry import Registry
 from advnorm.attacks.base import Attack, attacked, logits_of
 from advnorm.norms import Mode, domains, make_plan, route, routed_modules, statistics
