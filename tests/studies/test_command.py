@@ -37,7 +37,7 @@ def test_a_dry_run_says_how_far_each_cell_is_and_runs_nothing(tmp_path):
     study = STUDIES.get("A/table3")
     done, damaged, started, *_ = tasks(study, protocol="fast", out=tmp_path)
     names = {"format": FORMAT, "study": done.study, "cell": done.cell, "protocol": "fast", "seed": 0}
-    run = {"config": {**done.found().config.to_dict(), "lr": 7.0}, "seconds": 1.0, "processes": 1}
+    run = {"config": {**done.found().config.to_dict(), "lr": 7.0}, "seconds": 1.0, "processes": 1, "device": "one"}
     write_json(done.record, {**names, "values": {"shared/clean": 90.0}, "run": run})
     write_json(damaged.record, {})
     started.run.folder.mkdir(parents=True)
@@ -49,6 +49,7 @@ def test_a_dry_run_says_how_far_each_cell_is_and_runs_nothing(tmp_path):
     states = {done.cell: "done", damaged.cell: "damaged", started.cell: "started"}
     assert found == dict.fromkeys(study.by_name(), "to do") | states
     assert "to do: 7 training(s), an estimated 303 PFLOP" in " ".join(out.output.split())
+    assert "1 of 8 cells were measured before, on one: their records in" in " ".join(out.output.split())
     assert "single/eps8/fast-seed0.json was made with other settings than the study has now: lr 7.0, now" in out.output
     assert "single/eps16/fast-seed0.json is skipped: its format is None" in out.output
     assert sorted(tmp_path.rglob("*")) == before

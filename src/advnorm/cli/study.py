@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from advnorm.cli import listing
 from advnorm.engine import PREEMPTED
 from advnorm.studies.base import Protocol, find
 from advnorm.studies.launch import Launcher, check, launch
-from advnorm.studies.run import Outcome, Stopped, blocked, run_all, tasks
+from advnorm.studies.run import Outcome, Stopped, Task, blocked, run_all, tasks
 from advnorm.studies.summary import collected, concluded, rates
 
 
@@ -49,6 +50,8 @@ def run(
             problems = [problem.replace("load(..., download=True)", by_python) for problem in blocked(todo)]
             raise_all(problems, "no cell can be run")
         console.print(listing.tasks(todo, rates(study, out)))
+        if there := _already_there(todo, out):
+            console.print(there, style="dim", highlight=False, markup=False)
         if dry_run:
             listing.tell(console, collected(study, seeds=seeds, protocol=protocol, out=out)[1])
             return 0
@@ -73,3 +76,18 @@ def run(
     listing.tell(console, problems)
     console.print(listing.study(study, values, protocol, answer=answer, width=console.width))
     return 1 if failed else 0
+
+
+def _already_there(todo: Sequence[Task], out: Path) -> str:
+    """Which cells' numbers are records from before, and from where; empty for none."""
+    found = []
+    for task in todo:
+        with suppress(ConfigError):  # told where the records are read
+            found += [record] if (record := task.told()) else []
+    if not found:
+        return ""
+    devices = ", ".join(dict.fromkeys(str(record["run"].get("device")) for record in found))
+    return (
+        f"{len(found)} of {len(todo)} cells were measured before, on {devices}: their records in {out / 'records'} "
+        "stand. Another --out measures anew"
+    )
