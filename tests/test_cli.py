@@ -49,7 +49,7 @@ def test_a_pattern_that_matches_nothing_is_told_with_one_that_does(kind):
 
 def test_ls_objectives_says_what_is_no_option_of_theirs():
     out = invoke("ls", "objectives").output
-    assert "label_smoothing, statistics and mix (mixup, cutmix) are settings of their own" in out and "beta=6.0" in out
+    assert "label_smoothing, running_epochs and mix (mixup, cutmix) are settings" in out and "beta=6.0" in out
     assert all(name in out for name in ("second_pass=apart_sam", "regularizer=ligs", "rho=0.05"))
 
 

@@ -245,6 +245,20 @@ def test_one_image_that_does_not_fit_is_told():
 
     with pytest.raises(AdvnormError, match="not suffice for a single image"):
         Halving(4).over(4, work)
+    with pytest.raises(AdvnormError, match="not suffice for 2 images"):
+        Halving(4, least=2).over(4, work)
+
+
+@pytest.mark.parametrize("count", range(1, 30))
+def test_no_part_is_smaller_than_asked_for_even_where_memory_runs_out(count):
+    def work(part: slice) -> range:
+        if part.stop - part.start > 5:
+            raise torch.OutOfMemoryError("out of memory")
+        return range(part.start, part.stop)
+
+    parts = Halving(8, least=2).over(count, work)
+    assert [place for part in parts for place in part] == list(range(count))
+    assert all(len(part) >= 2 for part in parts) or count == 1
 
 
 def test_a_victim_splits_forwards_and_gradients(linf):

@@ -310,6 +310,24 @@ def test_unlabelled_test_images_leave_the_validation_images_in_charge(picture_fo
         load("imagefolder", "test", picture_folder)
 
 
+@pytest.mark.parametrize("suffix", ["png", "tif"])
+def test_grey_pictures_of_16_bits_are_read_in_256_levels(picture_folder, suffix):
+    grey = np.random.default_rng(0).integers(0, 65536, (8, 8)).astype(np.uint16)
+    grey[0, :3] = 0, 128, 65535
+    Image.fromarray(grey).save(picture_folder / "val" / "ant" / f"0.{suffix}")
+    data = load("imagefolder", "val", picture_folder, image_size=8, resize=8)
+    place = data.files.index(f"val/ant/0.{suffix}")
+    expected = np.floor(grey / 65535 * 255 + 0.5)
+    assert np.array_equal(data.bytes_of(place).numpy(), np.stack([expected] * 3))
+
+
+@pytest.mark.parametrize(("kind", "words"), [(np.float32, "floating-point"), (np.int32, "32-bit")])
+def test_pictures_without_a_known_white_are_refused_by_name(picture_folder, kind, words):
+    Image.fromarray(np.ones((8, 8), kind)).save(picture_folder / "val" / "ant" / "0.tif")
+    with pytest.raises(ConfigError, match=rf"ant/0\.tif holds {words} values .*save it with 8 or 16 bits"):
+        load("imagefolder", "val", picture_folder).in_memory()
+
+
 def test_damaged_pictures_and_folders_are_named(picture_folder):
     path = picture_folder / "val" / "ant" / "1.png"
     path.write_bytes(path.read_bytes()[:-60])

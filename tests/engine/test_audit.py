@@ -14,9 +14,10 @@ from torch import nn
 import advnorm
 from advnorm._core.errors import ConfigError
 from advnorm.cli import evaluate as cli
+from advnorm.data import digits
 from advnorm.engine import Verdict, audit
 from advnorm.engine.audit import _Audit
-from advnorm.engine.verdict import decide, weigh_gap
+from advnorm.engine.verdict import Evidence, decide, weigh_gap
 
 THREAT = advnorm.ThreatModel(eps=0.2)
 IMAGES = 64
@@ -137,6 +138,27 @@ def test_the_papers_pairs_of_pgd_and_autoattack_are_judged_as_in_the_papers(pgd,
     assert decided(pgd, worst, chance=0.1) == expected
 
 
+@pytest.mark.parametrize(("signs", "expected"), [([], "inconclusive"), (["square"], "false")])
+def test_under_l1_a_gap_is_false_with_another_sign_only(signs, expected):
+    beside = [Evidence(name=s, value=9, expected="", ok=False, weight="doubt", text="points that ...") for s in signs]
+    gap = weigh_gap(0.35, 0.01, beside, norm="L1")
+    assert decide(0.35, 0.01, [gap, *beside], chance=0.1, images=1000)[0] == expected
+
+
+def test_a_linear_model_under_l1_is_not_called_falsely_robust(data):
+    images, labels = digits("train")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    optimizer = torch.optim.Adam(model.parameters(), 0.02)
+    for _ in range(100):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+    verdict = quick(model, data, advnorm.ThreatModel(norm="L1", eps=3.0))
+    assert verdict.claimed > 0.2 and verdict.worst_case < 0.1 and verdict.verdict == "inconclusive"
+    assert any("under L1 PGD is weak" in text for text in verdict.advice)
+
+
 def decided(pgd: float, worst: float, chance: float) -> str:
     numbers = pgd / 100, worst / 100
     return decide(*numbers, [weigh_gap(*numbers)], chance=chance, images=1000)[0]
@@ -215,6 +237,13 @@ def test_an_audit_with_batch_statistics_moves_no_running_statistics(sound, data)
     verdict = quick(sound, data, limit=12, statistics="batch")
     assert all(torch.equal(before[name], value) for name, value in sound.state_dict().items())
     assert verdict.verdict == "inconclusive" and "12 images are too few" in verdict.summary()
+
+
+def test_batch_statistics_of_an_image_left_alone_are_no_end_of_an_audit(data):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
+    verdict = quick(model, data, limit=33, batch_size=32, statistics="batch_frozen")
+    assert 0 < verdict.clean < 0.2 and "batch" in failed(verdict)
 
 
 def test_memory_that_runs_out_during_an_audit_is_no_end(undefended, data):
@@ -341,15 +370,30 @@ def test_a_finished_audit_is_read_back_and_another_one_refused(undefended, data,
     handle = model.register_forward_pre_hook(lambda *_: calls.append(1))
     again = quick(model, data, limit=12, record=path)
     handle.remove()
-    assert again.record() == first.record() and str(again) == str(first) and len(calls) == 1
+    assert again.record() == first.record() and str(again) == str(first) and len(calls) == 3
     assert Verdict.load(path).record() == first.record()
+    same_tensors = Masked(undefended, before=lambda x: 1 - x)
     other = Masked(undefended)
     other.extra = nn.Parameter(torch.ones(1))
-    for change in ({"model": other}, {"seed": 1}, {"threat": advnorm.ThreatModel(eps=0.1)}, {"surrogate": undefended}):
+    for change in (
+        {"model": same_tensors},
+        {"model": other},
+        {"seed": 1},
+        {"threat": advnorm.ThreatModel(eps=0.1)},
+        {"surrogate": undefended},
+    ):
         with pytest.raises(ConfigError, match="v.json holds the record of another evaluation"):
             quick(**{"model": model, "data": data, "limit": 12, "record": path, **change})
     with pytest.raises(ConfigError, match="not the record of an audit"):
         Verdict.of_record({"format": "x"})
+
+
+def test_an_audit_with_another_surrogate_of_the_same_tensors_is_refused(undefended, data, tmp_path):
+    common = {"limit": 12, "record": tmp_path / "v.json"}
+    first = quick(undefended, data, surrogate=Masked(undefended), **common)
+    assert quick(undefended, data, surrogate=Masked(undefended), **common).record() == first.record()
+    with pytest.raises(ConfigError, match="v.json holds the record of another evaluation"):
+        quick(undefended, data, surrogate=Masked(undefended, before=lambda x: 1 - x), **common)
 
 
 @pytest.mark.parametrize(

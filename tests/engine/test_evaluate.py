@@ -6,12 +6,14 @@ import copy
 import dataclasses
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -20,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import advnorm
-from advnorm._core.errors import ConfigError
+from advnorm._core.errors import AdvnormError, ConfigError
 from advnorm.attacks import PGD
 from advnorm.attacks.autoattack import AutoAttack
 from advnorm.attacks.autoattack_record import Record
@@ -28,7 +30,7 @@ from advnorm.cli import evaluate as cli
 from advnorm.cli import listing
 from advnorm.data import ImageData, load, make_loader
 from advnorm.engine import BenchmarkResult, accuracy_against_eps, accuracy_against_steps, benchmark, partial
-from advnorm.engine.case import gather
+from advnorm.engine.case import gather, prepare
 from advnorm.engine.partial import Partial, alone
 
 THREAT = advnorm.ThreatModel(eps=0.2)
@@ -255,6 +257,21 @@ def test_accuracy_against_steps_and_eps(sound, data):
     assert len(near.values) == len(near.accuracy()) == 3
 
 
+def test_one_value_stands_for_a_list_of_it(data):
+    model = Counting()
+    assert accuracy_against_steps(model, some(data), THREAT, 3).labels == ("3",)
+    assert accuracy_against_eps(model, some(data), THREAT, "8/255", "fgsm").labels == ("8/255",)
+    assert accuracy_against_eps(model, some(data), THREAT, 0.1, "fgsm").values == (0.1,)
+    for wrong in (
+        lambda: accuracy_against_steps(model, some(data), THREAT, None),
+        lambda: accuracy_against_eps(model, some(data), THREAT, None),
+        lambda: accuracy_against_eps(model, some(data), THREAT, 0.1, 3),
+        lambda: accuracy_against_eps(model, some(data), 0.1),
+    ):
+        with pytest.raises(ConfigError):
+            wrong()
+
+
 # -- data --------------------------------------------------------------------------------------------------------------
 
 
@@ -289,6 +306,79 @@ def test_data_comes_in_many_forms(wrap, data):
         assert torch.equal(images, x[:limit]) and torch.equal(labels, y[:limit])
 
 
+class Listed(MapStyle):
+    """Lists what is read."""
+
+    def __init__(self, x, y):
+        super().__init__(x, y)
+        self.read = []
+
+    def __getitem__(self, place):
+        self.read.append(place)
+        return super().__getitem__(place)
+
+
+@pytest.fixture
+def mostly_damaged(tmp_path) -> tuple[Path, list[int]]:
+    """A folder of 40 images of which every fourth can be decoded, and these places."""
+    from PIL import Image
+
+    for name in "ab":
+        folder = tmp_path / "images" / "test" / name
+        folder.mkdir(parents=True)
+        for number in range(20):
+            if number % 4 == 0:
+                Image.new("RGB", (8, 8), (number, 0, 0)).save(folder / f"{number:02}.png")
+            else:
+                (folder / f"{number:02}.png").write_bytes(b"no image")
+    return tmp_path / "images", list(range(0, 40, 4))
+
+
+def test_of_a_data_set_no_more_is_read_than_is_judged(mostly_damaged, data):
+    root, places = mostly_damaged
+    listed = Listed(*some(data, 40))
+    case = prepare(Counting(), listed, THREAT, "fgsm", limit=10, spread=True)
+    assert listed.read == case.index.tolist() == places and torch.equal(case.images, listed.x[places])
+    whole = prepare(Counting(), some(data, 40), THREAT, "fgsm", limit=10, spread=True)
+    assert whole.fingerprint == dataclasses.replace(case, model=whole.model).fingerprint
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 2))
+    case = prepare(
+        model, load("imagefolder", "test", root, image_size=8, resize=8), THREAT, "fgsm", limit=10, spread=True
+    )
+    assert case.index.tolist() == places and torch.equal(case.labels, torch.tensor([0] * 5 + [1] * 5))
+    assert torch.equal((case.images[:, 0, 0, 0] * 255).round().long(), torch.tensor(places) % 20)
+    batches = [(x[None], torch.tensor([y])) for x, y in MapStyle(*some(data, 40))]
+    assert torch.equal(prepare(Counting(), batches, THREAT, "fgsm", limit=10, spread=True).index, whole.index)
+
+    class Batches(Listed):
+        def __getitem__(self, place):
+            return self.x[4 * place : 4 * place + 4], self.y[4 * place : 4 * place + 4]
+
+        def __len__(self):
+            return 10
+
+    pairs = prepare(Counting(), Batches(*some(data, 40)), THREAT, "fgsm", limit=10, spread=True)
+    assert torch.equal(pairs.images, whole.images) and torch.equal(pairs.index, whole.index)
+
+
+def test_the_command_decodes_no_more_of_a_folder_than_it_judges(own_model, mostly_damaged):
+    root, _ = mostly_damaged
+    (own_model / "my_model_of_tests.py").write_text(
+        "from torch import nn\ndef build():\n    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 224 * 224, 2))\n"
+    )
+    asked = cli.Asked(target="my_model_of_tests:build", data=f"imagefolder:{root}", limit=1, device="cpu")
+    assert cli.evaluate(Console(quiet=True), asked, attacks=["fgsm"]) == 0
+    with pytest.raises(ConfigError, match=r"cannot decode .*01\.png"):
+        cli.evaluate(Console(quiet=True), dataclasses.replace(asked, limit=2), attacks=["fgsm"])
+
+
+class Pictures(MapStyle):
+    def __getitem__(self, place):
+        from PIL import Image
+
+        return Image.new("RGB", (8, 8)), 0
+
+
 # -- before any long work ----------------------------------------------------------------------------------------------
 
 
@@ -308,6 +398,13 @@ def test_data_comes_in_many_forms(wrap, data):
         ({"data": lambda x, y: [x, x, x]}, "data must give \\(images, labels\\)"),
         ({"data": lambda x, y: "digits"}, "load them: advnorm.data.load\\('digits', 'test'\\)"),
         ({"data": lambda x, y: make_loader(load("digits", "test"), batch_size=8)}, "give its data set: loader.data"),
+        ({"data": Pictures}, "must be tensors or arrays, got Image and int; .*ToTensor"),
+        ({"data": lambda x, y: ((x * 255).byte(), y)}, "use x.float\\(\\) / 255"),
+        ({"data": lambda x, y: ((x * 65535).to(torch.uint16), y)}, "use x.float\\(\\) / 65535"),
+        ({"data": lambda x, y: (x * 65535, y)}, "divide by 65535"),
+        ({"attacks": 3}, "an attack is a name or an Attack, got 3"),
+        ({"route": 3}, "a route is the name of a branch, got 3"),
+        ({"route": ["adv", ["clean"]]}, "a route is the name of a branch, got \\['clean'\\]"),
         ({"model": lambda: Counting(lambda z: z * float("nan"))}, "returns NaN logits"),
         ({"model": lambda: Counting(lambda z: (z, z))}, "returned tuple .*return self.model\\(x\\)\\[0\\]"),
         ({"model": lambda: Counting(lambda z: z[:, 0])}, "needs logits of shape"),
@@ -377,7 +474,7 @@ def test_nan_for_one_image_is_found_before_the_attacks(data):
     model = Counting(lambda z: torch.where(torch.arange(len(z))[:, None] == 30, torch.nan, z) if len(z) > 30 else z)
     with pytest.raises(ConfigError, match="NaN logits for image 30"):
         benchmark(model, (x, y), THREAT, "pgd10")
-    assert model.forwards == 2
+    assert model.forwards == 4  # a few images, two looks at the first ones, and all of them
 
 
 def test_a_tuple_is_no_problem_where_the_logits_are_named(data):
@@ -434,7 +531,7 @@ def test_a_finished_record_is_read_back_and_a_foreign_one_refused(data, tmp_path
     first = benchmark(model, some(data), THREAT, "fgsm", record=path)
     model.forwards = 0
     assert benchmark(model, some(data), THREAT, "fgsm", record=path).record() == first.record()
-    assert model.forwards == 1
+    assert model.forwards == 3  # a few images, and two looks at the first ones
     for other in ({"attacks": "pgd1"}, {"data": some(data, 41)}):
         with pytest.raises(ConfigError, match=f"{path} holds the record of another evaluation"):
             benchmark(model, **{"data": some(data), "attacks": "fgsm", **other}, threat=THREAT, record=path)
@@ -444,6 +541,97 @@ def test_a_finished_record_is_read_back_and_a_foreign_one_refused(data, tmp_path
     path.write_text("{")
     with pytest.raises(ConfigError, match=f"{path} is damaged"):
         benchmark(model, some(data), THREAT, "fgsm", record=path)
+
+
+def test_a_record_of_a_model_with_the_same_tensors_that_computes_something_else_is_refused(data, tmp_path):
+    path, unfinished = tmp_path / "r.json", tmp_path / "p.json"
+    model = Counting(lambda z: torch.cat([z[:, :9], torch.full_like(z[:, 9:], -torch.inf)], 1))  # for JSON a trap
+    first = benchmark(model, some(data), THREAT, "fgsm", record=path)
+
+    class Stop(Exception):
+        pass
+
+    def stop(*_):
+        raise Stop
+
+    attacks = {"a": PGD(threat=THREAT, steps=1), "b": PGD(threat=THREAT, steps=2, progress=stop)}
+    with pytest.raises(Stop):
+        benchmark(model, some(data), THREAT, attacks, record=unfinished)
+    answer = model.answer
+    model.answer = lambda z: answer(z) * (1 + 1e-4)  # as another device rounds
+    assert benchmark(model, some(data), THREAT, "fgsm", record=path).record() == first.record()
+    model.answer = lambda z: answer(z).clamp(-0.5, 0.5)
+    with pytest.raises(ConfigError, match=f"{path} holds the record of another evaluation"):
+        benchmark(model, some(data), THREAT, "fgsm", record=path)
+    with pytest.raises(ConfigError, match=r"p\.json\.partial belongs to another evaluation"):
+        benchmark(model, some(data), THREAT, {"a": attacks["a"]}, record=unfinished)
+    old = json.loads(path.read_text())
+    del old["logits"]
+    path.write_text(json.dumps(old))  # of a version that kept no logits
+    assert benchmark(model, some(data), THREAT, "fgsm", record=path).accuracy == first.accuracy
+
+
+def test_a_randomized_model_is_not_known_by_its_logits(data, tmp_path):
+    model = Counting(lambda z: z + torch.randn_like(z))
+    first = benchmark(model, some(data), THREAT, "fgsm", record=tmp_path / "r.json")
+    assert first.record()["logits"] == {"as called": None}
+    model.answer = lambda z: z - torch.randn_like(z)
+    assert benchmark(model, some(data), THREAT, "fgsm", record=tmp_path / "r.json").record() == first.record()
+
+
+@pytest.mark.parametrize("name", ["r.json", "r.json.partial"])
+def test_a_result_is_shown_where_its_record_cannot_be_written(own_model, name):
+    (own_model / "my_model_of_tests.py").write_text(
+        "import pathlib, torch\n"
+        "class Net(torch.nn.Linear):\n"
+        "    def forward(self, x):\n"
+        f"        x.requires_grad and pathlib.Path({name!r}).mkdir(exist_ok=True)\n"  # in the way, during an attack
+        "        return super().forward(x.flatten(1))\n"
+        "def build():\n    return Net(64, 10)\n"
+    )
+    console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
+    asked = cli.Asked(
+        target="my_model_of_tests:build", data="digits", limit=40, device="cpu", json=Path("r.json"), eps="0.01"
+    )
+    with pytest.raises(AdvnormError, match=f"cannot write {name}: Is a directory; make room"):
+        cli.evaluate(console, asked, attacks=["fgsm"])
+    assert ("accuracy, 40 images" in console.export_text()) == (name == "r.json")  # the partial one fails half-way
+
+
+# -- statistics of the batch -------------------------------------------------------------------------------------------
+
+
+def perceptron(norm: str | None = None) -> nn.Module:
+    """Of an image alone its norm sees one value per channel, which has no statistics."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
+    if norm:
+        advnorm.convert_norm(model, norm)
+    return model
+
+
+@pytest.mark.parametrize("norm", [None, "bn"])
+def test_with_statistics_of_the_batch_no_image_is_left_alone(norm, data):
+    model, (x, _) = perceptron(norm), some(data, 21)
+    model.train()
+    with torch.no_grad(), advnorm.attacks.attacked(model, statistics="batch_frozen") as predict:
+        y = torch.cat([predict(part) for part in (x[:10], x[10:])]).argmax(1)  # the rest of one with the batch before
+    y[:19] += 1  # wrong: two images to attack, each alone in its batch
+    y %= 10
+    attacks = ["pgd2", "pgd2-restarts2", "apgd-ce-steps5", "fab-t-steps5", "square-queries10"]
+    attacks = [*attacks, AutoAttack(threat=THREAT, steps=3, targets=2, queries=5)]
+    for left in (2, 1):
+        result = benchmark(model, (x, y), THREAT, attacks, batch_size=10, statistics="batch_frozen")
+        assert result.clean["as called"].nonzero()[:, 0].tolist() == list(range(21 - left, 21))
+        assert any("batch-dependent" in warning for warning in result.warnings)
+        y[19] = (y[19] + 1) % 10
+
+
+@pytest.mark.parametrize("options", [{"limit": 1}, {"batch_size": 1}])
+def test_a_batch_of_one_image_is_refused_where_its_statistics_are_asked_for(options, data):
+    with pytest.raises(ConfigError, match="statistics of the batch need two images or more at a time; give more"):
+        benchmark(perceptron(), some(data), THREAT, "fgsm", statistics="batch_frozen", **options)
+    assert benchmark(perceptron(), some(data), THREAT, "fgsm", **options).clean_accuracy() <= 1
 
 
 @pytest.mark.parametrize(
@@ -622,8 +810,6 @@ def own_model(sound, tmp_path, monkeypatch) -> Path:
 
 
 def test_evaluate_prints_the_table_of_ones_own_model(own_model, data):
-    import numpy as np
-
     x, y = some(data)
     np.savez("d.npz", x=(x * 255).round().byte().numpy(), y=y.int().numpy())
     save_file({"images": (x * 255).round() / 255, "labels": y}, "d.safetensors")
@@ -663,6 +849,46 @@ def test_a_command_that_cannot_work_says_why(own_model, target, weights, data, m
     asked = cli.Asked(target=target, weights=None if weights is None else Path(weights), data=data, device="cpu")
     with pytest.raises(ConfigError, match=message):
         cli.evaluate(Console(quiet=True), asked, attacks=["fgsm"])
+
+
+def test_a_record_that_is_there_is_said_to_be_read_back_and_edited_code_is_noticed(own_model):
+    console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
+    module = own_model / "my_model_of_tests.py"
+    asked = cli.Asked(
+        target="my_model_of_tests:build", data="digits", eps="0.01", limit=20, device="cpu", json=Path("r.json")
+    )
+
+    def evaluate(levels: int) -> str:
+        module.write_text(
+            "import torch\nclass Net(torch.nn.Linear):\n"
+            f"    def forward(self, x):\n        return super().forward((x * {levels}).round().flatten(1) / {levels})\n"
+            "def build():\n    torch.manual_seed(0)\n    return Net(64, 10)\n"
+        )
+        shutil.rmtree("__pycache__", ignore_errors=True)
+        sys.modules.pop("my_model_of_tests", None)
+        cli.evaluate(console, asked, attacks=["noise-uniform"])
+        return console.export_text()
+
+    assert "record: r.json" in evaluate(16)
+    assert "read back from r.json" in evaluate(16)
+    with pytest.raises(ConfigError, match=r"r\.json holds the record of another evaluation"):
+        evaluate(2)
+
+
+@pytest.mark.parametrize(
+    "other", [{"names": ["zero", "one"]}, {"names": np.array(["zero", None])}, {"made": np.datetime64("2026-01-01")}]
+)
+def test_what_else_a_file_holds_is_left_unread(other, data, tmp_path):
+    x, y = some(data, 5)
+    np.savez(tmp_path / "d.npz", **other, x=x.numpy(), y=y.numpy())
+    images, labels = cli.load_data(str(tmp_path / "d.npz"))
+    assert torch.equal(images, x) and torch.equal(labels, y)
+
+
+def test_a_file_is_never_unpickled(data, tmp_path):
+    np.savez(tmp_path / "d.npz", x=np.array([None]), y=data[1].numpy())
+    with pytest.raises(ConfigError, match="cannot read .*allow_pickle"):
+        cli.load_data(str(tmp_path / "d.npz"))
 
 
 def test_all_that_is_wrong_with_a_command_is_told_at_once(own_model):

@@ -29,7 +29,7 @@ from advnorm.attacks.autoattack_record import AutoAttackResult, Batch, Flag, Rec
 from advnorm.attacks.base import Attack, Option, Predict, attacked, check_images, checked, register, usable
 from advnorm.attacks.fab import FAB
 from advnorm.attacks.losses import cross_entropy
-from advnorm.attacks.search import Found, Halving, Search, Victim, bucket, filled, margin_of
+from advnorm.attacks.search import Found, Halving, Search, Victim, bucket, filled, margin_of, never_alone
 from advnorm.attacks.square import Square
 from advnorm.attacks.stand_in import StandIn, fast_stand_in
 
@@ -227,6 +227,8 @@ class _Cascade:
         self.buckets = device.type == "cuda" and attack.statistics == "running"
         if self.buckets:
             predict = _in_buckets(predict, self.memory, searches=search is None)
+        if attack.statistics == "batch_frozen":
+            predict, search = never_alone(predict), search and never_alone(search)
         self.strict = self.victim = Victim(predict, memory=self.memory)
         if search is not None:
             self.victim = Victim(predict, search=search, precision=precision, memory=self.memory)

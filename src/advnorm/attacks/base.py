@@ -224,7 +224,8 @@ def check_images(x: Tensor, y: Tensor) -> int:
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
         raise ConfigError(f"images and labels must be tensors, got {type(x).__name__} and {type(y).__name__}")
     if x.dtype != torch.float32:
-        cure = "x.float()" if x.is_floating_point() else "x.float() / 255"
+        wide = x.dtype == torch.uint16 or (x.numel() > 0 and x.float().amax().item() > 255)
+        cure = "x.float()" if x.is_floating_point() else f"x.float() / {65535 if wide else 255}"
         problems.append(f"images must be float32, got {x.dtype}; use {cure}")
     if x.dim() < 2:
         problems.append(f"images must have shape (N, ...), got {tuple(x.shape)}; add a batch dimension: x[None]")
@@ -244,7 +245,7 @@ def check_images(x: Tensor, y: Tensor) -> int:
         if low < 0:
             cure = "input normalization belongs inside the model; attack the pixels"
         elif high > 2:
-            cure = "divide by 255"
+            cure = f"divide by {255 if high <= 255 else 65535}"
         else:
             cure = "check the data for NaN" if math.isnan(low) else "remove rounding errors with x.clamp(0, 1)"
         problems.append(f"{found}; {cure}")

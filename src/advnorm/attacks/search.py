@@ -28,24 +28,28 @@ class Halving:
     """A batch size that halves when memory runs out; only the part that failed is tried again.
 
     >>> logits = torch.cat(Halving(512).over(len(x), lambda part: model(x[part])))
+
+    ``least``: no part is smaller where there are so many images; a smaller rest goes with the part before.
     """
 
-    def __init__(self, size: int | None = None) -> None:
-        self.size = size
+    def __init__(self, size: int | None = None, *, least: int = 1) -> None:
+        self.size, self.least = size, least
         self.halved: list[int] = []  # the sizes that were too large
 
     def over(self, count: int, work: Callable[[slice], R]) -> list[R]:
-        """Results of ``work`` on consecutive parts of ``range(count)``, none larger than the size in force."""
+        """Results of ``work`` on consecutive parts of ``range(count)``, of the size in force at most and a rest."""
         done: list[R] = []
         start = 0
         while start < count:
             stop = count if self.size is None else min(count, start + self.size)
+            stop = count if count - stop < self.least else stop
             try:
                 done.append(work(slice(start, stop)))
             except torch.OutOfMemoryError as error:
-                if stop - start == 1:
+                if stop - start < 2 * self.least:
+                    few = "a single image" if stop - start == 1 else f"{stop - start} images"
                     raise AdvnormError(
-                        "memory does not suffice for a single image; free memory, or use a smaller model or image"
+                        f"memory does not suffice for {few}; free memory, or use a smaller model or image"
                     ) from error
                 self.halved.append(stop - start)
                 self.size = (stop - start) // 2
@@ -64,6 +68,14 @@ def bucket(rows: int, step: int) -> int:
     cuDNN looks for its kernels anew for every size, which takes as long as many forwards.
     """
     return -(-rows // step) * step if rows > step else min(step, 1 << (rows - 1).bit_length())
+
+
+def never_alone(predict: Predict) -> Predict:
+    """``predict`` with statistics of the batch: a search may be left with one image, which goes with a copy of itself.
+
+    A norm that sees one value per channel has no statistics; where it sees more, the copy changes none.
+    """
+    return lambda x: predict(torch.cat([x, x]))[:1] if len(x) == 1 else predict(x)
 
 
 def filled(x: Tensor, rows: int) -> Tensor:
@@ -323,6 +335,7 @@ class Search(Attack):
         """About how many forwards the search spends on an image that resists."""
 
     def perturb(self, predict: Predict, x: Tensor, y: Tensor, noise: ImageNoise) -> Tensor:
+        predict = never_alone(predict) if self.statistics == "batch_frozen" else predict
         return self.search(Victim(predict), x, y, noise).x_adv
 
     def counted(self, *labels: str, least: int = 1) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +24,9 @@ from advnorm.engine.audit import audit as run_audit
 from advnorm.engine.case import branches, statistics_problems
 from advnorm.engine.checkpoint import load_weights
 from advnorm.engine.evaluate import benchmark
-from advnorm.engine.partial import unwritable
+from advnorm.engine.partial import Unwritten, unwritable, writing
 from advnorm.engine.run import Run, Which
-from advnorm.engine.verdict import plot_problems
+from advnorm.engine.verdict import Verdict, plot_problems
 from advnorm.norms import Mode
 from advnorm.threat import NORMS, Norm, ThreatModel
 
@@ -55,6 +55,10 @@ class Asked:
         """What is wrong with the statistics or keeps the record from being written."""
         return [*statistics_problems(self.statistics), *(unwritable(self.json) if self.json else [])]
 
+    def record_label(self) -> str:
+        """How the record will be called, to be asked before the work: one that is there is read back or refused."""
+        return "read back from" if self.json is not None and self.json.exists() else "record:"
+
 
 def evaluate(
     console: Console, asked: Asked, *, attacks: Sequence[str] = ("pgd10", "autoattack"), route: Sequence[str] = ()
@@ -73,23 +77,25 @@ def evaluate(
             raise ConfigError(f"the model has several branches; say which to judge: --route {' '.join(known)}")
         route = known
         console.print(f"branches: {', '.join(known)}; --route chooses", highlight=False)
-    result = benchmark(
-        case.model,
-        case.data,
-        case.threat,
-        list(attacks),
-        list(route) or None,
-        batch_size=asked.batch_size,
-        record=asked.json,
-        progress=console.is_terminal,
-        seed=asked.seed,
-        limit=asked.limit,
-        statistics=asked.statistics,
-        about=case.about,
-    )
-    console.print(result.table(console.width))
+    label = asked.record_label()
+    with shown_anyway(lambda result: console.print(result.table(console.width))) as show:
+        result = benchmark(
+            case.model,
+            case.data,
+            case.threat,
+            list(attacks),
+            list(route) or None,
+            batch_size=asked.batch_size,
+            record=asked.json,
+            progress=console.is_terminal,
+            seed=asked.seed,
+            limit=asked.limit,
+            statistics=asked.statistics,
+            about=case.about,
+        )
+        show(result)
     if asked.json is not None:
-        console.print(f"record: {asked.json}", highlight=False)
+        console.print(f"{label} {asked.json}", highlight=False)
     return 0
 
 
@@ -111,33 +117,51 @@ def audit(
         with problems.collected("the surrogate: "):
             source = load_model(surrogate, asked.weights, asked.device)
     case = subject(asked, problems)
-    verdict = run_audit(
-        case.model,
-        case.data,
-        case.threat,
-        route=route,
-        budget=budget,
-        surrogate=source,
-        limit=asked.limit,
-        batch_size=asked.batch_size,
-        record=asked.json,
-        progress=console.is_terminal,
-        seed=asked.seed,
-        statistics=asked.statistics,
-        about=case.about,
-    )
+    label = asked.record_label()
+    with shown_anyway(lambda verdict: _print_verdict(console, verdict)) as show:
+        verdict = run_audit(
+            case.model,
+            case.data,
+            case.threat,
+            route=route,
+            budget=budget,
+            surrogate=source,
+            limit=asked.limit,
+            batch_size=asked.batch_size,
+            record=asked.json,
+            progress=console.is_terminal,
+            seed=asked.seed,
+            statistics=asked.statistics,
+            about=case.about,
+        )
+        show(verdict)
+    if asked.json is not None:
+        console.print(f"{label} {asked.json}", highlight=False)
+    if plot is not None:
+        with writing(plot):
+            verdict.plot(plot)
+        console.print(f"plot: {plot}", highlight=False)
+    return verdict.exit_code
+
+
+def _print_verdict(console: Console, verdict: Verdict) -> None:
     console.print(verdict.table())
     console.print(verdict.evidence_table())
     colour = {"real": "green", "false": "red", "inconclusive": "yellow", "none": "blue"}[verdict.verdict]
     headline, *rest = verdict.summary().splitlines()
     console.print(f"[bold {colour}]{headline}[/]", highlight=False)
     console.print("\n".join(rest), highlight=False, markup=False)
-    if plot is not None:
-        verdict.plot(plot)
-    for label, path in (("record", asked.json), ("plot", plot)):
-        if path is not None:
-            console.print(f"{label}: {path}", highlight=False)
-    return verdict.exit_code
+
+
+@contextmanager
+def shown_anyway(show: Callable[[Any], object]) -> Iterator[Callable[[Any], object]]:
+    """Scope: a result whose record cannot be written is shown before the error; it may have taken days."""
+    try:
+        yield show
+    except Unwritten as error:
+        if error.result is not None:
+            show(error.result)
+        raise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +169,7 @@ class Subject:
     """What is judged: a model, images and labels, the threat model, and where they come from."""
 
     model: nn.Module
-    data: tuple[Tensor, Tensor]
+    data: ImageData | FolderData | tuple[Tensor, Tensor]
     threat: ThreatModel
     about: dict[str, Any]
 
@@ -207,7 +231,7 @@ def subject(asked: Asked, problems: Problems) -> Subject:
         if asked.data is not None:
             images = load_data(asked.data, asked.data_dir)
         elif config is not None:
-            images = pixels(data_sets.load(config.data.name, "test", asked.data_dir, **config.data.options))
+            images = data_sets.load(config.data.name, "test", asked.data_dir, **config.data.options)
         else:
             raise ConfigError("on which images? --data, for example --data cifar10:FOLDER or --data digits")
         name = asked.data.partition(":")[0] if asked.data else config.data.name if config else ""
@@ -272,13 +296,7 @@ def _raised(what: str, error: BaseException) -> ConfigError:
     return ConfigError(f"{what} raised {type(error).__name__}: {error}{place}")
 
 
-def pixels(data: ImageData | FolderData) -> tuple[Tensor, Tensor]:
-    """Images in [0, 1] and labels, in memory."""
-    data = data.in_memory() if isinstance(data, FolderData) else data
-    return data.pixels(), data.labels
-
-
-def load_data(name: str, data_dir: Path | None = None) -> tuple[Tensor, Tensor]:
+def load_data(name: str, data_dir: Path | None = None) -> ImageData | FolderData | tuple[Tensor, Tensor]:
     """The test images of a data set, as ``digits`` or ``cifar10:FOLDER``, or a .npz or .safetensors file with both.
 
     A file names them ``x`` or ``images`` and ``y`` or ``labels``. Images of whole numbers (uint8) are divided by 255.
@@ -286,7 +304,7 @@ def load_data(name: str, data_dir: Path | None = None) -> tuple[Tensor, Tensor]:
     path = Path(name)
     data_set, _, folder = name.partition(":")
     if data_set in data_sets.DATASETS:
-        return pixels(data_sets.load(data_set, "test", folder or data_dir))
+        return data_sets.load(data_set, "test", folder or data_dir)
     if path.suffix not in (".npz", ".safetensors"):
         known = ", ".join(data_sets.list_datasets())
         raise ConfigError(
@@ -299,17 +317,24 @@ def load_data(name: str, data_dir: Path | None = None) -> tuple[Tensor, Tensor]:
             import numpy as np
 
             with np.load(path, allow_pickle=False) as file:
-                tensors = {key: torch.from_numpy(file[key]) for key in file.files}
+                names = file.files
+                found = [torch.from_numpy(file[key]) for key in _wanted(names)]
         else:
-            from safetensors.torch import load_file
+            from safetensors import safe_open
 
-            tensors = load_file(path)
+            with safe_open(path, framework="pt") as file:
+                names = list(file.keys())
+                found = [file.get_tensor(key) for key in _wanted(names)]
     except Exception as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
-    found = [next((tensors[key] for key in keys if key in tensors), None) for keys in _NAMES]
+    if len(found) < 2:
+        raise ConfigError(f"{path} holds {', '.join(names) or 'nothing'}; name the images 'x' and the labels 'y'")
     images, labels = found
-    if images is None or labels is None:
-        raise ConfigError(f"{path} holds {', '.join(tensors) or 'nothing'}; name the images 'x' and the labels 'y'")
     if images.dtype == torch.uint8:
         images = images.float() / 255
     return images, labels if labels.is_floating_point() else labels.long()
+
+
+def _wanted(names: Sequence[str]) -> list[str]:
+    """The names of the images and of the labels in a file; whatever else it holds is left unread."""
+    return [next(key for key in keys if key in names) for keys in _NAMES if not set(keys).isdisjoint(names)]

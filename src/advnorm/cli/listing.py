@@ -86,7 +86,7 @@ def objectives(pattern: str) -> Table:
             options = (f"{option}={p.default}" for option, p in kind.options().items() if option not in common)
             table.add_row(f"{setting}{name}", kind.summary, "\n".join(options), kind.paper)
         table.add_section()
-    table.caption = f"{', '.join(common)} and mix (mixup, cutmix) are settings of their own in a configuration"
+    table.caption = "label_smoothing, running_epochs and mix (mixup, cutmix) are settings of a configuration's own"
     table.caption_justify = "left"
     return table
 

@@ -134,7 +134,9 @@ class FolderData:
         path = self.root / self.files[position]
         try:
             with Image.open(path) as image:
-                return image.convert("RGB")
+                return _eight_bits(image, path).convert("RGB")
+        except ConfigError:
+            raise
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise ConfigError(f"cannot decode {path}: {error}; replace the file or remove it") from None
 
@@ -156,6 +158,19 @@ class FolderData:
         return ImageData(
             name=self.name, split=self.split, images=images, labels=self.labels, num_classes=self.num_classes
         )
+
+
+def _eight_bits(image: Image, path: Path) -> Image:
+    """An image with values of 0 to 255: PIL would clip wider ones. Of 32 bits nobody knows which value is white."""
+    import numpy as np
+    from PIL import Image as images
+
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):  # of 16 bits at most
+        return images.fromarray(np.rint(np.asarray(image) / 257).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        kind = "floating-point" if image.mode == "F" else "32-bit"
+        raise ConfigError(f"{path} holds {kind} values without a known white; save it with 8 or 16 bits per channel")
+    return image
 
 
 def resized(image: Image, size: int, box: tuple[float, float, float, float] | None = None) -> Tensor:

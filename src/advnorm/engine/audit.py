@@ -6,6 +6,7 @@ et al. 2019, "On evaluating adversarial robustness"; papers A (table 3) and C (s
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,8 +25,8 @@ from advnorm.attacks import attacked, input_gradient
 from advnorm.attacks.losses import cross_entropy
 from advnorm.attacks.search import Halving
 from advnorm.engine.case import AS_CALLED, Case, branches, mixing_norms, prepare, same_branch
-from advnorm.engine.partial import Partial, alone, finished, partial_path
-from advnorm.engine.runner import Job, Outputs, Runner, progress_bar, unmoving
+from advnorm.engine.partial import Partial, alone, finished, partial_path, writing
+from advnorm.engine.runner import Job, Outputs, Runner, progress_bar, seeded, unmoving
 from advnorm.engine.verdict import (
     FIXED,
     LEAST_IMAGES,
@@ -163,16 +164,23 @@ def audit(
     )
     origin = "" if surrogate is None else model_fingerprint(surrogate)
     fingerprint = digest(case.fingerprint, case.threat, budget, case.routes, route, origin)
-    done = finished(record, fingerprint)
+    known_by = case.known_by
+    if surrogate is not None:
+        routes = tuple(dict.fromkeys(same_branch(surrogate, name) for name in case.routes))
+        other = dataclasses.replace(case, model=surrogate, routes=routes, statistics="running")
+        known_by |= {f"surrogate {origin[:8]}, {name}": first for name, first in other.known_by.items()}
+    done = finished(record, fingerprint, known_by)
     if done is not None:
         return Verdict.of_record(done)
     with alone(record), progress_bar(progress) as bar:
-        partial = Partial(None if record is None else partial_path(record), case.fingerprint)
+        partial = Partial(None if record is None else partial_path(record), case.fingerprint, known_by)
         work = _Audit(case, Runner(case, partial, bar), budget, surrogate, origin)
-        verdict = work.run(judged=route if known else None, fingerprint=fingerprint)
+        logits = {name: first.written() for name, first in known_by.items()}
+        verdict = work.run(judged=route if known else None, known={"fingerprint": fingerprint, "logits": logits})
         if record is not None:
-            write_json(record, verdict.record())
-            partial.remove()
+            with writing(record, verdict):
+                write_json(record, verdict.record())
+                partial.remove()
     return verdict
 
 
@@ -199,7 +207,8 @@ class _Audit:
         self.evidence: list[Evidence] = []
         self.advice: list[str] = []
 
-    def run(self, judged: str | None, fingerprint: str) -> Verdict:
+    def run(self, judged: str | None, known: Mapping[str, Any]) -> Verdict:
+        """The verdict on a route; ``known``: what its record is known by."""
         case = self.case
         self.probes = {route: self._probe(route) for route in case.routes}
         clean = {route: self.runner.clean(route) for route in case.routes}
@@ -222,7 +231,7 @@ class _Audit:
         }
         others |= self._components()
         claimed = _share(claims[judged])
-        self.evidence.insert(0, weigh_gap(claimed, _share(worst), self.evidence))
+        self.evidence.insert(0, weigh_gap(claimed, _share(worst), self.evidence, norm=self.threat.norm))
         word, reasons = decide(claimed, _share(worst), self.evidence, chance=self.chance, images=len(self.right))
         return Verdict(
             verdict=word,
@@ -240,7 +249,7 @@ class _Audit:
                 **case.conditions(),
                 "budget": self.budget,
                 "surrogate": None if self.surrogate is None else type(self.surrogate).__name__,
-                "fingerprint": fingerprint,
+                **known,
                 "warnings": list(self.runner.partial.warnings()),
             },
         )
@@ -362,9 +371,9 @@ class _Audit:
         """Logits and gradients of some of the right images."""
         case = self.case
         rows = self.right.nonzero()[:GRADIENT_IMAGES, 0]
-        rows = rows if len(rows) else torch.arange(min(len(case.images), GRADIENT_IMAGES))
+        rows = rows if len(rows) >= case.least else torch.arange(min(len(case.images), GRADIENT_IMAGES))
         with (
-            self.runner.seeded("gradients"),
+            seeded(case, "gradients"),
             attacked(case.model, route=self.route, statistics=unmoving(case.statistics)) as predict,
             float32_as("ieee", case.device),
         ):
@@ -377,7 +386,7 @@ class _Audit:
                 gradient = input_gradient(cross_entropy(logits, y), x)
                 return logits.detach(), gradient.double().flatten(1).norm(dim=1).cpu()
 
-            seen = Halving(min(case.batch_size, 64)).over(len(rows), work)
+            seen = Halving(min(case.batch_size, 64), least=case.least).over(len(rows), work)
         logits, norms = (torch.cat(parts) for parts in zip(*seen))
         self._look_at_gradients(norms)
         text = "an image's logits alone and in a batch: relative difference"
@@ -448,6 +457,10 @@ class _Audit:
             advice.append("give more images")
         elif word == "inconclusive" and self.budget != "full" and not blind:
             advice.append("run again with budget='full'")
+        if word == "inconclusive" and self.threat.norm == "L1" and not self.evidence[0].ok:
+            advice.append(
+                "under L1 PGD is weak on every model, and the gap alone proves no masking: trust the worst case"
+            )
         if word == "none":
             advice.append("train adversarially, for example on PGD-10 images of this eps")
             better = [name for name, row in others.items() if row["PGD-10"] > max(claimed, NONE_CLAIMED)]

@@ -28,9 +28,10 @@ from advnorm.engine.partial import (
     finished,
     partial_path,
     unwritable,
+    writing,
 )
 from advnorm.engine.result import BenchmarkResult
-from advnorm.engine.runner import Job, Runner, progress_bar, unmoving
+from advnorm.engine.runner import First, Job, Runner, progress_bar, unmoving
 from advnorm.norms import MODES, Mode, Routed, domains, mixture_norms, routed_modules
 from advnorm.threat import ThreatModel
 
@@ -81,28 +82,43 @@ def prepare(
     for label, value in (("batch_size", batch_size), ("limit", limit)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             problems.append(f"{label} must be an integer of at least 1 or None, got {value!r}")
-    routes = [route] if route is None or isinstance(route, str) else list(dict.fromkeys(route))
-    if not routes:
+    routes = [route] if route is None or isinstance(route, str) or not isinstance(route, Iterable) else [*route]
+    if strange := [name for name in routes if not (name is None or isinstance(name, str))]:
+        problems.append(
+            f"a route is the name of a branch, got {strange[0]!r}; leave it out for a model without branches"
+        )
+    elif not routes:
         problems.append("no route given; name branches, or leave route out for a model without")
+    routes = list(dict.fromkeys(name for name in routes if name is None or isinstance(name, str)))
     if bad := statistics_problems(statistics):
         problems, statistics = [*problems, *bad], "running"
     jobs, bad = _jobs(attacks, threat, routes, seed, any_threat, statistics)
     problems += bad
     images = labels = index = None
     try:
-        images, labels = gather(data, None if spread else limit)
+        most = limit if limit is None or (isinstance(limit, int) and limit > 0) else PROBE
+        index = _spread(len(data), most) if spread and _by_place(data) else None
+        images, labels = gather(data, None if spread else most, index)
+        if index is not None and len(index) != len(images):  # places of batches, not of images
+            images, labels, index = *gather(data), None
         check_images(images, labels)
-        index = torch.arange(len(images))
-        if spread and limit is not None and isinstance(limit, int) and 0 < limit < len(images):
-            index = index[:limit] * len(images) // limit
-            images, labels = images[index], labels[index]
+        if index is None:
+            index = _spread(len(images), most if spread else None)
+            if len(index) < len(images):
+                images, labels = images[index], labels[index]
     except AdvnormError as error:
         problems.append(str(error))
         images = None
+    alone = statistics != "running" and (batch_size == 1 or (images is not None and len(images) == 1))
+    if alone:
+        problems.append(
+            "statistics of the batch need two images or more at a time; give more images and a larger batch_size, or "
+            "use statistics='running'"
+        )
     if isinstance(model, nn.Module):
         place, bad = _place(model, device)
         problems += bad
-        if images is not None and labels is not None and not bad:
+        if images is not None and labels is not None and not bad and not alone:
             few, classes = images[:PROBE].to(place), int(labels.max()) + 1
             problems += _once({name: _probe(model, name, few, classes, statistics) for name in routes})
             problems += _surrogate_problems(surrogate, routes, few, labels[:PROBE].to(place), classes)
@@ -146,14 +162,15 @@ class Case:
     def run(self, *, progress: bool = False) -> BenchmarkResult:
         """Work through the jobs; with a record continue where an earlier run was killed."""
         fingerprint = digest(self.fingerprint, self.threat, self.routes, [job.key for job in self.jobs])
-        done = finished(self.record, fingerprint)
+        done = finished(self.record, fingerprint, self.known_by)
         if done is not None:
             return BenchmarkResult.of_record(done)
         with alone(self.record):
             return self._work(fingerprint, progress)
 
     def _work(self, fingerprint: str, progress: bool) -> BenchmarkResult:
-        partial = Partial(None if self.record is None else partial_path(self.record), self.fingerprint)
+        path = None if self.record is None else partial_path(self.record)
+        partial = Partial(path, self.fingerprint, self.known_by)
         with progress_bar(progress) as bar:
             runner = Runner(self, partial, bar)
             clean = {route: runner.clean(route) for route in self.routes}
@@ -181,12 +198,18 @@ class Case:
                 route or AS_CALLED: {job.name: partial.seconds(job.key) for job in self.jobs if job.route == route}
                 for route in self.routes
             },
-            conditions={**self.conditions(), "fingerprint": fingerprint, "stages": stages},
+            conditions={
+                **self.conditions(),
+                "fingerprint": fingerprint,
+                "logits": {name: first.written() for name, first in self.known_by.items()},
+                "stages": stages,
+            },
             warnings=partial.warnings(),
         )
         if self.record is not None:
-            write_json(self.record, result.record())
-            partial.remove()
+            with writing(self.record, result):
+                write_json(self.record, result.record())
+                partial.remove()
         return result
 
     @cached_property
@@ -195,6 +218,21 @@ class Case:
         by_batch = self.batch_size if self.statistics != "running" else None
         conditions = (self.statistics, by_batch, self.seed, self.scopes)
         return digest(self.images, self.labels, self.index, *conditions, model_fingerprint(self.model))
+
+    @cached_property
+    def first(self) -> dict[str | None, First]:
+        """What the model says of the first images, by route."""
+        return {route: First.of(self, route) for route in self.routes}
+
+    @property
+    def known_by(self) -> dict[str, First]:
+        """What tells a model from another one of the same structure and tensors, for a record."""
+        return {route or AS_CALLED: first for route, first in self.first.items()}
+
+    @property
+    def least(self) -> int:
+        """Images of the smallest batch: a norm may see one value per channel of an image, which has no statistics."""
+        return 1 if self.statistics == "running" else 2
 
     @property
     def scopes(self) -> dict[str, str]:
@@ -245,7 +283,7 @@ def _jobs(
     if isinstance(attacks, Mapping):
         named = dict(attacks)
     else:
-        attacks = [attacks] if isinstance(attacks, str | Attack) else list(attacks)
+        attacks = [attacks] if isinstance(attacks, str | Attack) or not isinstance(attacks, Iterable) else [*attacks]
         spoken = {attack for attack in attacks if isinstance(attack, str)}
         for attack in attacks:
             named[attack if isinstance(attack, str) else _label(attack, spoken | set(named))] = attack
@@ -363,23 +401,46 @@ def same_branch(model: nn.Module, route: str | None) -> str | None:
     return route if route in branches(model) else None
 
 
-def gather(data: Any, limit: int | None = None) -> tuple[Tensor, Tensor]:
+def _spread(count: int, limit: int | None) -> Tensor:
+    """Places of ``limit`` images, evenly from all of them."""
+    places = torch.arange(count)
+    return places if limit is None or limit >= count else places[:limit] * count // limit
+
+
+def _by_place(data: Any) -> bool:
+    """Whether a data set gives any of its images without reading those before."""
+    return isinstance(data, ImageData | FolderData) or (
+        not isinstance(data, Sequence | Tensor | Loader)
+        and not hasattr(data, "__iter__")
+        and all(hasattr(data, name) for name in ("__len__", "__getitem__"))
+    )
+
+
+def gather(data: Any, limit: int | None = None, places: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Images and labels as two tensors on the CPU, from two tensors, a data set, or an iterable of samples or batches.
 
-    ``limit`` takes the first so many and reads no further.
+    ``limit`` takes the first so many and reads no further; ``places`` takes these of a data set and reads no other.
     """
     if isinstance(data, Sequence) and len(data) == 2 and all(hasattr(part, "shape") for part in data):
         images, labels = (torch.as_tensor(part) for part in data)
         return images[:limit].cpu(), labels[:limit].cpu()
-    if isinstance(data, ImageData):
-        return data.pixels(slice(limit)), data.labels[:limit]
+    if isinstance(data, ImageData | FolderData):
+        data = data.take(slice(limit) if places is None else places)
+        data = data.in_memory() if isinstance(data, FolderData) else data
+        return data.pixels(), data.labels
     images_parts: list[Tensor] = []
     labels_parts: list[Tensor] = []
     count = 0
-    for item in _items(data):
+    for item in _items(data) if places is None else (data[place] for place in places.tolist()):
         if not isinstance(item, Sequence) or len(item) != 2 or isinstance(item, str):
             raise ConfigError(f"data must give (images, labels), got {type(item).__name__}; wrap the data set")
-        x, y = (torch.as_tensor(part) for part in item)
+        try:
+            x, y = (torch.as_tensor(part) for part in item)
+        except (RuntimeError, TypeError, ValueError):
+            raise ConfigError(
+                f"images and labels must be tensors or arrays, got {' and '.join(type(p).__name__ for p in item)}; "
+                "turn images into tensors in [0, 1] where they are read: transform=torchvision.transforms.ToTensor()"
+            ) from None
         if y.dim() == 0:  # a sample, not a batch
             x, y = x[None], y[None]
         images_parts.append(x.cpu())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import advnorm.attacks as attack_names
+from advnorm._core.errors import ConfigError
 from advnorm.attacks import PGD, Attack
 from advnorm.engine.case import Attacks, prepare
 from advnorm.engine.result import BenchmarkResult, Curve
@@ -67,7 +68,7 @@ def accuracy_against_steps(
     model: nn.Module,
     data: Any,
     threat: ThreatModel,
-    steps: Sequence[int] = (10, 20, 50, 100, 500, 2000),
+    steps: int | Sequence[int] = (10, 20, 50, 100, 500, 2000),
     route: str | Sequence[str | None] | None = None,
     *,
     step_size: float | str | None = None,
@@ -79,7 +80,7 @@ def accuracy_against_steps(
 
     ``step_size``: by default 2.5·eps/steps; paper E keeps 1/255 for all. Other options as in :func:`benchmark`.
     """
-    steps = tuple(dict.fromkeys(steps))
+    steps = tuple(dict.fromkeys(steps if isinstance(steps, Iterable) else [steps]))
     settings = {"threat": threat, "step_size": step_size, "seed": seed, "statistics": unmoving(statistics)}
     built = {f"pgd{n}": PGD(steps=n, **settings) for n in steps}
     result = benchmark(model, data, threat, built, route, seed=seed, statistics=statistics, **options)
@@ -90,7 +91,7 @@ def accuracy_against_eps(
     model: nn.Module,
     data: Any,
     threat: ThreatModel,
-    eps: Sequence[float | str] = ("2/255", "4/255", "8/255", "16/255", "32/255", "64/255", "128/255"),
+    eps: float | str | Sequence[float | str] = ("2/255", "4/255", "8/255", "16/255", "32/255", "64/255", "128/255"),
     attack: str | Attack = "pgd20",
     route: str | Sequence[str | None] | None = None,
     *,
@@ -101,15 +102,18 @@ def accuracy_against_eps(
     **options: Any,
 ) -> Curve:
     """Robust accuracy under one attack of growing eps, in the norm of ``threat``; it must fall to chance or below."""
-    threats = {str(value): ThreatModel(norm=threat.norm, eps=value) for value in eps}
+    if not isinstance(threat, ThreatModel):
+        raise ConfigError(f"threat must be a ThreatModel such as ThreatModel(eps='8/255'), got {threat!r}")
+    values = [eps] if isinstance(eps, str) or not isinstance(eps, Iterable) else eps
+    threats = {str(value): ThreatModel(norm=threat.norm, eps=value) for value in values}
     built = {}
     for label, value in threats.items():
         if isinstance(attack, str):
             made = attack_names.get(attack, threat=value, seed=seed, statistics=unmoving(statistics))
-        else:
-            made = dataclasses.replace(attack, threat=value)
+        else:  # what is no attack is refused with all the rest
+            made = dataclasses.replace(attack, threat=value) if isinstance(attack, Attack) else attack
         built[f"eps={label}"] = made
     settings = {"seed": seed, "any_threat": True, "record": record, "statistics": statistics}
     result = prepare(model, data, threat, built, route, **settings, **options).run(progress=progress)
-    values = tuple(value.eps for value in threats.values())
-    return Curve(parameter="eps", values=values, labels=tuple(threats), result=result)
+    radii = tuple(value.eps for value in threats.values())
+    return Curve(parameter="eps", values=radii, labels=tuple(threats), result=result)

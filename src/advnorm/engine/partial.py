@@ -10,14 +10,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from advnorm._core.errors import ConfigError
+from advnorm._core.errors import AdvnormError, ConfigError
 from advnorm._core.records import digest, read_json, write_json
 from advnorm.engine.lock import Busy, locked
+
+if TYPE_CHECKING:
+    from advnorm.engine.runner import First
 
 
 def partial_path(record: Path | str) -> Path:
@@ -59,13 +63,39 @@ def alone(record: Path | str | None) -> Iterator[None]:
         yield
 
 
+class Unwritten(AdvnormError):
+    """A file that could not be written; ``result`` is what it was to hold, where that is done."""
+
+    def __init__(self, message: str, result: Any = None) -> None:
+        super().__init__(message)
+        self.result = result
+
+
+@contextmanager
+def writing(path: Path | str | None, result: Any = None) -> Iterator[None]:
+    """Scope: a full disk or a folder that is gone is told in one line, and what is done already is not lost with it."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, AdvnormError):
+            raise
+        raise Unwritten(
+            f"cannot write {path}: {error.strerror or error}; make room, or choose another place. What was written "
+            "before is intact, and the same command goes on",
+            result,
+        ) from error
+
+
 class Partial:
     """Verdicts so far, by job, in a file that is written whole after each batch; without a path in memory only."""
 
     FORMAT = "advnorm.partial/1"
 
-    def __init__(self, path: Path | None, fingerprint: str) -> None:
+    def __init__(
+        self, path: Path | None, fingerprint: str, known_by: Mapping[str, First] = MappingProxyType({})
+    ) -> None:
         self.path, self.fingerprint, self._commit = path, fingerprint, _commit()
+        self._logits = {name: first.written() for name, first in known_by.items()}
         self._jobs: dict[str, dict[str, Any]] = {}
         if path is None or not path.exists():
             return
@@ -73,12 +103,12 @@ class Partial:
         jobs = data.get("jobs")
         if data.get("format") != self.FORMAT or not isinstance(jobs, dict):
             raise ConfigError(f"{path} is not a partial evaluation; delete it, or choose another record")
-        if data.get("fingerprint") != fingerprint:
+        if data.get("fingerprint") != fingerprint or _other_model(data, known_by):
             raise ConfigError(
-                f"{path} belongs to another evaluation (other images, labels, model parameters or statistics mode); "
+                f"{path} belongs to another evaluation (other images, labels, model or statistics mode); "
                 "delete it to start afresh, or choose another record"
             )
-        self._jobs = jobs
+        self._jobs, self._logits = jobs, {**data.get("logits", {}), **self._logits}
         before, now = (str(commit).rstrip("+") for commit in (data.get("commit"), self._commit))
         if before != now:
             self.warn("commit", f"continued from a run of another version of advnorm, commit {before}")
@@ -135,16 +165,26 @@ class Partial:
 
     def _write(self) -> None:
         if self.path is not None:
-            data = {"format": self.FORMAT, "fingerprint": self.fingerprint, "commit": self._commit, "jobs": self._jobs}
-            write_json(self.path, data)
+            data = {"format": self.FORMAT, "fingerprint": self.fingerprint, "commit": self._commit}
+            with writing(self.path):
+                write_json(self.path, {**data, "logits": self._logits, "jobs": self._jobs})
 
 
-def finished(record: Path | str | None, fingerprint: str) -> dict[str, Any] | None:
+def _other_model(data: Mapping[str, Any], known_by: Mapping[str, First]) -> bool:
+    """Whether a model computes something else than the one that left ``data``, though structure and tensors agree.
+
+    Its attributes and its code show in its logits alone. What was written without logits is taken as it is.
+    """
+    written = data.get("logits", {})
+    return not isinstance(written, dict) or not all(first.fits(written.get(name)) for name, first in known_by.items())
+
+
+def finished(record: Path | str | None, fingerprint: str, known_by: Mapping[str, First]) -> dict[str, Any] | None:
     """The record of an evaluation that is done already, read back; None where there is none yet."""
     if record is None or not Path(record).exists():
         return None
     data = read_json(Path(record))
-    if data.get("fingerprint") != fingerprint:
+    if data.get("fingerprint") != fingerprint or _other_model(data, known_by):
         raise ConfigError(
             f"{record} holds the record of another evaluation (other data, model, threat, attacks, routes or seed); "
             "delete it, or choose another record"

@@ -21,7 +21,7 @@ from advnorm.attacks.autoattack import AutoAttack
 from advnorm.attacks.autoattack_record import AutoAttackResult
 from advnorm.attacks.base import Predict
 from advnorm.attacks.search import Halving, Search
-from advnorm.engine.partial import Partial
+from advnorm.engine.partial import Partial, writing
 from advnorm.norms import Mode
 
 if TYPE_CHECKING:
@@ -52,6 +52,62 @@ class Job:
 def unmoving(statistics: Mode) -> Mode:
     """A verdict uses the batch's statistics where that is asked for, and never moves the running ones."""
     return "batch_frozen" if statistics == "batch" else statistics
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class First:
+    """Strict logits of the first images, by which a model is known and looked at."""
+
+    logits: Tensor
+    #: Largest relative difference between two forwards of the same images.
+    varies: float
+    #: Difference that the model's precision explains.
+    same: float
+    #: What memory sufficed for.
+    batch_size: int | None
+
+    @property
+    def random(self) -> bool:
+        return self.varies > self.same
+
+    def written(self) -> list[str] | None:
+        """For a record: a line per image, since JSON has no infinity. None: no logits tell a randomized model."""
+        return None if self.random else [" ".join(f"{v:.5g}" for v in row) for row in self.logits.tolist()]
+
+    def fits(self, written: Any) -> bool:
+        """Whether a record's logits can be these, but for what another device rounds otherwise."""
+        if written is None or self.random:
+            return True
+        try:
+            theirs = torch.tensor([[float(v) for v in line.split()] for line in written])
+        except (AttributeError, TypeError, ValueError):
+            return False
+        ours, near = self.logits.cpu(), self.same * _largest(self.logits).item()
+        return ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-2, atol=near, equal_nan=True)
+
+    @classmethod
+    def of(cls, case: Case, route: str | None) -> First:
+        """Two forwards of them."""
+        x, memory = case.images[:LOOKED_AT].to(case.device), Halving(least=case.least)
+        with judging(case, route, "look") as predict:
+            logits, again = (torch.cat(memory.over(len(x), lambda part: predict(x[part]))) for _ in range(2))
+        dtype = next((p.dtype for p in case.model.parameters() if p.is_floating_point()), torch.float32)
+        return cls(
+            logits=logits,
+            varies=_difference(again, logits),
+            same=max(SAME, 4 * torch.finfo(dtype).eps),
+            batch_size=memory.size,
+        )
+
+
+def _largest(logits: Tensor) -> Tensor:
+    return logits.abs().masked_fill(~logits.isfinite(), 0).amax().clamp_min(1e-12)
+
+
+def _difference(logits: Tensor, reference: Tensor) -> float:
+    """The largest one, relative to the largest logit; a class that both leave out with -inf does not differ."""
+    gap = (logits - reference).abs().masked_fill(logits == reference, 0)
+    return gap.amax().div(_largest(reference)).item()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +167,7 @@ class Runner:
 
     def clean(self, route: str | None) -> Tensor:
         """Which images are classified right without an attack."""
-        case, memory = self.case, Halving(self.case.batch_size)
+        case, memory = self.case, Halving(self.case.batch_size, least=self.case.least)
 
         def work(part: slice) -> Tensor:
             x, y = case.images[part].to(case.device), case.labels[part].to(case.device)
@@ -129,24 +185,19 @@ class Runner:
 
     def look(self, route: str | None) -> Outputs:
         """Whether outputs are random, depend on the batch or are probabilities: told once for all attacks."""
-        case = self.case
-        x, memory = case.images[:LOOKED_AT].to(case.device), Halving(case.batch_size)
-        with self._judging(route, "look") as predict:
-
-            def forward() -> Tensor:
-                return torch.cat(memory.over(len(x), lambda part: predict(x[part])))
-
-            together, again = forward(), forward()
-            single = torch.cat([predict(image) for image in x.split(1)]) if memory.size != 1 else together
-        size = together.abs().amax().clamp_min(1e-12)
-        varies, by_batch = ((other - together).abs().amax().div(size).item() for other in (again, single))
-        dtype = next((p.dtype for p in case.model.parameters() if p.is_floating_point()), torch.float32)
-        same = max(SAME, 4 * torch.finfo(dtype).eps)
+        case, first = self.case, self.case.first[route]
+        together, by_batch = first.logits, 0.0
+        if not first.random and 1 not in (first.batch_size, case.batch_size):  # chance would show as well
+            with judging(case, route, "alone") as predict:
+                # With a copy of itself, which changes no statistics: of one value per channel a norm has none.
+                images = case.images[: len(together)].to(case.device).split(1)
+                alone = torch.cat([predict(torch.cat([image, image]))[:1] for image in images])
+            by_batch = _difference(alone, together)
         found = Outputs(
-            varies=varies,
-            by_batch=0.0 if varies > same else by_batch,  # cannot be told apart from it
+            varies=first.varies,
+            by_batch=by_batch,
             probabilities=bool((together >= 0).all() and (together.sum(1) - 1).abs().max() < 1e-3),
-            same=same,
+            same=first.same,
         )
         self._steady &= found.steady
         for text in found.warnings():
@@ -158,7 +209,7 @@ class Runner:
 
         ``source``: compute the attack on this model; the case's model judges.
         """
-        case, memory = self.case, Halving(self._unit(job.attack))
+        case, memory = self.case, Halving(self._unit(job.attack), least=self.case.least)
         verdicts = self.partial.verdicts(job.key, len(case.images))
         todo = (among & (verdicts < 0)).nonzero()[:, 0]
         total = int(among.sum())
@@ -166,17 +217,19 @@ class Runner:
 
         def work(part: slice) -> None:
             rows, done, begun = todo[part], total - len(todo) + part.start, time.perf_counter()
-            x, y, index, attack = case.images[rows], case.labels[rows], case.index[rows], job.attack
+            attack = job.attack
             if show is not None:
                 attack = dataclasses.replace(attack, progress=_within(show, done, len(rows)))
+            with_others = rows if isinstance(attack, AutoAttack) else self._accompanied(rows)
+            x, y, index = case.images[with_others], case.labels[with_others], case.index[with_others]
             if isinstance(attack, AutoAttack):
                 found = self._cascade(job, attack, x, y, index)
                 x_adv, begun = found.x_adv, time.perf_counter() - sum(found.seconds.values())  # of all processes
             else:
                 x, y, index = (tensor.to(case.device) for tensor in (x, y, index))
-                with float32_as("ieee", case.device), self.seeded(job.key, "attack", int(rows[0])):
+                with float32_as("ieee", case.device), seeded(case, job.key, "attack", int(rows[0])):
                     x_adv = attack(source or case.model, x, y, index=index)
-            verdicts[rows] = self._judge(job, x_adv, y, rows).to(verdicts.dtype)
+            verdicts[rows] = self._judge(job, x_adv[: len(rows)], rows).to(verdicts.dtype)
             self.partial.save(job.key, verdicts, time.perf_counter() - begun)
 
         memory.over(len(todo), work)
@@ -203,15 +256,20 @@ class Runner:
             size //= 2
         return size
 
-    def _judge(self, job: Job, x: Tensor, y: Tensor, rows: Tensor) -> Tensor:
+    def _accompanied(self, rows: Tensor) -> Tensor:
+        """The rows, and the next image of the data where one that is left alone would have no statistics."""
+        return rows if len(rows) >= self.case.least else torch.cat([rows, (rows + 1) % len(self.case.images)])
+
+    def _judge(self, job: Job, x: Tensor, rows: Tensor) -> Tensor:
         """Whether adversarial images are classified right, by the strict forward that decides; on the CPU."""
-        device = self.case.device
+        case, with_others = self.case, self._accompanied(rows)
+        x, y = torch.cat([x, case.images[with_others[len(rows) :]].to(x)]), case.labels[with_others]
 
         def work(part: slice) -> Tensor:
-            x_part, y_part = x[part].to(device), y[part].to(device)
-            return self._right(x_part, y_part, job.route, f"{job.key} | judge", int(rows[part.start]))[0].cpu()
+            x_part, y_part = x[part].to(case.device), y[part].to(case.device)
+            return self._right(x_part, y_part, job.route, f"{job.key} | judge", int(with_others[part.start]))[0].cpu()
 
-        return torch.cat(Halving(self.case.batch_size).over(len(x), work))
+        return torch.cat(Halving(case.batch_size, least=case.least).over(len(x), work))[: len(rows)]
 
     def _shown(self, job: Job, total: int) -> Callable[[float], None] | None:
         """Shows how many images are done with, where there is a bar; it goes when all are."""
@@ -222,7 +280,9 @@ class Runner:
 
     def _cascade(self, job: Job, attack: AutoAttack, x: Tensor, y: Tensor, index: Tensor) -> AutoAttackResult:
         self.partial.begin(job.key)
-        found = attack.evaluate(self.case.model, x, y, index=index, record=self.partial.folder(job.key), bar=False)
+        folder = self.partial.folder(job.key)
+        with writing(folder):
+            found = attack.evaluate(self.case.model, x, y, index=index, record=folder, bar=False)
         for flag in found.warnings:
             if flag.name not in _SAID:
                 self.partial.warn(job.key, f"{job.name}: {flag.message}")
@@ -232,35 +292,11 @@ class Runner:
         return found
 
     def _right(self, x: Tensor, y: Tensor, route: str | None, *tags: Any) -> tuple[Tensor, Tensor]:
-        with self._judging(route, *tags) as predict:
+        with judging(self.case, route, *tags) as predict:
             logits = predict(x)
         self._classes = logits.shape[1]
         nan = logits.isnan().any(1)
         return (logits.argmax(1) == y) & ~nan, nan
-
-    @contextmanager
-    def _judging(self, route: str | None, *tags: Any) -> Iterator[Predict]:
-        """Scope: the strict forward that decides."""
-        statistics, device = unmoving(self.case.statistics), self.case.device
-        with (
-            self.seeded(route, *tags),
-            attacked(self.case.model, route=route, statistics=statistics) as predict,
-            float32_as("ieee", device),
-            torch.no_grad(),
-        ):
-            yield predict
-
-    @contextmanager
-    def seeded(self, *tags: Any) -> Iterator[None]:
-        """Scope: what a randomized model draws follows from the seed and the tags; the caller's generators rest."""
-        device, seed = self.case.device, int(digest(self.case.seed, *tags)[:15], 16)
-        here = torch.cuda.current_device() if device.index is None and device.type == "cuda" else device.index
-        cuda = [here] if device.type == "cuda" else []
-        with torch.random.fork_rng(cuda):
-            torch.default_generator.manual_seed(seed)
-            for number in cuda:
-                torch.cuda.default_generators[number].manual_seed(seed)
-            yield
 
     def _warn_memory(self, key: str, name: str, memory: Halving | AutoAttackResult, unit: str = "images") -> None:
         if memory.halved:
@@ -269,6 +305,31 @@ class Runner:
                 key,
                 f"{name}: memory did not suffice for {sizes} {unit} at a time, went on with {memory.halved[-1] // 2}",
             )
+
+
+@contextmanager
+def judging(case: Case, route: str | None, *tags: Any) -> Iterator[Predict]:
+    """Scope: the strict forward that decides."""
+    with (
+        seeded(case, route, *tags),
+        attacked(case.model, route=route, statistics=unmoving(case.statistics)) as predict,
+        float32_as("ieee", case.device),
+        torch.no_grad(),
+    ):
+        yield predict
+
+
+@contextmanager
+def seeded(case: Case, *tags: Any) -> Iterator[None]:
+    """Scope: what a randomized model draws follows from the seed and the tags; the caller's generators rest."""
+    device, seed = case.device, int(digest(case.seed, *tags)[:15], 16)
+    here = torch.cuda.current_device() if device.index is None and device.type == "cuda" else device.index
+    cuda = [here] if device.type == "cuda" else []
+    with torch.random.fork_rng(cuda):
+        torch.default_generator.manual_seed(seed)
+        for number in cuda:
+            torch.cuda.default_generators[number].manual_seed(seed)
+        yield
 
 
 def _within(show: Callable[[float], None], done: int, images: int) -> Callable[[int, int], None]:
