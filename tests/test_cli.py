@@ -194,6 +194,14 @@ def test_the_record_of_a_judged_run_says_how_it_was_trained(tmp_path):
         assert f"checkpoint {which}, data digits, test" in " ".join(result.output.split())
 
 
+def test_a_training_that_is_not_finished_is_told_where_it_is_judged(tmp_path):
+    small = {"model": "small_cnn", "eps": 0.1, "epochs": 3, "batch_size": 256, "attack": {"steps": 1}}
+    run = advnorm.train(advnorm.Config.from_dict(small), out=tmp_path, device="cpu", max_minutes=0)
+    result = invoke("evaluate", str(run.folder), "--attacks", "fgsm", "--limit", "8", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert "a training that is not finished (0 of 3 epochs)" in " ".join(result.output.split())
+
+
 def test_the_seed_reaches_an_analysis_and_comparisons_do_not_replace_each_other(tmp_path):
     small = {"model": "small_cnn", "eps": 0.1, "epochs": 1, "batch_size": 256, "attack": {"steps": 1}}
     runs = [
@@ -217,6 +225,34 @@ def test_the_seed_reaches_an_analysis_and_comparisons_do_not_replace_each_other(
     records = [json.loads(path.read_text()) for path in (tmp_path / "own").glob("*.json")]
     conditions = [network["conditions"] for record in records for network in record["networks"].values()]
     assert len(records) == 3 and all({"checkpoint", "device", "torch", "commit"} <= one.keys() for one in conditions)
+
+
+def test_an_analysis_that_is_a_table_prints_it(tmp_path):
+    small = {
+        "model": "small_cnn",
+        "norm": "dual_bn",
+        "eps": 0.1,
+        "epochs": 1,
+        "batch_size": 256,
+        "attack": {"steps": 1},
+    }
+    run = advnorm.train(advnorm.Config.from_dict(small), out=tmp_path, device="cpu")
+    more = ("--limit", "16", "--out", str(tmp_path / "out"), "--device", "cpu")
+    tables = {
+        "domain_gap": (("inputs=[adv, noise]",), "clean – adv", "sums"),
+        "domain_gap_table": (("inputs=[adv, noise]",), "clean – noise", "runs"),
+        "swap_table": (("attacks=[pgd1]",), "AP_clean", "rows"),
+        "transfer": (("source=adversarial",), "adversarial examples from", "accuracy"),
+    }
+    for name, (options, words, key) in tables.items():
+        out = tmp_path / name
+        result = invoke("analyze", name, str(run.folder), *more[:2], "--out", str(out), *more[4:], "--set", *options)
+        assert result.exit_code == 0, result.output
+        assert words in " ".join(result.output.split())
+        record = json.loads(next(out.glob("*.json")).read_text())
+        assert key in record
+        if name == "domain_gap":
+            assert f"{record['sums']['clean-adv']:.4g}" in result.output
 
 
 @pytest.mark.parametrize(

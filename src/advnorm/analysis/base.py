@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,6 +44,10 @@ class Finding(ABC):
     @abstractmethod
     def draw(self) -> Figure:
         """The figure; called inside :func:`style`."""
+
+    def table(self) -> tuple[Sequence[str], Sequence[Sequence[str]]] | None:
+        """Head and rows of what a terminal shows of it; None where the figure says it better."""
+        return None
 
     def figure(self) -> Figure:
         """The figure in the common style, independent of the caller's settings."""
@@ -119,6 +124,11 @@ class Analysis:
     paper: str
     several: bool = False
 
+    @property
+    def options(self) -> set[str]:
+        """What it takes by keyword."""
+        return {name for name, p in inspect.signature(self.run).parameters.items() if p.kind is p.KEYWORD_ONLY}
+
 
 ANALYSES: Registry[Analysis] = Registry("analysis")
 
@@ -136,6 +146,11 @@ def register(name: str, *, summary: str, paper: str, several: bool = False) -> C
         return function
 
     return add
+
+
+def percent(share: float) -> str:
+    """A share of 1 in a table."""
+    return f"{100 * share:.1f} %"
 
 
 def batches(count: int, size: int) -> Iterator[slice]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError, raise_all
 from advnorm._core.wrappers import unwrapped
-from advnorm.analysis.base import Finding, Subject, bar_look, register
+from advnorm.analysis.base import Finding, Subject, bar_look, percent, register
 from advnorm.analysis.moments import (
     Gaussian,
     Images,
@@ -125,6 +125,9 @@ class DomainGap(Finding):
             "conditions": dict(self.conditions),
         }
 
+    def table(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+        return _summed_table({"": self})
+
     def draw(self) -> Figure:
         from matplotlib.figure import Figure
 
@@ -211,6 +214,17 @@ def domain_gap_of_run(
     return dataclasses.replace(found, conditions=conditions_of(subject, **found.conditions))
 
 
+def _summed_table(gaps: Mapping[str, DomainGap]) -> tuple[list[str], list[list[str]]]:
+    """Of each run the accuracies and the distances summed over its norms, as paper C's table 2 has them."""
+    first = next(iter(gaps.values()))
+    head = ["run", *(f"accuracy, {kind}" for kind in first.accuracy), *(" – ".join(names) for names in first.sums)]
+    rows = [
+        [name, *map(percent, gap.accuracy.values()), *(f"{value:.4g}" for value in gap.sums.values())]
+        for name, gap in gaps.items()
+    ]
+    return (head, rows) if any(gaps) else (head[1:], [row[1:] for row in rows])
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DomainGapTable(Finding):
     """Summed distances of several runs beside their accuracies (paper C, table 2)."""
@@ -219,6 +233,9 @@ class DomainGapTable(Finding):
 
     def record(self) -> dict[str, Any]:
         return {"analysis": "domain_gap_table", "runs": {name: gap.record() for name, gap in self.rows.items()}}
+
+    def table(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+        return _summed_table(self.rows)
 
     def draw(self) -> Figure:
         from matplotlib.figure import Figure
@@ -418,6 +435,12 @@ class SwapTable(Finding):
             for row in self.rows
         ]
         return {"analysis": "swap_table", "rows": rows, "conditions": dict(self.conditions)}
+
+    def table(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+        rows = [
+            [row.setup, ns_name(*row.ns), f"AP_{row.ap}", *map(percent, row.accuracy.values())] for row in self.rows
+        ]
+        return ["setup", "statistics", "affine", *self.rows[0].accuracy], rows
 
     def draw(self) -> Figure:
         from matplotlib.figure import Figure

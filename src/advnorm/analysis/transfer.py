@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError, did_you_mean, raise_all
 from advnorm._core.precision import float32_as
-from advnorm.analysis.base import COLOURS, MARKERS, Finding, Subject, batches, direct_labels, register
+from advnorm.analysis.base import COLOURS, MARKERS, Finding, Subject, batches, direct_labels, percent, register
 from advnorm.analysis.features import RECIPES, classes_of, images_of, make_features
 from advnorm.analysis.views import View, device_of, legend, views, wrapped
 from advnorm.analysis.views import conditions as conditions_of
@@ -62,6 +62,14 @@ class Transfer(Finding):
             "images": dict(zip(self.sources, self.images)),
             "conditions": dict(self.conditions),
         }
+
+    def table(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+        rows = [
+            [source, target, percent(value)]
+            for source, row in zip(self.sources, self.accuracy)
+            for target, value in zip(self.targets, row)
+        ]
+        return [f"{self.what} from", "judged by", "accuracy"], rows
 
     def draw(self) -> Figure:
         from matplotlib.figure import Figure
@@ -216,6 +224,10 @@ class Alignment(Finding):
             "images": self.images,
             "conditions": dict(self.conditions),
         }
+
+    def table(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+        rows = zip(map(str, self.names), map(percent, self.robust), map(percent, self.non_robust))
+        return ["network", "as robust features say", "as non-robust ones say"], [list(row) for row in rows]
 
     def draw(self) -> Figure:
         from matplotlib.figure import Figure

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from advnorm._core.errors import ConfigError, did_you_mean, raise_all
 from advnorm._core.records import digest
 from advnorm.analysis import ANALYSES
 from advnorm.analysis.subject import subject_of
+from advnorm.cli import listing
 from advnorm.engine.partial import unwritable
 from advnorm.engine.run import Run, Which
 from advnorm.engine.text import parse_yaml
@@ -38,7 +38,7 @@ def analyze(
     """Run the analysis, write its data and figures, and say where they are."""
     analysis = ANALYSES.get(name)
     settings = parsed(options)
-    taken = {key for key, p in inspect.signature(analysis.run).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    taken = analysis.options
     known = taken - {"progress"}
     problems = []
     for key, value in settings.items():
@@ -77,6 +77,8 @@ def analyze(
     usual = {"options": [], "attack": None, "eps": None, "limit": 1000, "seed": 0}
     marks = [checkpoint] if checkpoint else []
     marks += [digest(repr(asked))[:8]] if asked != usual else []
+    if (shown := finding.table()) is not None:
+        console.print(listing.findings(name, *shown))
     for path in finding.save(out / _file_name(name, [subject.name for subject in subjects], marks)):
         console.print(str(path), highlight=False, soft_wrap=True)
     return 0

@@ -51,7 +51,7 @@ DataDir = Annotated[Path | None, typer.Option(help="Folder that holds the data s
 Eps = Annotated[str | None, typer.Option(help="Radius in pixel scale; default: the run's, else 8/255.")]
 Norm = Annotated[str | None, typer.Option(help="Linf, L2 or L1; default: the run's, else Linf.")]
 Statistics = Annotated[str, typer.Option(help="What batch norms use: running, batch or batch_frozen.")]
-Limit = Annotated[int | None, typer.Option(min=1, help="So many images at most.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Use so many of the images at most.")]
 BatchSize = Annotated[int | None, typer.Option(min=1, help="Images at a time; default: as many as fit.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")]
 Seed = Annotated[int, typer.Option(help="Seed of the noise.")]
@@ -165,8 +165,10 @@ def train(
     device: Device = None,
     download: Annotated[bool, typer.Option(help="Fetch a missing data set from its official address.")] = False,
     workers: Annotated[int | None, typer.Option(min=0, help="Processes that decode image files.")] = None,
-    max_minutes: Annotated[float | None, typer.Option(help="Stop at a checkpoint by then; exit status 75.")] = None,
-    checkpoint_minutes: Annotated[float, typer.Option(help="A checkpoint so often within an epoch.")] = 10,
+    max_minutes: Annotated[
+        float | None, typer.Option(help="Stop after so many minutes, with a checkpoint (exit status 75).")
+    ] = None,
+    checkpoint_minutes: Annotated[float, typer.Option(help="Minutes between checkpoints within an epoch.")] = 10,
     tensorboard: Annotated[bool, typer.Option(help="Also write TensorBoard events.")] = False,
 ) -> None:
     """Train a network; the same command goes on after a kill. Exit status: 0 finished, 75 stopped before its end.

@@ -220,6 +220,8 @@ def subject(asked: Asked, problems: Problems) -> Subject:
             model = run.model(asked.checkpoint, place(asked.device))
             about = {"run": run.folder.resolve().name, "checkpoint": run.judged(asked.checkpoint)}
             about["training"] = config.to_dict()
+            if not run.finished:
+                about["unfinished"] = f"{len(run.metrics())} of {config.epochs} epochs"
     with problems.collected():
         norm = asked.norm
         for known in NORMS:

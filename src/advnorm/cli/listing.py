@@ -72,6 +72,16 @@ def attacks(pattern: str) -> Table:
     return table
 
 
+def findings(name: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """What an analysis found, where that is a table."""
+    table = Table(title=name, title_justify="left")
+    for column in head:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 def objectives(pattern: str) -> Table:
     """Every training objective with its options and where it comes from, and what can be put around each of them."""
     table = Table(title="objectives", title_justify="left")
@@ -102,10 +112,17 @@ def datasets(pattern: str) -> Table:
 
 def analyses(pattern: str) -> Table:
     """Every analysis with what it shows and where it comes from."""
-    table = Table("analysis", "what it shows", "runs", "paper", title="analyses", title_justify="left")
+    table = Table(title="analyses", title_justify="left")
+    for column in ("analysis", "what it shows", "runs", "--set", "paper"):
+        table.add_column(column, overflow="fold", no_wrap=column == "analysis")
     for name in _matching(ANALYSES.names(pattern), pattern, "analysis"):
         analysis = ANALYSES.get(name)
-        table.add_row(name, analysis.summary, "several" if analysis.several else "one", analysis.paper)
+        several = "several" if analysis.several else "one"
+        table.add_row(
+            name, analysis.summary, several, ", ".join(sorted(analysis.options - {"progress"})), analysis.paper
+        )
+    table.caption = "NS: normalization statistics, AP: affine parameters; the papers A to E are named in the README"
+    table.caption_justify = "left"
     return table
 
 

@@ -205,6 +205,7 @@ def told_about(conditions: Mapping[str, Any]) -> list[str]:
     """Where model and data come from, in a line; none where nobody said."""
     about = conditions.get("about") or {}
     told = [f"{name} {about[name]}" for name in ("run", "checkpoint", "model", "weights", "data") if about.get(name)]
+    told += [f"a training that is not finished ({about['unfinished']})"] if about.get("unfinished") else []
     return [", ".join(told)] if told else []
 
 

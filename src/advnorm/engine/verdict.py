@@ -107,7 +107,7 @@ def decide(
         if claimed <= NONE_CLAIMED:
             return "none", [numbers]
         if claimed <= chance and gap.ok:
-            return "none", [numbers, f"one class for all images gets {chance:.1%}"]
+            return "none", [numbers, f"always answering the most frequent class gets {chance:.1%}"]
     if images < LEAST_IMAGES:
         return "inconclusive", [numbers, f"fewer than {LEAST_IMAGES} images decide nothing", *signs]
     if any(item.name == "random" for item in doubts):
@@ -116,7 +116,7 @@ def decide(
     if not gap.ok and (gap.weight == "decides" or doubts):
         return "false", [f"{numbers}: no such gap on a soundly trained model", *signs]
     if not gap.ok:
-        return "inconclusive", [f"{numbers}: a wide gap, and no sign of masking beside it"]
+        return "inconclusive", [f"{numbers}: a wide gap, but nothing else shows that gradients are masked"]
     if doubts:
         return "inconclusive", [numbers, *signs]
     return "real", [numbers, "accuracy levels off with more steps and falls with eps, and the gradients are sound"]
@@ -201,7 +201,7 @@ class Verdict:
         headline = {
             "real": "REAL: nothing found that speaks against this robustness",
             "false": "FALSE: this robustness does not stand up to stronger attacks",
-            "inconclusive": "INCONCLUSIVE: the attacks cannot be trusted on this model, or do not agree"
+            "inconclusive": "INCONCLUSIVE: what was found does not decide whether this robustness is real"
             if self.images >= LEAST_IMAGES
             else f"INCONCLUSIVE: {self.images} images are too few to decide",
             "none": "NONE: this model is not robust at this eps, and PGD-10 says so too",
