@@ -678,7 +678,9 @@ def test_a_signal_to_the_whole_process_group_stops_at_a_checkpoint(tmp_path, num
     )  # fmt: skip
     try:
         assert process.stdout is not None
-        lines = [process.stdout.readline() for _ in range(3)]
+        lines = [process.stdout.readline()]
+        while not lines[-1].startswith("epoch   2  "):
+            lines.append(process.stdout.readline())
         os.killpg(process.pid, number)
         out, err = process.communicate(timeout=60)
     finally:
@@ -686,7 +688,7 @@ def test_a_signal_to_the_whole_process_group_stops_at_a_checkpoint(tmp_path, num
     assert process.returncode == status, out + err
     assert "Traceback" not in err and "the same command goes on" in out
     assert lines[0].strip() == "run: runs/grouped-seed0", "what is going on is told without a terminal too"
-    assert [line[:11] for line in lines[1:]] == ["epoch   1  ", "epoch   2  "]
+    assert "20000 steps of" in lines[2] and [line[:11] for line in lines[-2:]] == ["epoch   1  ", "epoch   2  "]
     assert checkpoint.exists(tmp_path / "runs/grouped-seed0/checkpoints", "last")
 
 
@@ -869,6 +871,12 @@ def arguments(tmp_path: Path, *more: str) -> list[str]:
     path = tmp_path / "small.yaml"
     path.write_text(small(name="small").to_yaml())
     return ["train", str(path), "--out", str(tmp_path / "runs"), "--device", "cpu", *more]
+
+
+def test_a_run_that_goes_on_says_so(tmp_path, capfd):
+    for _ in range(2):
+        train(small(), tmp_path, max_minutes=0, progress=True)
+    assert "going on from step 1 of 12" in capfd.readouterr().out
 
 
 def test_the_command_trains_stops_with_75_and_goes_on(tmp_path):
