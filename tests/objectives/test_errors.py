@@ -188,3 +188,8 @@ def test_images_that_an_attack_would_cut_to_its_box_are_refused_at_the_first_bat
     assert words in str(found.value)
     assert objective(X, Y).loss.isfinite()
     assert OBJECTIVES.get("standard")(tiny("bn"))(X - 0.5, Y).loss.isfinite()
+
+
+def test_an_empty_batch_is_told_in_words_also_at_the_first_batch():
+    with pytest.raises(AdvnormError, match="empty"):
+        OBJECTIVES.get("hybrid")(tiny("dual_bn"), pgd())(X[:0], Y[:0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -21,3 +22,8 @@ def parallel_wrappers(model: nn.Module) -> list[str]:
     """Kinds of the data-parallel wrappers inside a model, which know its parameters by heart."""
     kinds = {type(module).__name__ for module in model.modules()}
     return sorted(kind for kind in kinds if "DataParallel" in kind or kind.startswith("FSDP"))
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's tensors are; the CPU for one without any."""
+    return next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu"))

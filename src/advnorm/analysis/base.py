@@ -124,10 +124,10 @@ class Analysis:
     paper: str
     several: bool = False
 
-    @property
-    def options(self) -> set[str]:
-        """What it takes by keyword."""
-        return {name for name, p in inspect.signature(self.run).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    def options(self) -> dict[str, inspect.Parameter]:
+        """What it takes by keyword, with its types."""
+        parameters = inspect.signature(self.run, eval_str=True).parameters
+        return {name: parameter for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY}
 
 
 ANALYSES: Registry[Analysis] = Registry("analysis")

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from advnorm._core.errors import ConfigError, did_you_mean, raise_all
-from advnorm._core.wrappers import unwrapped
+from advnorm._core.wrappers import device_of, unwrapped
 from advnorm.analysis.base import Finding, Subject, batches, register
 from advnorm.analysis.transfer import predicted, share
-from advnorm.analysis.views import conditions, device_of, legend, look, numbers, setting_problems, views
+from advnorm.analysis.views import conditions, legend, look, numbers, setting_problems, views
 from advnorm.attacks.base import Progress, check_images
 from advnorm.data import corrupt, list_corruptions
 from advnorm.data.corrupt import SEVERITIES

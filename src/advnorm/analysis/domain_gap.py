@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError, raise_all
-from advnorm._core.wrappers import unwrapped
+from advnorm._core.wrappers import device_of, unwrapped
 from advnorm.analysis.base import Finding, Subject, bar_look, percent, register
 from advnorm.analysis.moments import (
     Gaussian,
@@ -35,7 +35,6 @@ from advnorm.analysis.moments import (
     ns_name,
     under,
 )
-from advnorm.analysis.views import device_of
 from advnorm.attacks import Attack
 from advnorm.attacks.base import Progress
 from advnorm.engine.case import branches

@@ -16,9 +16,9 @@ from advnorm._core.errors import ConfigError, did_you_mean, raise_all
 from advnorm._core.modes import hooks_run
 from advnorm._core.records import model_fingerprint
 from advnorm._core.seeding import ImageNoise
-from advnorm._core.wrappers import unwrapped
+from advnorm._core.wrappers import device_of, unwrapped
 from advnorm.analysis.base import Finding, Subject, register
-from advnorm.analysis.views import device_of, wrapped
+from advnorm.analysis.views import wrapped
 from advnorm.attacks import PGD, attacked, input_gradient
 from advnorm.attacks.base import Predict, Progress, check_images
 from advnorm.data import FeatureFolder, FolderData, ImageData, load

@@ -14,12 +14,11 @@ from torch.func import functional_call
 
 from advnorm._core.errors import ConfigError, raise_all
 from advnorm._core.precision import float32_as
-from advnorm._core.wrappers import unwrapped
+from advnorm._core.wrappers import device_of, unwrapped
 from advnorm.analysis.base import Finding, Subject, batches, register
 from advnorm.analysis.ligs import Statistics
 from advnorm.analysis.views import (
     conditions,
-    device_of,
     legend,
     look,
     number,

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from advnorm._core.errors import ConfigError, raise_all
 from advnorm._core.precision import float32_as
 from advnorm._core.seeding import ImageNoise
+from advnorm._core.wrappers import device_of
 from advnorm.analysis.base import Finding, Subject, batches, register
 from advnorm.analysis.views import (
     conditions,
-    device_of,
     legend,
     look,
     number,

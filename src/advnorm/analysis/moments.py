@@ -16,9 +16,9 @@ import advnorm.attacks as attack_names
 from advnorm._core.errors import ConfigError, did_you_mean, raise_all
 from advnorm._core.modes import hooks_run
 from advnorm._core.precision import float32_as
-from advnorm._core.wrappers import unwrapped
+from advnorm._core.wrappers import device_of, unwrapped
 from advnorm.analysis.base import COLOURS, DOMAIN_COLOURS, LINES, MARKERS, Finding, Subject, batches, register
-from advnorm.analysis.views import device_of, one_domain_problems, setting_problems
+from advnorm.analysis.views import one_domain_problems, setting_problems
 from advnorm.attacks import Attack, AutoAttack, attacked
 from advnorm.attacks.base import Progress
 from advnorm.engine.case import branches

@@ -12,13 +12,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from advnorm._core.errors import ConfigError, raise_all
 from advnorm._core.precision import float32_as
-from advnorm._core.wrappers import unwrapped
+from advnorm._core.wrappers import device_of, unwrapped
 from advnorm.analysis.base import Finding, Subject, batches, register
 from advnorm.analysis.corruption import adapting_copy
 from advnorm.analysis.views import (
     View,
     conditions,
-    device_of,
     legend,
     look,
     numbers,

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError, did_you_mean, raise_all
 from advnorm._core.precision import float32_as
+from advnorm._core.wrappers import device_of
 from advnorm.analysis.base import COLOURS, MARKERS, Finding, Subject, batches, direct_labels, percent, register
 from advnorm.analysis.features import RECIPES, classes_of, images_of, make_features
-from advnorm.analysis.views import View, device_of, legend, views, wrapped
+from advnorm.analysis.views import View, legend, views, wrapped
 from advnorm.analysis.views import conditions as conditions_of
 from advnorm.attacks import attacked
 from advnorm.attacks.base import Progress, check_images

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import nn
 
 from advnorm._core.errors import ConfigError, did_you_mean
@@ -75,11 +74,6 @@ def one_domain_problems(model: Any, statistics: str, *, paired: bool = False) ->
         for plan in plans
         if needs_both(plan) and (plan.mixture or not paired)
     ]
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Where a model's tensors are."""
-    return next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
 
 
 def number(value: float) -> float | None:

@@ -218,6 +218,19 @@ def usable(value: Tensor) -> Tensor:
     return value.detach().clone() if value.is_inference() else value.detach()
 
 
+def range_problems(low: float, high: float) -> list[str]:
+    """What is wrong with images whose values reach from ``low`` to ``high``: an attack would cut them to its box."""
+    if low >= 0 and high <= 1:
+        return []
+    if low < 0:
+        cure = "input normalization belongs inside the model; attack the pixels"
+    elif high > 2:
+        cure = f"divide by {255 if high <= 255 else 65535}"
+    else:
+        cure = "check the data for NaN" if math.isnan(low) else "remove rounding errors with x.clamp(0, 1)"
+    return [f"images must lie in [0, 1], got values from {low:g} to {high:g}; {cure}"]
+
+
 def check_images(x: Tensor, y: Tensor) -> int:
     """Refuse, with the cure, images and labels that cannot be meant; returns the largest label; one device sync."""
     problems = []
@@ -240,15 +253,7 @@ def check_images(x: Tensor, y: Tensor) -> int:
         problems.append("the batch is empty; skip empty batches, or check that the data set is not empty")
     raise_all(problems, "bad batch")
     low, high, least, most = torch.stack([v.double() for v in (*x.detach().aminmax(), *y.aminmax())]).tolist()
-    if not (low >= 0 and high <= 1):
-        found = f"images must lie in [0, 1], got values from {low:g} to {high:g}"
-        if low < 0:
-            cure = "input normalization belongs inside the model; attack the pixels"
-        elif high > 2:
-            cure = f"divide by {255 if high <= 255 else 65535}"
-        else:
-            cure = "check the data for NaN" if math.isnan(low) else "remove rounding errors with x.clamp(0, 1)"
-        problems.append(f"{found}; {cure}")
+    problems += range_problems(low, high)
     if least < 0:
         problems.append(f"labels must be at least 0, got {least:g}; drop or relabel ignored samples")
     raise_all(problems, "bad batch")

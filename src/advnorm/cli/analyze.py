@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from advnorm._core.errors import ConfigError, did_you_mean, raise_all
+from advnorm._core.errors import ConfigError, raise_all
 from advnorm._core.records import digest
 from advnorm.analysis import ANALYSES
 from advnorm.analysis.subject import subject_of
@@ -16,7 +16,7 @@ from advnorm.cli import listing
 from advnorm.engine.partial import unwritable
 from advnorm.engine.run import Run, Which
 from advnorm.engine.text import parse_yaml
-from advnorm.engine.values import fitted, hints
+from advnorm.engine.values import Named, with_options
 
 
 def analyze(
@@ -38,17 +38,10 @@ def analyze(
     """Run the analysis, write its data and figures, and say where they are."""
     analysis = ANALYSES.get(name)
     settings = parsed(options)
-    taken = analysis.options
-    known = taken - {"progress"}
-    problems = []
-    for key, value in settings.items():
-        if key not in known:
-            problems.append(f"unknown option {key!r} of {name}{did_you_mean(key, known)}")
-            continue
-        try:
-            settings[key] = fitted(key, hints(analysis.run)[key], value)
-        except ConfigError as error:
-            problems.append(str(error))
+    taken = analysis.options()
+    known = {key: parameter for key, parameter in taken.items() if key != "progress"}
+    named, problems = with_options("", Named(name, **settings), known, {})
+    settings = named.options
     if not analysis.several and len(runs) != 1:
         problems.append(f"{name} takes one run, got {len(runs)}")
     problems += unwritable(out / f"{name}.json")

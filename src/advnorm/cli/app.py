@@ -500,7 +500,8 @@ def bench_autoattack(
             on_result=lambda so_far: json and write_json(json, so_far.record()),  # a row can take many minutes
         )
     console.print(listing.autoattack_benchmark(result))
-    _write(json, result.record())
+    if json is not None:
+        console.print(f"record: {json}")
 
 
 def _check_writable(path: Path | None) -> None:

@@ -119,7 +119,7 @@ def analyses(pattern: str) -> Table:
         analysis = ANALYSES.get(name)
         several = "several" if analysis.several else "one"
         table.add_row(
-            name, analysis.summary, several, ", ".join(sorted(analysis.options - {"progress"})), analysis.paper
+            name, analysis.summary, several, ", ".join(sorted(analysis.options().keys() - {"progress"})), analysis.paper
         )
     table.caption = "NS: normalization statistics, AP: affine parameters; the papers A to E are named in the README"
     table.caption_justify = "left"

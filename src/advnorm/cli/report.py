@@ -24,7 +24,7 @@ def report(console: Console, results: Path, out: Path) -> int:
     if not studied and _of_runs(console, results, out):
         return 0
     found = summary(results)
-    if not studied and not found["others"] and not any(cell for cell in results.glob("**/*.json")):
+    if not studied and not found["others"] and not any(results.glob("**/*.json")):
         raise ConfigError(
             f"there are no records and no runs in {results}; name the --out of `advnorm study` or `train`"
         )

@@ -205,18 +205,18 @@ def limit_words(limit: str) -> str:
 def with_options(
     label: str, named: Named, allowed: Mapping[str, inspect.Parameter], elsewhere: Mapping[str, str]
 ) -> tuple[Named, list[str]]:
-    """Bring options into the types of the parameters that take them; the problems."""
+    """Bring options into the types of the parameters that take them; the problems. An empty ``label`` is not told."""
     problems, options = [], {}
     for name, value in named.options.items():
-        options[name] = value
+        options[name], where = value, f"{label}.{name}" if label else name
         if name in elsewhere:
-            problems.append(f"{label}.{name}: {elsewhere[name]}")
+            problems.append(f"{where}: {elsewhere[name]}")
         elif name not in allowed:
             hint = did_you_mean(name, [option for option in allowed if option not in elsewhere])
             problems.append(f"unknown option {name!r} of {named.name}{hint}")
         else:
             try:
-                options[name] = fitted(f"{label}.{name}", allowed[name].annotation, value)
+                options[name] = fitted(where, allowed[name].annotation, value)
             except ConfigError as error:
                 problems.append(str(error))
     return Named(named.name, **options), problems

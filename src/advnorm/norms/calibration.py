@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from advnorm._core.distributed import all_gather_rows
 from advnorm._core.errors import ConfigError
 from advnorm._core.modes import evaluating, hooks_run
+from advnorm._core.wrappers import device_of
 from advnorm.norms import functional
 from advnorm.norms.plan import Plan
 from advnorm.norms.routed import RoutedNorm
@@ -74,7 +75,7 @@ def recalibrate(
         return lambda _module, args: pool(name, norm, args[0])
 
     handles = [norm.register_forward_pre_hook(hook(name, norm)) for name, norm in norms.items()]
-    device = next((t.device for t in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
+    device = device_of(model)
     samples = batches = 0
     try:
         with evaluating(model), hooks_run(), chosen, plainly:

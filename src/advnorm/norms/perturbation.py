@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError
+from advnorm._core.wrappers import device_of
 from advnorm.norms.routed import RoutedNorm
 from advnorm.norms.routing import routed_modules
 
@@ -65,7 +66,7 @@ def zero_perturbation(model: nn.Module, *, requires_grad: bool = True) -> Pertur
     """
     deltas = {}
     norms = routed_modules(model)
-    device = next((t.device for t in [*model.parameters(), *model.buffers()]), None)  # of norms without any tensor
+    device = device_of(model)  # for norms without any tensor
     for name, norm in norms.items():
         if not isinstance(norm, RoutedNorm) or norm.plan.statistics != "batch":
             continue

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from advnorm._core.distributed import rank
 from advnorm._core.errors import AdvnormError, ConfigError, did_you_mean, raise_all
 from advnorm._core.registry import Registry
-from advnorm.attacks.base import Attack, attacked, logits_of
+from advnorm.attacks.base import Attack, attacked, logits_of, range_problems
 from advnorm.norms import Mode, domains, make_plan, route, routed_modules, statistics
 from advnorm.norms.factory import MODULE_OPTIONS
 from advnorm.norms.plan import Plan
@@ -57,12 +57,8 @@ def _check_pixels(x: Tensor) -> None:
     """Refuse images that an attack would not perturb by eps, but cut to its box."""
     if not x.is_floating_point():
         raise ConfigError(f"images must be floats in [0, 1], got {x.dtype}; use x.float() / 255")
-    low, high = (value.item() for value in x.detach().aminmax())
-    if not (low >= 0 and high <= 1):
-        raise ConfigError(
-            f"images must lie in [0, 1], where an attack's eps counts, got values from {low:g} to {high:g}; input "
-            "normalization belongs inside the model, and images of 0 to 255 are divided by 255"
-        )
+    if x.numel():  # an empty batch is told by what forwards it
+        raise_all(range_problems(*(value.item() for value in x.detach().aminmax())), "bad batch")
 
 
 class Objective(nn.Module):
