@@ -26,7 +26,7 @@ from advnorm.norms import NORMS
 from advnorm.objectives import OBJECTIVES, REGULARIZERS, SECOND_PASSES, Objective
 from advnorm.report.studies import decimals_of
 from advnorm.studies import STUDIES, Study, find
-from advnorm.studies.base import Answer, Values
+from advnorm.studies.base import Conclusion, Values
 from advnorm.studies.run import Task
 from advnorm.studies.summary import cell_states, decisive
 
@@ -200,13 +200,13 @@ def study(
     values: Values | None = None,
     protocol: str = "",
     *,
-    answer: Answer | None = None,
+    conclusion: Conclusion | None = None,
     cell: str | None = None,
     width: int = 80,
 ) -> Group | Text:
     """The printed table, or what of it is a cell's, with what was measured beside it: mean and spread over seeds.
 
-    ``answer``: the verdict, by default that of the values.
+    ``conclusion``: the verdict, by default that of the values; where it is no, what of the claim failed follows.
 
     Of a figure, which prints no numbers, its claim and the verdict.
     """
@@ -214,7 +214,9 @@ def study(
     if protocol == "smoke":
         said = "A smoke test shows that it runs; its numbers mean nothing."
     elif values is not None:
-        said += f" {(answer or found.answer(values)).capitalize()}."
+        answer, clauses, _ = conclusion or found.concluded(values)
+        failed = [clause.text for clause in clauses if not clause.held]
+        said += f" {answer.capitalize()}{': not so that ' if failed else ''}{'; not that '.join(failed)}."
     title = f"{found.name}{'' if cell is None else f'/{cell}'} {protocol}".rstrip()
     rows: dict[str, dict[str, str]] = {}
     numbers = [number for number in found.numbers() if cell in (None, number.cell)]

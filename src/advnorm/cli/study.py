@@ -72,9 +72,9 @@ def run(
                 return PREEMPTED
         else:
             launch(todo, launcher=launcher, address=address, processes=processes, on_outcome=told)
-        values, answer, problems = concluded(study, seeds=seeds, protocol=protocol, out=out)
+        values, conclusion, problems = concluded(study, seeds=seeds, protocol=protocol, out=out)
     listing.tell(console, problems)
-    console.print(listing.study(study, values, protocol, answer=answer, width=console.width))
+    console.print(listing.study(study, values, protocol, conclusion=conclusion, width=console.width))
     return 1 if failed else 0
 
 

@@ -104,6 +104,7 @@ def _result(study: StudySummary, result: Result) -> dict[str, Any]:
         "protocol": protocol,
         "about": "" if protocol is None else PROTOCOLS[protocol],
         "answer": _answer(result),
+        "clauses": result["clauses"],
         "done": f"{len(done)} of {len(result['cells'])} cells"
         + (f", {len(result['outdated'])} of other settings than now" if result["outdated"] else ""),
         "table": _table(shown) if shown else None,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
 from importlib.resources import files
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from advnorm._core.errors import ConfigError, did_you_mean, first_line
 from advnorm._core.records import digest
@@ -20,6 +20,27 @@ Protocol = Literal["paper", "fast", "smoke"]
 #: Numbers that were measured, by cell and by name, each a list over seeds.
 Values = Mapping[tuple[str, str], Sequence[float]]
 Answer = Literal["confirmed", "not confirmed", "not run"]
+
+
+class Clause(NamedTuple):
+    """A part of a claim with what was measured of it, and whether it holds."""
+
+    text: str
+    held: bool
+
+
+#: Whether a claim holds; in parts, where the verdict shall say which of them failed.
+Check = Callable[[Values], bool | Iterable[Clause]]
+
+
+class Conclusion(NamedTuple):
+    """The verdict, the parts of the claim that could be judged, and what is wrong with the values, if anything."""
+
+    answer: Answer
+    clauses: Sequence[Clause] = ()
+    problem: str | None = None
+
+
 #: Images that an analysis looks at, where a measure does not say how many.
 IMAGES = 1000
 
@@ -89,7 +110,7 @@ class Study:
     name: str
     cells: Callable[[], Iterable[Cell]]
     place: Callable[[Mapping[str, Any], str], tuple[str, str] | None]
-    check: Callable[[Values], bool | None]
+    check: Check
 
     @property
     def printed(self) -> Mapping[str, Any]:
@@ -126,19 +147,28 @@ class Study:
 
     def answer(self, values: Values) -> Answer:
         """Whether what was measured bears the claim out; cells that are missing leave it open."""
-        return self.answered(values)[0]
+        return self.concluded(values).answer
 
-    def answered(self, values: Values) -> tuple[Answer, str | None]:
-        """The answer, and what is wrong with values that the check cannot read, which leave it open too."""
+    def concluded(self, values: Values) -> Conclusion:
+        """The answer by the parts of the claim: one that fails decides it, though cells of others are missing.
+
+        Values that the check cannot read are a problem and leave it open too.
+        """
+        clauses: list[Clause] = []
         try:
             held = self.check(values)
+            if isinstance(held, bool):
+                return Conclusion("confirmed" if held else "not confirmed")
+            clauses.extend(held)
         except (KeyError, IndexError):
-            return "not run", None
+            answer = "not run" if all(clause.held for clause in clauses) else "not confirmed"
+            return Conclusion(answer, clauses)
         except ArithmeticError:  # of networks that collapsed: a spread or a smoothness of 0
-            return "not confirmed", None
+            return Conclusion("not confirmed", clauses)
         except (ValueError, TypeError, AttributeError) as error:
-            return "not run", f"the check of {self.name} cannot read its values: {first_line(error)}"
-        return "not run" if held is None else "confirmed" if held else "not confirmed", None
+            problem = f"the check of {self.name} cannot read its values: {first_line(error)}"
+            return Conclusion("not run", problem=problem)
+        return Conclusion("confirmed" if all(clause.held for clause in clauses) else "not confirmed", clauses)
 
 
 def _told(key: str, part: Any) -> str:
@@ -161,7 +191,7 @@ def study(
     name: str,
     *,
     place: Callable[[Mapping[str, Any], str], tuple[str, str] | None],
-    check: Callable[[Values], bool | None],
+    check: Check,
 ) -> Callable[[Callable[[], Iterable[Cell]]], Callable[[], Iterable[Cell]]]:
     """Register the function that makes a study's cells."""
 

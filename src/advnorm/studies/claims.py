@@ -24,3 +24,8 @@ def comparable(one: float, other: float) -> bool:
 def robust(*accuracies: float) -> bool:
     """Whether each accuracy under attack, in percent, is one at all."""
     return min(accuracies) > ALMOST_NONE
+
+
+def beside(*accuracies: float) -> str:
+    """``40.1 and 39.5``: what a clause compares."""
+    return " and ".join(f"{accuracy:.1f}" for accuracy in accuracies)

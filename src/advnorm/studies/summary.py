@@ -16,7 +16,7 @@ from typing import Any, TypedDict, get_args
 from advnorm._core.errors import ConfigError
 from advnorm.engine.config import Config
 from advnorm.engine.cost import training_flops
-from advnorm.studies.base import IMAGES, STUDIES, Answer, Cell, Number, Protocol, Study, Values, same_as
+from advnorm.studies.base import IMAGES, STUDIES, Answer, Cell, Conclusion, Number, Protocol, Study, Values, same_as
 from advnorm.studies.protocols import under
 from advnorm.studies.record import Record, changed, flat, read_record, stands, whole
 
@@ -80,6 +80,7 @@ class Result(TypedDict):
 
     protocol: Protocol | None
     answer: Answer
+    clauses: list[tuple[str, bool]]  # the parts of the claim that could be judged, and whether each holds
     entries: list[Entry]
     series: list[Series]
     cells: list[CellState]
@@ -197,12 +198,12 @@ def collected(
 
 def concluded(
     study: Study, *, seeds: Iterable[int], protocol: Protocol, out: Path | str
-) -> tuple[Values, Answer, list[str]]:
+) -> tuple[Values, Conclusion, list[str]]:
     """What is :func:`collected`, the verdict by it, and all that is wrong; the records are read once."""
     records, problems = _records_of(study, seeds, protocol, Path(out))
     shown, now = (_values(_counted(records, study.by_name(), outdated=outdated)) for outdated in (True, False))
-    answer, problem = study.answered(now)
-    return shown, answer, [*problems, *([problem] if problem else [])]
+    conclusion = study.concluded(now)
+    return shown, conclusion, [*problems, *([conclusion.problem] if conclusion.problem else [])]
 
 
 def _records_of(
@@ -294,15 +295,16 @@ def _result(
     """A study under a protocol, and what is wrong with values that its check cannot read."""
     values = _values(_counted(records, cells, outdated=True))
     states, settings = cell_states(cells.values(), protocol, records)
-    answer, problem = study.answered(_values(_counted(records, cells, outdated=False)))
-    # Two steps on synthetic images say nothing of a claim, whatever their numbers are.
-    answer = "not run" if protocol == "smoke" else answer
+    answer, clauses, problem = study.concluded(_values(_counted(records, cells, outdated=False)))
+    if protocol == "smoke":  # two steps on synthetic images say nothing of a claim, whatever their numbers are
+        answer, clauses = "not run", ()
     entries, series = _placed(study, values), []
     if not entries:  # a figure: the paper prints no numbers
         entries, series = _unplaced(values, decisive(study, values))
     result = Result(
         protocol=protocol,
         answer=answer,
+        clauses=[(clause.text, clause.held) for clause in clauses],
         entries=entries,
         series=series,
         cells=states,
