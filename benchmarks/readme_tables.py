@@ -1,4 +1,4 @@
-"""Write the tables of README.md and docs/speed.md from the records under results/: no figure is typed by hand.
+"""Write the tables of README.md and of pages under docs/ from the records under results/: no figure is typed by hand.
 
 python benchmarks/readme_tables.py            # rewrite them
 python benchmarks/readme_tables.py --check    # exit status 1 where it would change
@@ -78,6 +78,31 @@ def cifar10():
             f"{run['precision']} on one {run['device']}.",
         ]
     )
+
+
+def distances():
+    """How far apart the domains lie in networks whose robustness is false and real."""
+    pairs = ("clean-adv", "clean-autoattack", "adv-autoattack")
+    found = []
+    for path in sorted((RESULTS / "analysis").glob("domain_gap-*.json")):
+        record = json.loads(path.read_text())
+        values = {
+            f"{part}/{key}": x for part in ("accuracy", "sums", "relative_sums") for key, x in record[part].items()
+        }
+        found.append((record["conditions"]["config"], values))
+    for path in sorted((RESULTS / "records" / "C" / "table2").rglob("fast-seed*.json")):
+        record = json.loads(path.read_text())
+        found.append((record["run"]["config"], record["values"]))
+    rows = [
+        "| network | training | clean, PGD, AutoAttack | clean – PGD | clean – AutoAttack | PGD – AutoAttack |",
+        "|---|---|---|---|---|---|",
+    ]
+    for config, values in sorted(found, key=lambda each: -each[1]["sums/clean-adv"]):
+        accuracies = " / ".join(f"{values[f'accuracy/{kind}']:.1%}" for kind in ("clean", "adv", "autoattack"))
+        cells = [f"{values[f'sums/{pair}']:.3g} ({values[f'relative_sums/{pair}']:.4g})" for pair in pairs]
+        trained = f"{config['objective']['name']}, `{config['norm']}`, {config['eps']}"
+        rows.append(f"| {config['model']['name']} | {trained} | {accuracies} | {' | '.join(cells)} |")
+    return "\n".join(rows)
 
 
 #: The head of a table about training.
@@ -178,6 +203,7 @@ def parts():
 
 PAGES = {
     "README.md": {"cifar10": cifar10, "epochs": epochs, "norms": norms, "autoattack": autoattack},
+    "docs/analysis_statistics.md": {"distances": distances},
     "docs/speed.md": {"train": lambda: trained(training("train_*.json")), "parts": parts, "growth": growth},
 }
 

@@ -29,7 +29,7 @@ from advnorm.attacks.autoattack_record import Record
 from advnorm.cli import evaluate as cli
 from advnorm.cli import listing
 from advnorm.data import ImageData, load, make_loader
-from advnorm.engine import BenchmarkResult, accuracy_against_eps, accuracy_against_steps, benchmark, partial
+from advnorm.engine import BenchmarkResult, accuracy_against_eps, accuracy_against_steps, benchmark, partial, runner
 from advnorm.engine.case import gather, prepare
 from advnorm.engine.partial import Partial, alone
 
@@ -212,6 +212,18 @@ def test_a_slow_attack_is_saved_in_small_parts_with_the_same_result(sound, data,
     saved.clear()
     benchmark(sound, some(data), THREAT, "pgd10", batch_size=40, statistics="batch_frozen")
     assert len(saved) == 1  # where the others of its batch matter to an image, batches stay whole
+
+
+def test_a_log_gets_a_line_now_and_then(sound, data, monkeypatch, capsys):
+    """Standard error is no terminal here."""
+    benchmark(sound, some(data), THREAT, "pgd10", batch_size=10, progress=True)
+    assert capsys.readouterr().err == ""  # over within half a minute
+    monkeypatch.setattr(runner._Lines, "EVERY", 0.0)
+    result = benchmark(sound, some(data), THREAT, "pgd10", batch_size=10, progress=True)
+    (found,) = result.accuracy.values()
+    right = round(40 * found["clean"])  # the others need no attack
+    lines = capsys.readouterr().err.splitlines()
+    assert f"pgd10: 10 of {right} images" in lines and not any(f"{right} of" in line for line in lines)
 
 
 def test_the_table_has_whole_names_on_a_narrow_terminal(dual, data):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # the first optimizer imports it, for seconds: here, and not in each of the children
 
 import advnorm
 from advnorm import Config

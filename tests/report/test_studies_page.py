@@ -43,6 +43,7 @@ def result(**changes):
     return {
         "protocol": None,
         "answer": "not run",
+        "clauses": [],
         "entries": [],
         "series": [],
         "cells": [],
@@ -80,8 +81,9 @@ DONE = result(
 CURVES = result(
     protocol="paper",
     answer="not confirmed",
+    clauses=[("the loss <falls>: 3 and 1", False), ("it is finite", True)],
     entries=[entry("bn", f"v{i}", "bn", None, 0.00012, None, 1) for i in range(MOST_ENTRIES + 5)],
-    series=[{"cell": "bn", "value": "loss", "x": [1, 2, 3], "ours": [-1.0, 250.0, 3.0]}],
+    series=[{"cell": "bn", "value": "loss", "over": "epoch", "x": [1, 2, 3], "ours": [-1.0, 250.0, 3.0]}],
     cells=[cell("bn", [0], 1.0)],
     minutes={"cpu": 1.0},
 )
@@ -110,12 +112,18 @@ def rows(html):
     return [[unescape(text) for text in re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row, re.S)] for row in found]
 
 
+def test_the_parts_of_a_claim_are_listed_with_what_failed():
+    text = Reader(section(render_studies(SUMMARY), "D-fig4")).text
+    assert "✗ not so: the loss <falls>: 3 and 1 ✓ it is finite" in text
+    assert "not so" not in Reader(section(render_studies(SUMMARY), "A-table2")).text
+
+
 def test_the_overview_has_every_study_with_its_verdict_protocol_and_claim():
     text = Reader(render_studies(SUMMARY)).text
     assert "A: A title" in text and "D: Another" in text
     assert "A/table2 ✓ confirmed protocol fast, 1 of 2 cells claim <of> A/table2" in text
     assert "A/table4 ○ not run claim <of> A/table4" in text
-    assert "D/fig4 ✗ not confirmed protocol paper, 1 of 1 cells claim <of> D/fig4" in text
+    assert "D/fig4 ✗ not confirmed protocol paper, 1 of 1 cells claim <of> D/fig4 paper, not so: the loss <falls>" in text
     assert "✓ 1 confirmed ✗ 1 not confirmed ○ 1 not run" in text
     assert "Training took 12.3 GPU minutes (NVIDIA H200), 1.0 CPU minutes" in text
 
@@ -181,7 +189,9 @@ def test_a_figure_without_printed_numbers_shows_ours_alone_as_table_and_lines():
 
 def test_lines_whose_names_differ_in_one_part_share_a_figure():
     names = ["affine/AP_clean/weight", "affine/AP_adv/weight", "affine/AP_clean/bias", "loss"]
-    series = [{"cell": "bn", "value": name, "x": [1, 2, 3], "ours": [1.0, 2.0, 3.0]} for name in names]
+    series = [
+        {"cell": "bn", "value": name, "over": "channel", "x": [1, 2, 3], "ours": [1.0, 2.0, 3.0]} for name in names
+    ]
     html = render_studies({**SUMMARY, "studies": [study("A/fig5", [{**CURVES, "series": series}])]})
     figures = [part.partition("</figure")[0] for part in section(html, "A-fig5").split("<figure")[1:]]
     titles = ["affine/weight", "affine/bias", "loss"]

@@ -61,7 +61,9 @@ def test_a_figure_which_prints_no_numbers_is_told_in_whole_lines():
     sums = {(cell.name, f"10/sums/{kind}"): [1.0] for cell in study.cells() for kind in ("clean", "adv")}
     told = listing.study(study, sums, "fast").plain
     assert (
-        told.startswith("C/fig4 fast\nclaim: ") and "Not confirmed." in told and "`advnorm report` shows ours" in told
+        told.startswith("C/fig4 fast\nclaim: ")
+        and "Not confirmed.\n✗ not so: " in told
+        and "`advnorm report` shows ours" in told
     )
     read = sorted(decisive(study, sums))
     assert read and told.splitlines()[-len(read) :] == [f"{cell} {name}: 1" for cell, name in read]

@@ -9,7 +9,7 @@ import pytest
 from advnorm._core.errors import ConfigError
 from advnorm._core.records import write_json
 from advnorm.studies import STUDIES
-from advnorm.studies.base import Study, same_as
+from advnorm.studies.base import Clause, Study, mean, same_as
 from advnorm.studies.record import FORMAT
 from advnorm.studies.run import Task, tasks, work
 from advnorm.studies.summary import PAPERS, collected, summary
@@ -108,12 +108,35 @@ def test_the_verdict_is_the_studys_own(tmp_path, cross, answer):
     (result,) = of(summary(tmp_path), "A/table2")["results"]
     values, _ = collected(STUDIES.get("A/table2"), protocol="fast", out=tmp_path)
     assert result["answer"] == answer == STUDIES.get("A/table2").answer(values)
+    failed = [text for text, held in result["clauses"] if not held]
+    parts = [f"Cross-Hybrid-AT is comparable to Dual BN, {metric}" for metric in ("clean", "pgd10", "autoattack")]
+    parts.append("both are robust under AutoAttack")
+    assert failed == ([] if cross > 20 else [f"{part}: 2.0 and 22.0" for part in parts])
+    assert len(result["clauses"]) == 5
+
+
+def test_a_part_that_failed_decides_though_others_are_missing():
+    def check(values):
+        yield Clause("one", mean(values, "cell", "one") > 0)
+        yield Clause("two", mean(values, "cell", "two") > 0)
+
+    study = Study(name="A/table9", cells=list, place=lambda *_: None, check=check)
+    for values, answer in (
+        ((1, 1), "confirmed"),
+        ((1, -1), "not confirmed"),
+        ((1,), "not run"),
+        ((-1,), "not confirmed"),
+    ):
+        found = study.concluded({("cell", name): [value] for name, value in zip(("one", "two"), values)})
+        assert found == (answer, [Clause(name, value > 0) for name, value in zip(("one", "two"), values)], None)
+    assert study.concluded({}) == ("not run", [], None)
 
 
 def test_protocols_are_kept_apart_and_a_smoke_run_answers_nothing(tmp_path):
     for protocol, cross in (("paper", 2.0), ("fast", 22.0), ("smoke", 22.0)):
         table2(tmp_path, cross=cross, protocol=protocol)
     results = of(summary(tmp_path), "A/table2")["results"]
+    assert [bool(result["clauses"]) for result in results] == [True, True, False]
     assert [(result["protocol"], result["answer"]) for result in results] == [
         ("paper", "not confirmed"),
         ("fast", "confirmed"),
@@ -324,7 +347,9 @@ def test_a_figures_numbers_are_series_by_place_and_single_ones(tmp_path):
     values = {f"{epoch}/loss": 1 / epoch for epoch in (10, 9, 1)} | {"sums/AP": 0.5, "conditions/seed": 0, "2/epoch": 2}
     written(task(tmp_path, cell, study="A/fig2"), values)
     (result,) = of(summary(tmp_path), "A/fig2")["results"]
-    assert result["series"] == [{"cell": cell, "value": "loss", "x": [1, 9, 10], "ours": [1.0, 1 / 9, 0.1]}]
+    assert result["series"] == [
+        {"cell": cell, "value": "loss", "over": "epoch", "x": [1, 9, 10], "ours": [1.0, 1 / 9, 0.1]}
+    ]
     assert [(entry["value"], entry["ours"], entry["paper"]) for entry in result["entries"]] == [("sums/AP", 0.5, None)]
 
 
@@ -343,12 +368,26 @@ def test_layers_are_a_row_and_what_the_check_reads_comes_first(tmp_path):
     layers = {"AP": [5.0, 6.0, 4.0], "clean-adv": [1.0, 2.0, 3.0], "clean-noise": [1.0, 2.0, 2.0]}
     for kind, totals in layers.items():
         values |= {f"layers/{kind}/{name}/total": one for name, one in zip(("bn1", "layer1.0.bn1", "x"), totals)}
+    values |= {f"statistics/{place}": 1.0 for place in range(3)}
     written(task(tmp_path, "standard/eps16", study="A/fig7"), values)
     (result,) = of(summary(tmp_path), "A/fig7")["results"]
+    assert result["series"].pop() == {
+        "cell": "standard/eps16",
+        "value": "statistics",
+        "over": "channel",
+        "x": [0, 1, 2],
+        "ours": [1.0] * 3,
+    }
     assert result["answer"] == "confirmed"
     assert [entry["value"] for entry in result["entries"]] == ["sums/adv-noise"]
     assert result["series"] == [
-        {"cell": "standard/eps16", "value": f"layers/{kind}/total", "x": [1, 2, 3], "ours": layers[kind]}
+        {
+            "cell": "standard/eps16",
+            "value": f"layers/{kind}/total",
+            "over": "layer, from input to output",
+            "x": [1, 2, 3],
+            "ours": layers[kind],
+        }
         for kind in ("clean-adv", "clean-noise", "AP")
     ]
 

@@ -206,7 +206,7 @@ def study(
 ) -> Group | Text:
     """The printed table, or what of it is a cell's, with what was measured beside it: mean and spread over seeds.
 
-    ``conclusion``: the verdict, by default that of the values; where it is no, what of the claim failed follows.
+    ``conclusion``: the verdict, by default that of the values, with the parts of the claim in lines of their own.
 
     Of a figure, which prints no numbers, its claim and the verdict.
     """
@@ -215,8 +215,8 @@ def study(
         said = "A smoke test shows that it runs; its numbers mean nothing."
     elif values is not None:
         answer, clauses, _ = conclusion or found.concluded(values)
-        failed = [clause.text for clause in clauses if not clause.held]
-        said += f" {answer.capitalize()}{': not so that ' if failed else ''}{'; not that '.join(failed)}."
+        parts = [f"✓ {clause.text}" if clause.held else f"✗ not so: {clause.text}" for clause in clauses]
+        said = "\n".join([f"{said} {answer.capitalize()}.", *parts])
     title = f"{found.name}{'' if cell is None else f'/{cell}'} {protocol}".rstrip()
     rows: dict[str, dict[str, str]] = {}
     numbers = [number for number in found.numbers() if cell in (None, number.cell)]

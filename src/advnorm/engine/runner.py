@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -337,12 +338,34 @@ def _within(show: Callable[[float], None], done: int, images: int) -> Callable[[
     return lambda n, of: show(done + images * n / of)
 
 
+class _Lines:
+    """What a bar shows, for logs: a line of an attack that is under way, twice a minute at most."""
+
+    EVERY = 30.0  # seconds
+
+    def __init__(self) -> None:
+        self._tasks: list[tuple[str, int]] = []
+        self._told = time.monotonic()
+
+    def add_task(self, description: str, *, total: int) -> int:
+        self._tasks.append((description, total))
+        return len(self._tasks) - 1
+
+    def update(self, task: int, *, completed: float, visible: bool) -> None:
+        if visible and time.monotonic() - self._told >= self.EVERY:
+            self._told = time.monotonic()
+            description, total = self._tasks[task]
+            print(f"{description}: {completed:,.0f} of {total:,} images", file=sys.stderr, flush=True)
+
+
 @contextmanager
 def progress_bar(show: bool) -> Iterator[Any]:
-    """A bar per attack on a terminal's standard error, or None."""
+    """A bar per attack on standard error, a line now and then where that is no terminal, or None."""
     if not show:
-        with nullcontext():
-            yield None
+        yield None
+        return
+    if not sys.stderr.isatty():
+        yield _Lines()
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

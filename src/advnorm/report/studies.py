@@ -105,6 +105,7 @@ def _result(study: StudySummary, result: Result) -> dict[str, Any]:
         "about": "" if protocol is None else PROTOCOLS[protocol],
         "answer": _answer(result),
         "clauses": result["clauses"],
+        "failed": [text for text, held in result["clauses"] if not held],
         "done": f"{len(done)} of {len(result['cells'])} cells"
         + (f", {len(result['outdated'])} of other settings than now" if result["outdated"] else ""),
         "table": _table(shown) if shown else None,
@@ -225,7 +226,7 @@ def _lines(title: str, named: Sequence[tuple[str, Series]]) -> Lines:
         "kind": "lines",
         "title": title,
         "x": x,
-        "x_label": "layer, epoch or place in a list",
+        "x_label": named[0][1]["over"],
         "plain": True,
         "rows": [{"label": label, "values": [found.get(i) for i in x]} for label, found in values.items()],
         "note": "Ours, the mean over seeds; the paper prints no numbers.",

@@ -430,7 +430,7 @@ def _check_fig6(values: Values) -> Iterator[Clause]:
     if not layers:
         raise KeyError(ap)
     held = [mean(values, cell, ap + layer) > mean(values, cell, ns + layer) for layer in layers]
-    yield Clause(f"AP are farther apart than NS in {sum(held)} of {len(held)} layers", all(held))
+    yield Clause(f"in every layer AP are farther apart than NS: in {sum(held)} of {len(held)}", all(held))
 
 
 @study("A/fig6", place=_unprinted, check=_check_fig6)
@@ -452,7 +452,9 @@ def _check_fig7(values: Values) -> Iterator[Clause]:
         raise KeyError(adv)
     ratios = [math.sqrt(mean(values, cell, adv + layer) / mean(values, cell, noise + layer)) for layer in layers]
     near = [max(ratio, 1 / ratio) <= SIMILAR_GAP for ratio in ratios]
-    yield Clause(f"both gaps are within a factor of {SIMILAR_GAP:g} in {sum(near)} of {len(near)} layers", all(near))
+    yield Clause(
+        f"in every layer both gaps are within a factor of {SIMILAR_GAP:g}: in {sum(near)} of {len(near)}", all(near)
+    )
 
 
 @study("A/fig7", place=_unprinted, check=_check_fig7)

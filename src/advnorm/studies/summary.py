@@ -50,10 +50,14 @@ class Entry(TypedDict):
 
 
 class Series(TypedDict):
-    """Numbers in a row, by their place: along training, over radii, over channels. The mean over seeds."""
+    """Numbers in a row, by their place: along training, over radii, over channels. The mean over seeds.
+
+    ``over``: what the places are, for an axis.
+    """
 
     cell: str
     value: str
+    over: str
     x: list[int]
     ours: list[float]
 
@@ -379,28 +383,36 @@ def _unplaced(
 
     Layers are a row too: ``layers/AP/bn1/total``, ``layers/AP/layer1.0.bn1/total``. Those in ``first`` come first.
     """
-    rows: dict[tuple[str, str, bool], dict[int, str]] = {}
+    rows: dict[tuple[str, str, str], dict[int, str]] = {}
     for cell, name in sorted(values, key=lambda key: key not in first):
         parts = name.split("/")
         if len(parts) > 1 and parts[0].isdecimal() and parts[1].endswith("layers"):
             continue  # along training: their sums say it
         if len(parts) == 4 and parts[0].endswith("layers"):
-            layers = rows.setdefault((cell, "/".join([*parts[:2], parts[3]]), True), {})
+            layers = rows.setdefault((cell, "/".join([*parts[:2], parts[3]]), "layer, from input to output"), {})
             layers[len(layers) + 1] = name
             continue
         places = [index for index, part in enumerate(parts) if part.isascii() and part.isdecimal()]
         at = (0 if places[0] == 0 else places[-1]) if places else len(parts)  # an epoch goes before the rest
         family = "/".join([*parts[:at], *parts[at + 1 :]])
         if "conditions" not in parts and parts[0] != "channels" and parts[-1] not in ("epoch", "step"):
-            rows.setdefault((cell, family, bool(places)), {})[int(parts[at]) if places else 0] = name
+            over = _axis(values, cell, along=at == 0) if places else ""
+            rows.setdefault((cell, family, over), {})[int(parts[at]) if places else 0] = name
     entries, series = [], []
-    for (cell, family, _), names in rows.items():
+    for (cell, family, over), names in rows.items():
         if len(names) < 3:
             entries += [_entry(values, cell, name, cell, name, None) for name in names.values()]
         else:
             ours = [statistics.fmean(values[cell, names[x]]) for x in sorted(names)]
-            series.append(Series(cell=cell, value=family, x=sorted(names), ours=ours))
+            series.append(Series(cell=cell, value=family, over=over, x=sorted(names), ours=ours))
     return entries, series
+
+
+def _axis(values: Mapping[tuple[str, str], Sequence[float]], cell: str, *, along: bool) -> str:
+    """What numbers in a row are numbered by."""
+    if along:
+        return "epoch"
+    return "channel" if (cell, "channels/0") in values else "place in the list"
 
 
 def _entry(
