@@ -116,6 +116,11 @@ def test_reports_and_help_need_no_torch(program):
     assert out.returncode == 0, out.stderr
 
 
+def test_lists_do_not_wait_for_the_compiler():
+    program = "import sys, advnorm.cli.listing; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
 @pytest.mark.parametrize("name", ["norms", "engine", "create_model", "report", "__all__"])
 def test_whatever_is_asked_for_first_is_there(name):
     asked = f"import advnorm; assert advnorm.{name} and set(advnorm.__all__) <= set(dir(advnorm))"

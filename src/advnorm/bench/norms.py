@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
-import torch._dynamo
 import torch.nn.functional as F
 from torch import nn
 
@@ -91,7 +90,7 @@ def bench_norms(
         for norm in (PLAIN, *norms):
             evaluate[norm], train[norm] = _phases(norm, model, images, labels, precision, compiled)
         run = {"reference": PLAIN, "rounds": rounds, "device": where, "on_round": on_round}
-        with torch._dynamo.config.patch(recompile_limit=64):  # all networks share one forward
+        with torch._dynamo.config.patch(recompile_limit=64):  # pyright: ignore  # all networks share one forward
             timings = {"eval": side_by_side(evaluate, **run), "train": side_by_side(train, **run)}
     return NormBenchmark(
         model=model,

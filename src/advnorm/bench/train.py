@@ -14,7 +14,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal, get_args
 
 import torch
-import torch._dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
@@ -248,7 +247,7 @@ def _case(
     device, modes, steps = ranks.device, plan.modes, plan.steps
     name, count = config.model.name, config.attack.steps
     turn = min(steps, 10 if device.type == "cuda" else 1)
-    torch._dynamo.reset()  # else the compiler gives up after so many networks in one process
+    torch._dynamo.reset()  # pyright: ignore  # else the compiler gives up after so many networks in one process
     trainings: dict[str, Steps] = {}
     start_up: dict[str, tuple[float, int | None]] = {}
     for mode in modes:
