@@ -23,10 +23,10 @@ demo: $(STAMP) ## train, judge and report, in minutes, on the CPU
 	$(BIN)/advnorm demo
 
 test: $(STAMP) ## fast tests
-	$(BIN)/python -m pytest -n $(WORKERS) -m 'not slow and not gpu'
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow and not gpu'
 
 test-all: $(STAMP) ## all tests that this machine can run
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 test-gpu: ## tests on a CUDA device, with the python at hand
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu

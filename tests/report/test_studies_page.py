@@ -123,7 +123,7 @@ def test_the_overview_has_every_study_with_its_verdict_protocol_and_claim():
     assert "A: A title" in text and "D: Another" in text
     assert "A/table2 ✓ confirmed protocol fast, 1 of 2 cells claim <of> A/table2" in text
     assert "A/table4 ○ not run claim <of> A/table4" in text
-    assert "D/fig4 ✗ not confirmed protocol paper, 1 of 1 cells claim <of> D/fig4 paper, not so: the loss <falls>" in text
+    assert "D/fig4 ✗ not confirmed protocol paper, 1 of 1 cells claim <of> D/fig4 paper, not so: the loss" in text
     assert "✓ 1 confirmed ✗ 1 not confirmed ○ 1 not run" in text
     assert "Training took 12.3 GPU minutes (NVIDIA H200), 1.0 CPU minutes" in text
 

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
@@ -59,6 +60,13 @@ def _check_pixels(x: Tensor) -> None:
         raise ConfigError(f"images must be floats in [0, 1], got {x.dtype}; use x.float() / 255")
     if x.numel():  # an empty batch is told by what forwards it
         raise_all(range_problems(*(value.item() for value in x.detach().aminmax())), "bad batch")
+
+
+@cache  # a configuration asks for them, and a study has hundreds
+def _own_options(kind: type[Objective]) -> Mapping[str, inspect.Parameter]:
+    """The keyword options of a class itself."""
+    parameters = inspect.signature(kind.__init__, eval_str=True).parameters
+    return {name: parameter for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY}
 
 
 class Objective(nn.Module):
@@ -175,9 +183,8 @@ class Objective(nn.Module):
         found: dict[str, inspect.Parameter] = {}
         for base in cls.__mro__:
             if issubclass(base, Objective) and "__init__" in vars(base):
-                for name, parameter in inspect.signature(base.__init__, eval_str=True).parameters.items():
-                    if parameter.kind is parameter.KEYWORD_ONLY:
-                        found.setdefault(name, parameter)
+                for name, parameter in _own_options(base).items():
+                    found.setdefault(name, parameter)
         return found
 
     def trained_domains(self) -> tuple[str, ...]:

@@ -29,8 +29,8 @@ class Clause(NamedTuple):
     held: bool
 
 
-#: Whether a claim holds; in parts, where the verdict shall say which of them failed.
-Check = Callable[[Values], bool | Iterable[Clause]]
+#: The parts of a claim, in turn; a KeyError where something was not measured.
+Check = Callable[[Values], Iterable[Clause]]
 
 
 class Conclusion(NamedTuple):
@@ -117,22 +117,9 @@ class Study:
         """The paper's entry: caption, claim, rows and columns."""
         return printed(self.name)
 
-    def numbers(self) -> Iterator[Number]:
-        """Every place of the printed table that a cell fills, in the printed order."""
-        entry = self.printed
-        above: dict[str, float | None] = {}  # what rows of differences, "+3.0", count from
-        for row in entry.get("rows", ()):
-            relative = row["label"].get("relative") is True
-            label = ", ".join(_told(key, part) for key, part in row["label"].items() if key != "relative")
-            for column, value in zip(entry["columns"], row["values"]):
-                if not relative:
-                    above[column] = value
-                elif value is not None:
-                    base = above.get(column)
-                    value = None if base is None else round(base + value, 6)
-                placed = self.place(row["label"], column)
-                if placed is not None:
-                    yield Number(row=label, column=column, cell=placed[0], value=placed[1], printed=value)
+    def numbers(self) -> Sequence[Number]:
+        """Every place of the printed table that a cell fills, in the printed order; made once."""
+        return _numbers(self)
 
     def by_name(self) -> Mapping[str, Cell]:
         """Its cells by name, made once."""
@@ -156,10 +143,7 @@ class Study:
         """
         clauses: list[Clause] = []
         try:
-            held = self.check(values)
-            if isinstance(held, bool):
-                return Conclusion("confirmed" if held else "not confirmed")
-            clauses.extend(held)
+            clauses.extend(self.check(values))  # those before an error stay
         except (KeyError, IndexError):
             answer = "not run" if all(clause.held for clause in clauses) else "not confirmed"
             return Conclusion(answer, clauses)
@@ -182,6 +166,28 @@ def _told(key: str, part: Any) -> str:
 @cache  # hundreds of configurations, each checked when it is made
 def _by_name(study: Study) -> Mapping[str, Cell]:
     return {cell.name: cell for cell in study.cells()}
+
+
+@cache
+def _numbers(study: Study) -> Sequence[Number]:
+    return tuple(_placed(study))
+
+
+def _placed(study: Study) -> Iterator[Number]:
+    entry = study.printed
+    above: dict[str, float | None] = {}  # what rows of differences, "+3.0", count from
+    for row in entry.get("rows", ()):
+        relative = row["label"].get("relative") is True
+        label = ", ".join(_told(key, part) for key, part in row["label"].items() if key != "relative")
+        for column, value in zip(entry["columns"], row["values"]):
+            if not relative:
+                above[column] = value
+            elif value is not None:
+                base = above.get(column)
+                value = None if base is None else round(base + value, 6)
+            placed = study.place(row["label"], column)
+            if placed is not None:
+                yield Number(row=label, column=column, cell=placed[0], value=placed[1], printed=value)
 
 
 STUDIES: Registry[Study] = Registry("study")

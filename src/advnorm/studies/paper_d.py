@@ -5,15 +5,15 @@ Figures that the paper draws along training are taken at four moments: early, af
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from advnorm.engine.config import AttackConfig, Config, Named
 from advnorm.models.registry import IMAGENET_MEAN, IMAGENET_STD
-from advnorm.studies.base import Cell, Measure, Values, course, epochs_of, mean, study
-from advnorm.studies.claims import comparable
+from advnorm.studies.base import Cell, Clause, Measure, Values, course, epochs_of, mean, study
+from advnorm.studies.claims import beside, comparable
 
 NORMED = ("bn", "in", "ln", "gn")
 NORMS = ("none", *NORMED)
@@ -157,6 +157,27 @@ def _smoothness(values: Values, cell: str) -> float:
     return sum(_at(values, cell, path, AT_FIRST) for path in paths) / len(paths)
 
 
+def _two(one: float, other: float) -> str:
+    """``0.612 and 0.304``: LIGS that a clause compares."""
+    return f"{one:.3f} and {other:.3f}"
+
+
+def _with(norm: str) -> str:
+    return "without a norm" if norm == "none" else f"with {norm.upper()}"
+
+
+def _together(text: str, parts: Iterable[Clause]) -> Clause:
+    """One clause of many, which shows those that fail, or all; as one by one, a failing part outweighs missing ones."""
+    read: list[Clause] = []
+    try:
+        read.extend(parts)
+    except KeyError:
+        if all(part.held for part in read):
+            raise
+    failed = [part for part in read if not part.held]
+    return Clause(f"{text}: {', '.join(part.text for part in failed or read)}", not failed)
+
+
 def _unprinted(label: Mapping[str, Any], column: str) -> None:
     """Of lost tables and of figures no number is printed."""
 
@@ -187,16 +208,18 @@ def _run(values: Values, networks: Iterable[tuple[str, str]], norms: Iterable[st
     return [network for network in networks if all(_named(*network, norm) in cells for norm in norms)]
 
 
-def _check1(values: Values) -> bool:
+def _costs(values: Values, data: str, model: str) -> Iterator[Clause]:
+    """Accuracies of a network with BN and without."""
+    for name in ("clean", *(name for measure in TWENTY for name in measure.options["attacks"])):
+        bn, none = (mean(values, _named(data, model, norm), f"shared/{name}") for norm in ("bn", "none"))
+        yield Clause(f"{name} {beside(bn, none)}", bn > none if name == "clean" else bn < none)
+
+
+def _check1(values: Values) -> Iterator[Clause]:
     """BN raises the clean accuracy and lowers that under every attack, in every network; on ImageNet where run."""
-    attacks = [f"shared/{name}" for measure in TWENTY for name in measure.options["attacks"]]
-
-    def costs(network: tuple[str, str]) -> bool:
-        none, bn = (_named(*network, norm) for norm in ("none", "bn"))
-        rises = mean(values, bn, "shared/clean") > mean(values, none, "shared/clean")
-        return rises and all(mean(values, bn, attack) < mean(values, none, attack) for attack in attacks)
-
-    return all(costs(network) for network in [*SMALL, *_run(values, LARGE, ("none", "bn"))])
+    for data, model in [*SMALL, *_run(values, LARGE, ("none", "bn"))]:
+        text = f"{model} on {data} is better on clean images and worse under attack with BN than without"
+        yield _together(text, _costs(values, data, model))
 
 
 @study("D/table1", place=_place, check=_check1)
@@ -208,17 +231,16 @@ def table1() -> Iterable[Cell]:
 LARGE2 = [("ImageNet", "ResNet18"), ("ImageNet", "ResNet50")]
 
 
-def _check2(values: Values) -> bool:
+def _check2(values: Values) -> Iterator[Clause]:
     """Every norm lowers the accuracy under l2-PGD, and IN most of all but in ResNet50 on CIFAR10."""
-
-    def vulnerable(network: tuple[str, str]) -> bool:
-        pgd = {norm: mean(values, _named(*network, norm), "shared/pgd l2 0.25") for norm in NORMS}
-        lowest = min(pgd, key=lambda norm: pgd[norm])
-        return max(pgd[norm] for norm in NORMED) < pgd["none"] and (
-            lowest == "in" or network == ("CIFAR10", "ResNet50")
-        )
-
-    return all(vulnerable(network) for network in [*SMALL, *_run(values, LARGE2, NORMS)])
+    for data, model in [*SMALL, *_run(values, LARGE2, NORMS)]:
+        pgd = {norm: mean(values, _named(data, model, norm), "shared/pgd l2 0.25") for norm in NORMS}
+        lowest, best = min(pgd, key=lambda norm: pgd[norm]), max(pgd[norm] for norm in NORMED)
+        told = f"{model} on {data} under l2-PGD"
+        yield Clause(f"{told}: every norm is below none: {best:.1f} at most and {pgd['none']:.1f}", best < pgd["none"])
+        if (data, model) != ("CIFAR10", "ResNet50"):
+            least = min(accuracy for norm, accuracy in pgd.items() if norm != "in")
+            yield Clause(f"{told}: IN is the lowest: {pgd['in']:.1f}, the others {least:.1f} at least", lowest == "in")
 
 
 @study("D/table2", place=_unprinted, check=_check2)
@@ -226,7 +248,7 @@ def table2() -> Iterable[Cell]:
     return [_network(*network, norm) for network in [*LARGE2, *SMALL] for norm in NORMS]
 
 
-def _check3(values: Values) -> bool:
+def _check3(values: Values) -> Iterator[Clause]:
     """Features of robust networks transfer better than of standard ones, and of those the ones without a norm best."""
 
     def transfer(training: str, source: str) -> float:
@@ -236,7 +258,14 @@ def _check3(values: Values) -> bool:
         return sum(mean(values, last, path) for path in paths) / len(paths)
 
     plain, strong = ({norm: transfer(training, norm) for norm in NORMS} for training in ("standard", "robust"))
-    return sum(strong.values()) > sum(plain.values()) and all(plain["none"] > plain[norm] for norm in NORMED)
+    both = [100 * sum(found.values()) / len(found) for found in (strong, plain)]
+    better = sum(strong.values()) > sum(plain.values())
+    yield Clause(f"features of robust networks transfer better than of standard ones: {beside(*both)}", better)
+    others = ", ".join(f"{norm} {100 * plain[norm]:.1f}" for norm in NORMED)
+    yield Clause(
+        f"of standard networks those without a norm transfer best: {100 * plain['none']:.1f}, {others}",
+        all(plain["none"] > plain[norm] for norm in NORMED),
+    )
 
 
 @study("D/table3", place=_unprinted, check=_check3)
@@ -258,13 +287,14 @@ def _place7(label: Mapping[str, Any], column: str) -> tuple[str, str]:
     return _TABLE7[label["model"]], f"networks/run/{'mean' if column == 'clean' else 'adapted_mean'}"
 
 
-def _check7(values: Values) -> bool:
+def _check7(values: Values) -> Iterator[Clause]:
     """Statistics of the corrupted images are worth 8 points of accuracy, give or take 3."""
-    gains = [
-        mean(values, cell, "networks/run/adapted_mean") - mean(values, cell, "networks/run/mean")
+    gains = {
+        cell: mean(values, cell, "networks/run/adapted_mean") - mean(values, cell, "networks/run/mean")
         for cell in _TABLE7.values()
-    ]
-    return all(5 <= gain <= 11 for gain in gains)
+    }
+    for cell, gain in gains.items():
+        yield Clause(f"{cell} gains 5 to 11 points by statistics of the corrupted images: {gain:+.1f}", 5 <= gain <= 11)
 
 
 @study("D/table7", place=_place7, check=_check7)
@@ -272,13 +302,11 @@ def table7() -> Iterable[Cell]:
     return [Cell(name=model, config=standard(model), measures=(CORRUPTIONS,)) for model in _TABLE7.values()]
 
 
-def _check8(values: Values) -> bool:
+def _check8(values: Values) -> Iterator[Clause]:
     """Under FGSM networks with BN are the more accurate ones."""
-    return all(
-        mean(values, _named("CIFAR10", model, "bn"), "shared/fgsm linf 4/255")
-        > mean(values, _named("CIFAR10", model, "none"), "shared/fgsm linf 4/255")
-        for model in ("VGG11", "VGG16", "ResNet50")
-    )
+    for model in ("VGG11", "VGG16", "ResNet50"):
+        bn, none = (mean(values, _named("CIFAR10", model, norm), "shared/fgsm linf 4/255") for norm in ("bn", "none"))
+        yield Clause(f"{model} is more accurate under FGSM with BN than without: {beside(bn, none)}", bn > none)
 
 
 @study("D/table8", place=_place, check=_check8)
@@ -294,7 +322,7 @@ def table8() -> Iterable[Cell]:
 NOISE, MORE_NOISE = ("gaussian_noise", "shot_noise"), "speckle_noise"
 
 
-def _check_fig1(values: Values) -> bool:
+def _check_fig1(values: Values) -> Iterator[Clause]:
     """Standard training: without a norm noise does less harm, and fog and contrast more, than with any.
 
     Contrast does least to IN, and every corruption more to BN than to IN, LN and GN. With every norm and without one
@@ -310,15 +338,32 @@ def _check_fig1(values: Values) -> bool:
     paths = [path.split("/") for cell, path in values if cell == "standard/bn"]
     every = sorted({parts[3] for parts in paths if len(parts) == 5 and parts[2] == "accuracy"})
     noise = [*NOISE, *({MORE_NOISE} & {*every})]
-    holds = [
-        *(plain("none", *noise) > plain(norm, *noise) for norm in NORMED),
-        *(plain("none", name) < plain(norm, name) for name in ("fog", "contrast") for norm in NORMED),
-        *(plain("in", "contrast") > plain(norm, "contrast") for norm in NORMS if norm != "in"),
-        *(plain("bn", name) < plain(norm, name) for name in every for norm in NORMED if norm != "bn"),
-        *(strong(norm, *noise) > plain(norm, *noise) for norm in NORMS),
-        *(strong(norm, name) < plain(norm, name) for name in ("fog", "contrast") for norm in NORMS),
-    ]
-    return all(holds)
+    dim = ("fog", "contrast")
+    claims = {  # the accuracy that is higher, and the lower one
+        "noise does less harm without a norm than with one": {
+            _with(norm): (plain("none", *noise), plain(norm, *noise)) for norm in NORMED
+        },
+        "fog and contrast do more harm without a norm than with one": {
+            f"{name} {_with(norm)}": (plain(norm, name), plain("none", name)) for name in dim for norm in NORMED
+        },
+        "contrast does less harm with IN than without or with another norm": {
+            _with(norm): (plain("in", "contrast"), plain(norm, "contrast")) for norm in NORMS if norm != "in"
+        },
+        "every corruption does more harm with BN than with IN, LN and GN": {
+            f"{name} {_with(norm)}": (plain(norm, name), plain("bn", name)) for name in every for norm in NORMED[1:]
+        },
+        "noise does less harm after adversarial training": {
+            _with(norm): (strong(norm, *noise), plain(norm, *noise)) for norm in NORMS
+        },
+        "fog and contrast do more harm after adversarial training": {
+            f"{name} {_with(norm)}": (plain(norm, name), strong(norm, name)) for name in dim for norm in NORMS
+        },
+    }
+    for text, cases in claims.items():
+        held = [high > low for high, low in cases.values()]
+        least = min(cases, key=lambda case: cases[case][0] - cases[case][1])
+        told = f"in {sum(held)} of {len(held)} cases, least so {least}, {beside(*cases[least])}"
+        yield Clause(f"{text}: {told}", all(held))
 
 
 @study("D/fig1", place=_unprinted, check=_check_fig1)
@@ -328,15 +373,15 @@ def fig1() -> Iterable[Cell]:
             yield Cell(name=f"{training}/{norm}", config=replace(base, norm=norm), measures=(CORRUPTIONS,))
 
 
-def _check_fig2(values: Values) -> bool:
+def _check_fig2(values: Values) -> Iterator[Clause]:
     """Under every kind of shift LIGS falls with training, and is higher without BN than with it."""
-
-    def holds(shift: str) -> bool:
-        moments = (AT_FIRST, AT_LAST)
-        none, bn = ([_ligs(values, norm, shift, moment) for moment in moments] for norm in ("none", "bn"))
-        return none[0] > none[1] and bn[0] > bn[1] and none[0] > bn[0] and none[1] > bn[1]
-
-    return all(holds(shift) for shift in ALL_LIGS.options["shifts"])
+    for shift in ALL_LIGS.options["shifts"]:
+        none, bn = ([_ligs(values, norm, shift, moment) for moment in (AT_FIRST, AT_LAST)] for norm in ("none", "bn"))
+        told = f"{none[0]:.3f} to {none[1]:.3f} without BN, {bn[0]:.3f} to {bn[1]:.3f} with it"
+        yield Clause(f"{shift}: LIGS falls with training: {told}", none[0] > none[1] and bn[0] > bn[1])
+        early, late = (_two(*both) for both in zip(none, bn))
+        above = none[0] > bn[0] and none[1] > bn[1]
+        yield Clause(f"{shift}: LIGS is higher without BN than with it: early {early}, in the end {late}", above)
 
 
 @study("D/fig2", place=_unprinted, check=_check_fig2)
@@ -346,7 +391,7 @@ def fig2() -> Iterable[Cell]:
         yield along(norm, replace(standard("resnet18"), norm=norm), (ALL_LIGS,))
 
 
-def _less_robust(values: Values, norms: Iterable[str]) -> bool:
+def _less_robust(values: Values, norms: Iterable[str]) -> Iterator[Clause]:
     """In standard training norms have a lower LIGS all along, and the lower robust accuracy at the end.
 
     In adversarial training it stays close to 1 (0.9), and they make less of a difference.
@@ -359,13 +404,18 @@ def _less_robust(values: Values, norms: Iterable[str]) -> bool:
         none, with_norm = (along_training(f"{training}/{name}") for name in ("none", norm))
         return [a - b for a, b in zip(none, with_norm)]
 
-    return all(
-        min(differences("standard", norm)) > 0
-        and _robust(values, f"standard/{norm}") < _robust(values, "standard/none")
-        and min(along_training(f"robust/{norm}")) > 0.9
-        and abs(differences("robust", norm)[-1]) < differences("standard", norm)[-1]
-        for norm in norms
-    )
+    for norm in norms:
+        name, apart = norm.upper(), differences("standard", norm)
+        told = f"standard training: LIGS is lower with {name} than without a norm all along"
+        yield Clause(f"{told}: by {min(apart):.3f} at least", min(apart) > 0)
+        with_norm, none = (_robust(values, f"standard/{kind}") for kind in (norm, "none"))
+        told = f"standard training: {name} is less robust than no norm"
+        yield Clause(f"{told}: {beside(with_norm, none)}", with_norm < none)
+        least = min(along_training(f"robust/{norm}"))
+        yield Clause(f"adversarial training: LIGS stays above 0.9 with {name}: {least:.3f} at least", least > 0.9)
+        strong, plain = abs(differences("robust", norm)[-1]), apart[-1]
+        told = f"{name} makes less of a difference to LIGS in adversarial training than in standard training"
+        yield Clause(f"{told}: {_two(strong, plain)}", strong < plain)
 
 
 def _trends(norms: Iterable[str]) -> Iterable[Cell]:
@@ -378,14 +428,18 @@ study("D/fig4", place=_unprinted, check=partial(_less_robust, norms=("bn",)))(pa
 study("D/fig10", place=_unprinted, check=partial(_less_robust, norms=NORMED[1:]))(partial(_trends, NORMED[1:]))
 
 
-def _check_fig5(values: Values) -> bool:
+def _check_fig5(values: Values) -> Iterator[Clause]:
     """Regularized, LIGS is higher, and robust accuracy by 10 points or more; clean accuracy loses 5 at most."""
-    return all(
-        _ligs(values, f"{norm}/ligs") > _ligs(values, norm)
-        and _robust(values, f"{norm}/ligs") >= _robust(values, norm) + 10
-        and _clean(values, f"{norm}/ligs") >= _clean(values, norm) - 5
-        for norm in ("none", "bn")
-    )
+    for norm in ("none", "bn"):
+        both, told = (norm, f"{norm}/ligs"), f"{_with(norm)} the regularizer"
+        before, after = (_ligs(values, cell) for cell in both)
+        yield Clause(f"{told} raises LIGS: {before:.3f} to {after:.3f}", after > before)
+        before, after = (_robust(values, cell) for cell in both)
+        large = after >= before + 10
+        yield Clause(f"{told} raises robust accuracy by 10 points or more: {before:.1f} to {after:.1f}", large)
+        before, after = (_clean(values, cell) for cell in both)
+        small = after >= before - 5
+        yield Clause(f"{told} costs 5 points of clean accuracy at most: {before:.1f} to {after:.1f}", small)
 
 
 @study("D/fig5", place=_unprinted, check=_check_fig5)
@@ -397,17 +451,20 @@ def fig5() -> Iterable[Cell]:
         yield along(f"{norm}/ligs", replace(config, regularizer=Named("ligs", weight=1.0)), TREND)
 
 
-def _check_fig6(values: Values) -> bool:
+def _check_fig6(values: Values) -> Iterator[Clause]:
     """LIGS is above 0.9 on D_R and below 0.5 on D_rand, which is not learned without BN, and late with it.
 
     Not learned is an accuracy below 15 %, of 10 classes.
     """
-    return (
-        min(_ligs(values, f"D_R/{norm}") for norm in ("none", "bn")) > 0.9
-        and _ligs(values, "D_rand/bn") < 0.5
-        and max(_clean(values, "D_rand/none"), _clean(values, "D_rand/bn", WARMED)) < 15
-        and _clean(values, "D_rand/bn") >= 15
-    )
+    none, bn = (_ligs(values, f"D_R/{norm}") for norm in ("none", "bn"))
+    yield Clause(f"LIGS is above 0.9 on D_R without BN and with it: {_two(none, bn)}", min(none, bn) > 0.9)
+    low = _ligs(values, "D_rand/bn")
+    yield Clause(f"LIGS is below 0.5 on D_rand with BN: {low:.3f}", low < 0.5)
+    never, early = _clean(values, "D_rand/none"), _clean(values, "D_rand/bn", WARMED)
+    yield Clause(f"D_rand is not learned without BN: accuracy {never:.1f}", never < 15)
+    yield Clause(f"D_rand is not learned with BN after the warm-up: accuracy {early:.1f}", early < 15)
+    late = _clean(values, "D_rand/bn")
+    yield Clause(f"D_rand is learned with BN in the end: accuracy {late:.1f}", late >= 15)
 
 
 @study("D/fig6", place=_unprinted, check=_check_fig6)
@@ -418,7 +475,7 @@ def fig6() -> Iterable[Cell]:
         yield on_features("D_rand", norm, TREND)
 
 
-def _conflict(values: Values, recipe: str) -> bool:
+def _conflict(values: Values, recipe: str) -> Iterator[Clause]:
     """With BN robust features decide early and non-robust ones in the end; without BN robust ones do to the end."""
 
     def aligned(norm: str, moment: int) -> list[float]:
@@ -426,7 +483,10 @@ def _conflict(values: Values, recipe: str) -> bool:
         return [_at(values, f"{recipe}/{norm}", name, moment) for name in names]
 
     early, late, none = aligned("bn", AT_FIRST), aligned("bn", AT_LAST), aligned("none", AT_LAST)
-    return early[0] > early[1] and late[0] < late[1] and early[0] > late[0] and none[0] > none[1]
+    yield Clause(f"with BN robust features outweigh non-robust ones early: {beside(*early)}", early[0] > early[1])
+    yield Clause(f"with BN robust features give way to non-robust ones: {beside(*late)} in the end", late[0] < late[1])
+    yield Clause(f"with BN the accuracy by robust features falls: {early[0]:.1f} to {late[0]:.1f}", early[0] > late[0])
+    yield Clause(f"without BN robust features outweigh non-robust ones in the end: {beside(*none)}", none[0] > none[1])
 
 
 @study("D/fig7", place=_unprinted, check=partial(_conflict, recipe="D_conflict"))
@@ -444,9 +504,12 @@ def fig13() -> Iterable[Cell]:
         yield on_features("D_det", norm, (ALIGNMENT,))
 
 
-def _check_fig12(values: Values) -> bool:
+def _check_fig12(values: Values) -> Iterator[Clause]:
     """LIGS is high on D_R, low on D_rand, and in the middle on D_NR."""
-    return _ligs(values, "D_R/bn") > _ligs(values, "D_NR/bn") > _ligs(values, "D_rand/bn")
+    high, middle = _ligs(values, "D_R/bn"), _ligs(values, "D_NR/bn")
+    yield Clause(f"LIGS is higher on D_R than on D_NR: {_two(high, middle)}", high > middle)
+    low = _ligs(values, "D_rand/bn")
+    yield Clause(f"LIGS is higher on D_NR than on D_rand: {_two(middle, low)}", middle > low)
 
 
 @study("D/fig12", place=_unprinted, check=_check_fig12)
@@ -475,7 +538,7 @@ FACTORS: dict[str, dict[str, Any]] = {
 }
 
 
-def _check_fig8(values: Values) -> bool:
+def _check_fig8(values: Values) -> Iterator[Clause]:
     """No factor moves LIGS as far as removing BN does; width, SELU and Adam raise it, depth lowers it.
 
     High weight decay and learning rate raise it early and lower it in the end.
@@ -484,12 +547,17 @@ def _check_fig8(values: Values) -> bool:
     def moved(factor: str, moment: int = AT_LAST) -> float:
         return _ligs(values, factor, moment=moment) - _ligs(values, "base", moment=moment)
 
-    return (
-        all(abs(moved(factor)) < moved("none") for factor in FACTORS)
-        and all(moved(factor) > 0 for factor in ("width/2", "activation/selu", "optimizer/adam"))
-        and max(moved("depth/34"), moved("depth/50")) < 0
-        and all(moved(high, AT_FIRST) > 0 > moved(high) for high in ("weight_decay/0.005", "lr/0.5"))
-    )
+    without = moved("none")
+    factors = (Clause(f"{factor} {moved(factor):+.3f}", abs(moved(factor)) < without) for factor in FACTORS)
+    yield _together(f"no factor moves LIGS as far as removing BN does, {without:+.3f}", factors)
+    for factor in ("width/2", "activation/selu", "optimizer/adam"):
+        yield Clause(f"{factor} raises LIGS: {moved(factor):+.3f}", moved(factor) > 0)
+    depths = [moved("depth/34"), moved("depth/50")]
+    yield Clause(f"depth/34 and depth/50 lower LIGS: {depths[0]:+.3f} and {depths[1]:+.3f}", max(depths) < 0)
+    for high in ("weight_decay/0.005", "lr/0.5"):
+        early, late = moved(high, AT_FIRST), moved(high)
+        told = f"{high} raises LIGS early and lowers it in the end"
+        yield Clause(f"{told}: {early:+.3f} and {late:+.3f}", early > 0 > late)
 
 
 @study("D/fig8", place=_unprinted, check=_check_fig8)
@@ -504,14 +572,17 @@ SHORTCUTS = ("resnet20", "resnet56")
 TRIVIAL = 0.05
 
 
-def _check_fig9(values: Values) -> bool:
+def _check_fig9(values: Values) -> Iterator[Clause]:
     """The shortcut has trivial influence on LIGS; Fixup's is higher than BN's at comparable accuracy."""
-    return all(
-        abs(_ligs(values, f"{model}_noshortcut") - _ligs(values, model)) <= TRIVIAL
-        and _ligs(values, f"fixup_{model}") > _ligs(values, model)
-        and comparable(_clean(values, f"fixup_{model}"), _clean(values, model))
-        for model in SHORTCUTS
-    )
+    for model in SHORTCUTS:
+        cut, bn = _ligs(values, f"{model}_noshortcut"), _ligs(values, model)
+        alike = abs(cut - bn) <= TRIVIAL
+        told = f"{model}: LIGS differs by {TRIVIAL} at most without the shortcut and with it"
+        yield Clause(f"{told}: {_two(cut, bn)}", alike)
+        fixup = _ligs(values, f"fixup_{model}")
+        yield Clause(f"{model}: LIGS is higher with Fixup than with BN: {_two(fixup, bn)}", fixup > bn)
+        both = _clean(values, f"fixup_{model}"), _clean(values, model)
+        yield Clause(f"{model}: Fixup and BN are comparably accurate: {beside(*both)}", comparable(*both))
 
 
 @study("D/fig9", place=_unprinted, check=_check_fig9)
@@ -527,16 +598,18 @@ def fixup(model: str) -> Config:
     return replace(standard(model), model=Named(f"fixup_{model}"), norm="none")
 
 
-def _check_fig11(values: Values) -> bool:
+def _check_fig11(values: Values) -> Iterator[Clause]:
     """On ImageNet norms have the lower LIGS; BN is the most accurate of all, IN the least."""
-
-    def holds(model: str) -> bool:
+    for model in ("resnet18", "resnet50"):
         ligs = {norm: _ligs(values, f"{model}/{norm}") for norm in NORMS}
         clean = {norm: _clean(values, f"{model}/{norm}") for norm in NORMS}
         order = sorted(NORMS, key=lambda norm: clean[norm])
-        return max(ligs[norm] for norm in NORMED) < ligs["none"] and (order[0], order[-1]) == ("in", "bn")
-
-    return holds("resnet18") and holds("resnet50")
+        most = max(ligs[norm] for norm in NORMED)
+        told = f"{model}: LIGS is lower with every norm than without"
+        yield Clause(f"{told}: {most:.3f} at most and {ligs['none']:.3f}", most < ligs["none"])
+        told = ", ".join(f"{norm} {clean[norm]:.1f}" for norm in order)
+        extremes = order[0], order[-1]
+        yield Clause(f"{model}: IN is the least accurate and BN the most: {told}", extremes == ("in", "bn"))
 
 
 @study("D/fig11", place=_unprinted, check=_check_fig11)
@@ -549,10 +622,15 @@ def fig11() -> Iterable[Cell]:
 # -- the optimization landscape: judged early, where it is trained on --------------------------------------------------
 
 
-def _check_fig14(values: Values) -> bool:
+def _check_fig14(values: Values) -> Iterator[Clause]:
     """In ResNet18 gradients with BN are smoother than without a norm, and with IN, LN and GN they are not."""
     beta = {norm: _smoothness(values, norm) for norm in NORMS}
-    return beta["bn"] < beta["none"] <= min(beta[norm] for norm in NORMED if norm != "bn")
+    none, least = beta["none"], min(beta[norm] for norm in NORMED if norm != "bn")
+    yield Clause(
+        f"β-smoothness is lower with BN than without a norm: {beta['bn']:.4g} and {none:.4g}", beta["bn"] < none
+    )
+    told = "β-smoothness is no lower with IN, LN and GN than without a norm"
+    yield Clause(f"{told}: {least:.4g} at least and {none:.4g}", none <= least)
 
 
 @study("D/fig14", place=_unprinted, check=_check_fig14)
@@ -561,11 +639,17 @@ def fig14() -> Iterable[Cell]:
         yield along(norm, replace(standard("resnet18"), norm=norm), (LANDSCAPE,))
 
 
-def _check_fig15(values: Values) -> bool:
+def _check_fig15(values: Values) -> Iterator[Clause]:
     """Gradients are smoother with every norm than without, and with BN by more than twice what the others bring."""
     beta = {norm: _smoothness(values, norm) for norm in NORMS}
     gains = {norm: beta["none"] - beta[norm] for norm in NORMED}
-    return min(gains.values()) > 0 and all(gains["bn"] > 2 * gains[norm] for norm in NORMED if norm != "bn")
+    most = max(beta[norm] for norm in NORMED)
+    told = "β-smoothness is lower with every norm than without"
+    yield Clause(f"{told}: {most:.4g} at most and {beta['none']:.4g}", min(gains.values()) > 0)
+    others = [gains[norm] for norm in NORMED if norm != "bn"]
+    twice = all(gains["bn"] > 2 * other for other in others)
+    told = "BN lowers β-smoothness by more than twice as much as IN, LN and GN"
+    yield Clause(f"{told}: {gains['bn']:.4g} and {max(others):.4g} at most", twice)
 
 
 @study("D/fig15", place=_unprinted, check=_check_fig15)
@@ -575,9 +659,11 @@ def fig15() -> Iterable[Cell]:
         yield along(norm, replace(standard("vgg16"), norm=norm), (LANDSCAPE,))
 
 
-def _check_fig16(values: Values) -> bool:
+def _check_fig16(values: Values) -> Iterator[Clause]:
     """The shortcut has trivial influence on the smoothness: less than a factor of 2."""
-    return 0.5 < _smoothness(values, "resnet18_noshortcut") / _smoothness(values, "resnet18") < 2
+    cut, whole = _smoothness(values, "resnet18_noshortcut"), _smoothness(values, "resnet18")
+    told = "β-smoothness is within a factor of 2 without the shortcut and with it"
+    yield Clause(f"{told}: {cut:.4g} and {whole:.4g}", 0.5 < cut / whole < 2)
 
 
 @study("D/fig16", place=_unprinted, check=_check_fig16)
@@ -586,9 +672,11 @@ def fig16() -> Iterable[Cell]:
         yield along(model, standard(model), (LANDSCAPE,))
 
 
-def _check_fig17(values: Values) -> bool:
+def _check_fig17(values: Values) -> Iterator[Clause]:
     """Gradients are less smooth with Fixup than with BN."""
-    return all(_smoothness(values, f"fixup_{model}") > _smoothness(values, model) for model in SHORTCUTS)
+    for model in SHORTCUTS:
+        fixed, bn = _smoothness(values, f"fixup_{model}"), _smoothness(values, model)
+        yield Clause(f"{model}: β-smoothness is higher with Fixup than with BN: {fixed:.4g} and {bn:.4g}", fixed > bn)
 
 
 @study("D/fig17", place=_unprinted, check=_check_fig17)

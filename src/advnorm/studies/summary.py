@@ -8,7 +8,7 @@ import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypedDict, get_args
@@ -16,7 +16,7 @@ from typing import Any, TypedDict, get_args
 from advnorm._core.errors import ConfigError
 from advnorm.engine.config import Config
 from advnorm.engine.cost import training_flops
-from advnorm.studies.base import IMAGES, STUDIES, Answer, Cell, Conclusion, Number, Protocol, Study, Values, same_as
+from advnorm.studies.base import IMAGES, STUDIES, Answer, Cell, Conclusion, Protocol, Study, Values, same_as
 from advnorm.studies.protocols import under
 from advnorm.studies.record import Record, changed, flat, read_record, stands, whole
 
@@ -159,11 +159,6 @@ def summary(out: Path | str) -> Summary:
         problems=problems,
         others=_others(out),
     )
-
-
-@cache
-def _numbers(study: Study) -> Sequence[Number]:
-    return tuple(study.numbers())
 
 
 def _order(name: str) -> tuple[str, str, list[int]]:
@@ -353,7 +348,7 @@ def _values(records: Iterable[Record]) -> dict[tuple[str, str], list[float]]:
 def _placed(study: Study, values: Mapping[tuple[str, str], Sequence[float]]) -> list[Entry]:
     measured = partial(_entry, values)
     return [
-        measured(number.row, number.column, number.cell, number.value, number.printed) for number in _numbers(study)
+        measured(number.row, number.column, number.cell, number.value, number.printed) for number in study.numbers()
     ]
 
 
