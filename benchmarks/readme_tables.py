@@ -74,7 +74,7 @@ def cifar10():
             *rows,
             "",
             f"Accuracy in percent: CIFAR-10, {config['model']['name']}, {config['epochs']} epochs at batch "
-            f"{config['batch_size']} (a shortened schedule), all test images, one seed,",
+            f"{config['batch_size']} (a shortened schedule), all test images, seed {config['seed']},",
             f"{run['precision']} on one {run['device']}.",
         ]
     )
@@ -82,26 +82,28 @@ def cifar10():
 
 def distances():
     """How far apart the domains lie in networks whose robustness is false and real."""
-    pairs = ("clean-adv", "clean-autoattack", "adv-autoattack")
+    parts, pairs = ("accuracy", "sums", "relative_sums"), ("clean-adv", "clean-autoattack", "adv-autoattack")
     found = []
     for path in sorted((RESULTS / "analysis").glob("domain_gap-*.json")):
         record = json.loads(path.read_text())
-        values = {
-            f"{part}/{key}": x for part in ("accuracy", "sums", "relative_sums") for key, x in record[part].items()
-        }
-        found.append((record["conditions"]["config"], values))
+        if pairs[-1] in record["sums"]:
+            values = {f"{part}/{key}": value for part in parts for key, value in record[part].items()}
+            found.append((record["conditions"]["config"], record["conditions"]["images"], values))
     for path in sorted((RESULTS / "records" / "C" / "table2").rglob("fast-seed*.json")):
         record = json.loads(path.read_text())
-        found.append((record["run"]["config"], record["values"]))
+        found.append((record["run"]["config"], record["measures"][0]["options"]["limit"], record["values"]))
     rows = [
-        "| network | training | clean, PGD, AutoAttack | clean – PGD | clean – AutoAttack | PGD – AutoAttack |",
-        "|---|---|---|---|---|---|",
+        "| network | training | images | clean / PGD / AutoAttack | clean – PGD | clean – AutoAttack "
+        "| PGD – AutoAttack |",
+        "|---" * 7 + "|",
     ]
-    for config, values in sorted(found, key=lambda each: -each[1]["sums/clean-adv"]):
+    for config, images, values in sorted(found, key=lambda each: -each[-1]["sums/clean-adv"]):
+        objective = " ".join(str(value) for value in config["objective"].values())
+        trained = f"{objective}, {config['eps']}, {config['epochs']} epochs, seed {config['seed']}"
         accuracies = " / ".join(f"{values[f'accuracy/{kind}']:.1%}" for kind in ("clean", "adv", "autoattack"))
         cells = [f"{values[f'sums/{pair}']:.3g} ({values[f'relative_sums/{pair}']:.4g})" for pair in pairs]
-        trained = f"{config['objective']['name']}, `{config['norm']}`, {config['eps']}"
-        rows.append(f"| {config['model']['name']} | {trained} | {accuracies} | {' | '.join(cells)} |")
+        network = f"{config['model']['name']}, `{config['norm']}`"
+        rows.append(f"| {network} | {trained} | {images:,} | {accuracies} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 

@@ -52,6 +52,16 @@ class Counting(nn.Module):
         return logits if self.answer is None else self.answer(logits)
 
 
+class Closed:
+    """A standard error that nobody reads any more."""
+
+    def isatty(self):
+        return False
+
+    def write(self, text):
+        raise BrokenPipeError
+
+
 def some(data, count=40):
     return data[0][:count], data[1][:count]
 
@@ -223,6 +233,10 @@ def test_a_log_gets_a_line_now_and_then(sound, data, monkeypatch, capsys):
     (found,) = result.accuracy.values()
     right = round(40 * found["clean"])  # the others need no attack
     lines = capsys.readouterr().err.splitlines()
+    for gone in (None, Closed()):
+        monkeypatch.setattr(sys, "stderr", gone)
+        again = benchmark(sound, some(data), THREAT, "pgd10", batch_size=10, progress=True)
+        assert again.accuracy == result.accuracy
     assert f"pgd10: 10 of {right} images" in lines and not any(f"{right} of" in line for line in lines)
 
 

@@ -29,7 +29,10 @@ def test_a_smoke_test_runs_every_cell_prints_the_table_and_keeps_nothing(tmp_pat
     assert out.exit_code == 0, out.output
     for cell in ("standard/eps8", "standard/eps16"):
         assert all(f"done {cell} seed {seed}" in out.output for seed in (0, 1))
-    assert "(n=2)" in out.output and "A smoke test shows that it runs; its numbers mean nothing." in out.output
+    assert (
+        "(n=2)" in out.output
+        and "A smoke test shows that it runs; its numbers mean nothing and are not kept." in out.output
+    )
     assert not (tmp_path / "results").exists()
 
 
@@ -53,6 +56,9 @@ def test_a_dry_run_says_how_far_each_cell_is_and_runs_nothing(tmp_path):
     assert "single/eps8/fast-seed0.json was made with other settings than the study has now: lr 7.0, now" in out.output
     assert "single/eps16/fast-seed0.json is skipped: its format is None" in out.output
     assert sorted(tmp_path.rglob("*")) == before
+    assert "88.06 | 90.00" in out.output and "claim: " in out.output  # what is there already
+    empty = invoke("study", "A/table3", "--protocol", "fast", "--dry-run", "--out", tmp_path / "empty")
+    assert empty.exit_code == 0 and "claim: " not in empty.output
 
 
 def test_a_figure_which_prints_no_numbers_is_told_in_whole_lines():
@@ -68,7 +74,10 @@ def test_a_figure_which_prints_no_numbers_is_told_in_whole_lines():
     read = sorted(decisive(study, sums))
     assert read and told.splitlines()[-len(read) :] == [f"{cell} {name}: 1" for cell, name in read]
     out = invoke("study", "A/fig7", "--smoke", "--device", "cpu")
-    assert out.exit_code == 0 and "its numbers mean nothing.\nThe paper prints no numbers.\n" in out.output
+    assert (
+        out.exit_code == 0
+        and "its numbers mean nothing and are not kept.\nThe paper prints no numbers.\n" in out.output
+    )
 
 
 #: The command, which gets SIGTERM in its first step of training.

@@ -104,6 +104,11 @@ def test_figure_6_is_confirmed_where_variances_differ_more_than_means():
     assert answer(other_variance) == "confirmed"
     assert answer(other_mean) == "not confirmed"
     assert answer({"mean": [0.5, 1.0], "std": [1.0, 4.0]}) == "not confirmed"  # the means are not the same either
+    kinds = {"running": stored, "batch 1": stored, "batch 2": {"mean": [0.4, 1.0], "std": [1.0, 4.0]}}
+    up, down = (statistics("adv/pgd30", kinds) for _ in range(2))
+    down["adv/pgd30", "statistics/batch 2/mean/0"] = [-0.4]
+    both = {place: [*up[place], *down[place]] for place in up}
+    assert study.answer(up) == study.answer(down) == study.answer(both) == "not confirmed"  # not their mean, 0
 
 
 def test_claims_are_refuted_by_numbers_that_contradict_them(as_printed):

@@ -1,6 +1,7 @@
 """What records say of the studies: the paper's numbers beside ours, what is missing, and what is no record of ours."""
 
 import json
+import math
 import statistics
 from dataclasses import asdict, replace
 
@@ -130,6 +131,33 @@ def test_a_part_that_failed_decides_though_others_are_missing():
         found = study.concluded({("cell", name): [value] for name, value in zip(("one", "two"), values)})
         assert found == (answer, [Clause(name, value > 0) for name, value in zip(("one", "two"), values)], None)
     assert study.concluded({}) == ("not run", [], None)
+
+
+@pytest.mark.parametrize(
+    ("check", "answer", "clauses", "problem"),
+    [
+        (lambda values: [], "not run", [], None),
+        (lambda values: True, "not run", [], "'bool' object is not iterable"),
+        (lambda values: [("one", True, 3)], "not run", [], "positional arguments"),
+        (lambda values: [("one", True)], "confirmed", [Clause("one", True)], None),
+        (
+            lambda values: (Clause(f"{place}", place < 0) for place in (1, math.log(0))),
+            "not run",
+            [],
+            "math domain error",
+        ),
+        (lambda values: (Clause(f"{1 / place}", place > 1) for place in (1, 0)), "not confirmed", None, None),
+        (lambda values: (Clause("so", int(text) > 1) for text in ("1", "x")), "not confirmed", None, "invalid literal"),
+    ],
+)
+def test_whatever_a_check_gives_is_told(check, answer, clauses, problem):
+    found = Study(name="A/table9", cells=list, place=lambda *_: None, check=check).concluded({})
+    assert found.answer == answer and (found.problem is None) == (problem is None)
+    assert problem is None or problem in str(found.problem)
+    if clauses is None:
+        assert found.clauses and not found.clauses[-1].held
+    else:
+        assert found.clauses == clauses
 
 
 def test_protocols_are_kept_apart_and_a_smoke_run_answers_nothing(tmp_path):
@@ -302,7 +330,7 @@ def test_values_that_a_check_cannot_read_are_told_and_the_page_is_made(tmp_path,
         written(task(tmp_path, cell, study=study), {value: 1.0})
     found = summary(tmp_path)
     assert of(found, study)["results"][0]["answer"] == "not run"
-    assert all(f"the check of {study} cannot read its values" in problem for problem in found["problems"])
+    assert all(f"the check of {study} and its values do not fit" in problem for problem in found["problems"])
 
 
 def test_a_record_of_measurements_that_the_study_has_left_is_told(tmp_path):
@@ -374,7 +402,7 @@ def test_layers_are_a_row_and_what_the_check_reads_comes_first(tmp_path):
     assert result["series"].pop() == {
         "cell": "standard/eps16",
         "value": "statistics",
-        "over": "channel",
+        "over": "channels that were drawn, in order",
         "x": [0, 1, 2],
         "ours": [1.0] * 3,
     }
@@ -481,7 +509,9 @@ def test_a_study_that_is_registered_later_has_its_cells(tmp_path, monkeypatch):
     assert found_in(tmp_path, BOTH[1])[0] == [1.0]
     monkeypatch.setattr(STUDIES, "_entries", dict(STUDIES._entries))
     cell = STUDIES.get("A/table1").cell("dual_bn/eps16")
-    STUDIES.add("A/later", Study(name="A/later", cells=lambda: [cell], place=lambda *_: None, check=lambda _: []))
+    STUDIES.add(
+        "A/later", Study(name="A/later", cells=lambda: [cell], place=lambda *_: None, check=lambda _: [("", True)])
+    )
     assert same_as("A/later", "dual_bn/eps16")[:1] == [("A/table1", "dual_bn/eps16")]
     assert found_in(tmp_path, "A/later")[0] == [1.0]
 

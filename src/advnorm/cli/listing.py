@@ -212,7 +212,7 @@ def study(
     """
     said = f"claim: {found.printed['claim']}"
     if protocol == "smoke":
-        said = "A smoke test shows that it runs; its numbers mean nothing."
+        said = "A smoke test shows that it runs; its numbers mean nothing and are not kept."
     elif values is not None:
         answer, clauses, _ = conclusion or found.concluded(values)
         parts = [f"✓ {clause.text}" if clause.held else f"✗ not so: {clause.text}" for clause in clauses]

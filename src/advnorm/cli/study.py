@@ -16,7 +16,7 @@ from advnorm.engine import PREEMPTED
 from advnorm.studies.base import Protocol, find
 from advnorm.studies.launch import Launcher, check, launch
 from advnorm.studies.run import Outcome, Stopped, Task, blocked, run_all, tasks
-from advnorm.studies.summary import collected, concluded, rates
+from advnorm.studies.summary import concluded, rates
 
 
 def run(
@@ -48,13 +48,10 @@ def run(
         if not dry_run:
             by_python = "advnorm.data.load(..., download=True) in Python"  # a study fetches nothing by itself
             problems = [problem.replace("load(..., download=True)", by_python) for problem in blocked(todo)]
-            raise_all(problems, "no cell can be run")
+            raise_all(problems, "no cell can be run (--dry-run shows what was measured before)")
         console.print(listing.tasks(todo, rates(study, out)))
         if there := _already_there(todo, out):
             console.print(there, style="dim", highlight=False, markup=False)
-        if dry_run:
-            listing.tell(console, collected(study, seeds=seeds, protocol=protocol, out=out)[1])
-            return 0
         failed: list[Outcome] = []
 
         def told(outcome: Outcome) -> None:
@@ -64,7 +61,9 @@ def run(
                 failed.append(outcome)
                 console.print(outcome.error, highlight=False, markup=False)
 
-        if launcher == "local" and processes == 1 and torch.cuda.device_count() < 2:
+        if dry_run:
+            pass
+        elif launcher == "local" and processes == 1 and torch.cuda.device_count() < 2:
             try:
                 run_all(todo, on_outcome=told, progress=protocol != "smoke")
             except Stopped as stopped:
@@ -74,6 +73,8 @@ def run(
             launch(todo, launcher=launcher, address=address, processes=processes, on_outcome=told)
         values, conclusion, problems = concluded(study, seeds=seeds, protocol=protocol, out=out)
     listing.tell(console, problems)
+    if dry_run and not values:
+        return 0
     console.print(listing.study(study, values, protocol, conclusion=conclusion, width=console.width))
     return 1 if failed else 0
 

@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -355,7 +355,8 @@ class _Lines:
         if visible and time.monotonic() - self._told >= self.EVERY:
             self._told = time.monotonic()
             description, total = self._tasks[task]
-            print(f"{description}: {completed:,.0f} of {total:,} images", file=sys.stderr, flush=True)
+            with suppress(OSError, ValueError):  # who read the log is gone: no reason to stop
+                print(f"{description}: {int(completed):,} of {total:,} images", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -364,7 +365,7 @@ def progress_bar(show: bool) -> Iterator[Any]:
     if not show:
         yield None
         return
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():
         yield _Lines()
         return
     from rich.console import Console

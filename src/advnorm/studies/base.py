@@ -137,22 +137,25 @@ class Study:
         return self.concluded(values).answer
 
     def concluded(self, values: Values) -> Conclusion:
-        """The answer by the parts of the claim: one that fails decides it, though cells of others are missing.
+        """The answer by the parts of the claim, in turn, up to the first that needs what was not measured.
 
-        Values that the check cannot read are a problem and leave it open too.
+        One that fails decides. What the check cannot read, or cannot be read of it, is a problem.
         """
         clauses: list[Clause] = []
+        whole, problem = False, None
         try:
-            clauses.extend(self.check(values))  # those before an error stay
+            for clause in self.check(values):
+                clauses.append(Clause(*clause))  # those before an error stay
+            whole = bool(clauses)
         except (KeyError, IndexError):
-            answer = "not run" if all(clause.held for clause in clauses) else "not confirmed"
-            return Conclusion(answer, clauses)
-        except ArithmeticError:  # of networks that collapsed: a spread or a smoothness of 0
-            return Conclusion("not confirmed", clauses)
+            pass
+        except ArithmeticError as error:  # of networks that collapsed: a spread or a smoothness of 0
+            clauses.append(Clause(f"the networks have not collapsed ({first_line(error)})", False))
         except (ValueError, TypeError, AttributeError) as error:
-            problem = f"the check of {self.name} cannot read its values: {first_line(error)}"
-            return Conclusion("not run", problem=problem)
-        return Conclusion("confirmed" if all(clause.held for clause in clauses) else "not confirmed", clauses)
+            problem = f"the check of {self.name} and its values do not fit: {first_line(error)}"
+        if not all(clause.held for clause in clauses):
+            return Conclusion("not confirmed", clauses, problem)
+        return Conclusion("confirmed" if whole else "not run", clauses, problem)
 
 
 def _told(key: str, part: Any) -> str:

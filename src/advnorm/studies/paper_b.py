@@ -126,10 +126,10 @@ def _among(
     *,
     exceptions: int = 0,
 ) -> Clause:
-    """In how many cases it holds of two accuracies, and where least."""
+    """In how many cases it holds of two accuracies, and one where it does not, or where the first is the lowest."""
     held = {case: holds(*both) for case, both in cases.items()}
     least = min(cases, key=lambda case: (held[case], cases[case][0] - cases[case][1]))
-    told = f"in {sum(held.values())} of {len(held)} cases, least so on {least} ({_beside(*cases[least])})"
+    told = f"in {sum(held.values())} of {len(held)} cases, on {least} {_beside(*cases[least])}"
     return Clause(f"{text}, {told}", sum(held.values()) >= len(held) - exceptions)
 
 
@@ -345,11 +345,12 @@ def _check_fig1(values: Values) -> Iterator[Clause]:
     told = f"the attack with one group costs accuracy at the smallest radius: {points(attacks[0], 1)}"
     yield Clause(told, costs(attacks[0], 1))
     order = [a <= b + room and b <= u + room for a, b, u in zip(attacks[0], binary, uniform)]
-    told = f"the attack costs most and uniform noise least at every radius: at {sum(order)} of {len(order)}"
+    about = f"within {ROOM:g} point"
+    told = f"the attack costs most and uniform noise least at every radius, {about}: at {sum(order)} of {len(order)}"
     yield Clause(told, all(order))
-    told = f"the more groups, the less is left at the smallest radius: {', '.join(map(_percent, small))}"
+    told = f"the more groups, the less is left at the smallest radius, {about}: {', '.join(map(_percent, small))}"
     yield Clause(told, all(more <= less + room for less, more in pairwise(small)))
-    told = f"32 groups leave less than one at the smallest radius: {_percent(small[-1], small[0])}"
+    told = f"32 groups leave less than one at the smallest radius, beyond that: {_percent(small[-1], small[0])}"
     yield Clause(told, small[-1] < small[0] - room)
 
 

@@ -407,7 +407,7 @@ def _axis(values: Mapping[tuple[str, str], Sequence[float]], cell: str, *, along
     """What numbers in a row are numbered by."""
     if along:
         return "epoch"
-    return "channel" if (cell, "channels/0") in values else "place in the list"
+    return "channels that were drawn, in order" if (cell, "channels/0") in values else "place in the list"
 
 
 def _entry(
