@@ -10,7 +10,7 @@ import pytest
 from advnorm._core.errors import ConfigError
 from advnorm._core.records import write_json
 from advnorm.studies import STUDIES
-from advnorm.studies.base import Clause, Study, mean, same_as
+from advnorm.studies.base import Clause, Study, each, mean, same_as
 from advnorm.studies.record import FORMAT
 from advnorm.studies.run import Task, tasks, work
 from advnorm.studies.summary import PAPERS, collected, summary
@@ -131,6 +131,19 @@ def test_a_part_that_failed_decides_though_others_are_missing():
         found = study.concluded({("cell", name): [value] for name, value in zip(("one", "two"), values)})
         assert found == (answer, [Clause(name, value > 0) for name, value in zip(("one", "two"), values)], None)
     assert study.concluded({}) == ("not run", [], None)
+
+
+def test_what_is_missing_for_one_item_leaves_the_others():
+    def check(values):
+        yield from each(lambda name: [Clause(name, mean(values, "cell", name) > 0)], ("one", "two", "three"))
+        yield Clause("whole", True)
+
+    study = Study(name="A/table9", cells=list, place=lambda *_: None, check=check)
+    for two, three, answer in ((1, 1, "confirmed"), (None, 1, "not run"), (None, -1, "not confirmed")):
+        values = {("cell", name): [value] for name, value in (("one", 1), ("two", two), ("three", three)) if value}
+        found = study.concluded(values)
+        assert found.answer == answer and (("whole", True) in found.clauses) == (two is not None)
+        assert ("three", three > 0) in found.clauses
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
 from importlib.resources import files
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from advnorm._core.errors import ConfigError, did_you_mean, first_line
 from advnorm._core.records import digest
@@ -209,6 +209,21 @@ def study(
         return cells
 
     return add
+
+
+T = TypeVar("T")
+
+
+def each(part: Callable[[T], Iterable[Clause]], items: Iterable[T]) -> Iterator[Clause]:
+    """The clauses of a part of a claim for each item: what is missing for one leaves those of the others."""
+    missing: KeyError | IndexError | None = None
+    for item in items:
+        try:
+            yield from part(item)
+        except (KeyError, IndexError) as error:
+            missing = error
+    if missing is not None:
+        raise missing
 
 
 Place = tuple[str, str]

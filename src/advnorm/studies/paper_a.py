@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 from advnorm.engine.config import AttackConfig, Config, Named
-from advnorm.studies.base import Cell, Clause, Measure, Values, mean, study
+from advnorm.studies.base import Cell, Clause, Measure, Values, each, mean, study
 from advnorm.studies.claims import ALMOST_NONE, COMPARABLE, beside, comparable, robust
 
 BOTH = ("8/255", "16/255")
@@ -147,8 +147,11 @@ def _clean_and_robust(values: Values, cell: str) -> Iterator[Clause]:
 
 def _check1(values: Values) -> Iterator[Clause]:
     """BN_clean is the more accurate branch and has almost no robustness under either attack; BN_adv has some."""
-    for eps in (8, 16):
+
+    def part(eps: int) -> Iterator[Clause]:
         yield from _clean_and_robust(values, f"dual_bn/eps{eps}")
+
+    yield from each(part, (8, 16))
 
 
 @study("A/table1", place=_place, check=_check1)
@@ -234,11 +237,14 @@ def _check4(values: Values) -> Iterator[Clause]:
     One branch is clean with almost no robustness, the other really robust, and that by more than a comparable amount
     above a single set. (How similar LN is to BN is not asked: in print 16.9 % under AutoAttack stand beside 23.4 %.)
     """
-    for norm in ("ln", "gn", "in"):
+
+    def part(norm: str) -> Iterator[Clause]:
         two = f"dual_affine_{norm}/eps16"
         yield from _clean_and_robust(values, two)
         both = mean(values, two, "adv/autoattack"), mean(values, f"{norm}/eps16", "shared/autoattack")
         yield Clause(f"{two} is far above {norm}: {beside(*both)}", both[0] > both[1] + COMPARABLE)
+
+    yield from each(part, ("ln", "gn", "in"))
 
 
 @study("A/table4", place=_place4, check=_check4)
@@ -267,12 +273,15 @@ def _check5(values: Values) -> Iterator[Clause]:
         rows = [_SWAPS.index((setup, ap)) for setup in ("Default", "Re-calibration")]
         return [mean(values, cell, f"rows/{row}/{attack}") for row in rows]
 
-    for cell, attack in product(("dual_bn/eps16", "dual_bn/eps8"), ATTACKS.values()):
+    def part(measured: tuple[str, str]) -> Iterator[Clause]:
+        cell, attack = measured
         told, both = f"{cell}, {attack}, default and re-calibrated statistics", accuracies(cell, attack, "AP_adv")
         yield Clause(f"{told}: AP_adv is robust: {beside(*both)}", robust(both[0]))
         yield Clause(f"{told}: AP_adv is comparable: {beside(*both)}", comparable(*both))
         clean = accuracies(cell, attack, "AP_clean")
         yield Clause(f"{told}: AP_clean has almost no robustness: {beside(*clean)}", max(clean) <= ALMOST_NONE)
+
+    yield from each(part, product(("dual_bn/eps8", "dual_bn/eps16"), ATTACKS.values()))
 
 
 @study("A/table5", place=_place5, check=_check5)
@@ -292,11 +301,14 @@ def _place6(label: Mapping[str, Any], column: str) -> tuple[str, str]:
 def _check6(values: Values) -> Iterator[Clause]:
     """An adversarial perturbation leaves almost nothing, noise of the same size costs a small margin: 10 points."""
     clean = mean(values, "standard/eps8", "shared/clean")
-    for eps in (8, 16):
+
+    def part(eps: int) -> Iterator[Clause]:
         attacked, noisy = (mean(values, f"standard/eps{eps}", f"shared/{kind}") for kind in ("pgd10", "noise"))
         yield Clause(f"PGD-10 at {eps}/255 leaves almost nothing: {attacked:.1f}", attacked <= ALMOST_NONE)
         small = noisy >= clean - SMALL_MARGIN
         yield Clause(f"noise at {eps}/255 costs a small margin: {beside(noisy, clean)}", small)
+
+    yield from each(part, (8, 16))
 
 
 @study("A/table6", place=_place6, check=_check6)

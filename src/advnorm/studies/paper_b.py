@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from advnorm.engine.config import Config, Named
-from advnorm.studies.base import Cell, Clause, Measure, Values, mean, study
+from advnorm.studies.base import Cell, Clause, Measure, Values, each, mean, study
 from advnorm.studies.claims import COMPARABLE, SIGNIFICANT, beside, comparable
 
 #: SAM's ρ on each data set (sec. 4.1). None is printed for the larger two, nor for APART-SAM: SAM's default, and SAM's.
@@ -143,7 +143,8 @@ def _check1(values: Values) -> Iterator[Clause]:
         return [mean(values, f"{place}/{name}", "shared/clean") for name in trained]
 
     places = [f"{model}/{data}" for data, model in product(CIFAR, NETWORKS.values())]
-    for place in places:
+
+    def part(place: str) -> Iterator[Clause]:
         apart, once, twice = accuracies(place, "apart/2x", "standard/1x", "standard/2x")
         told = (
             f"on {place} APART is significantly above the better standard training: {_beside(apart, max(once, twice))}"
@@ -152,6 +153,8 @@ def _check1(values: Values) -> Iterator[Clause]:
         with_sam, sam = accuracies(place, "apart_sam/2x", "sam/2x")
         yield Clause(f"on {place} APART-SAM beats APART: {_beside(with_sam, apart)}", with_sam > apart)
         yield Clause(f"on {place} APART beats SAM: {_beside(apart, sam)}", apart > sam)
+
+    yield from each(part, places)
     mixed = {place: accuracies(place, "apart_mixup/2x", "standard_mixup/2x") for place in places}
     yield _among("with mixup APART beats standard training, but for one case at most", mixed, operator.gt, exceptions=1)
     kept = {place: accuracies(place, "apart_sam_mixup/2x", "apart_mixup/2x") for place in places}

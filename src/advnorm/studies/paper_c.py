@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from advnorm.engine.config import AttackConfig, Config, Named
-from advnorm.studies.base import Cell, Clause, Measure, Values, course, mean, study
+from advnorm.studies.base import Cell, Clause, Measure, Values, course, each, mean, study
 from advnorm.studies.claims import COMPARABLE, beside
 
 #: Data and eps of a training.
@@ -295,10 +295,10 @@ def _check2(values: Values) -> Iterator[Clause]:
     def magnitude(names: Sequence[str], distance: str) -> float:
         return fmean(math.log10(max(1e-9, mean(values, f"{LARGE}/{name}", distance))) for name in names)
 
-    for name in _FALSE2:
-        yield _false(name, gap(name))
-    for name in _REAL2:
-        yield _real(name, gap(name))
+    def part(name: str) -> Iterator[Clause]:
+        yield (_false if name in _FALSE2 else _real)(name, gap(name))
+
+    yield from each(part, (*_FALSE2, *_REAL2))
     for name, distance in _DISTANCES.items():
         larger = magnitude(_FALSE2, distance) - magnitude(_REAL2, distance)
         told = f"the distance {name} is an order of magnitude larger with false robustness: {larger:.2f} orders"
@@ -556,11 +556,11 @@ def _place_fig5(label: Mapping[str, Any], column: str) -> tuple[str, str]:
 def _check_fig5(values: Values) -> Iterator[Clause]:
     """From γ = 0.3 on robustness is false; there PGD-10's and clean accuracy jump up, and AutoAttack's down."""
     names = dict(zip(GAMMAS, _mat_names(LARGE)))
-    real, false = (0.1, 0.2, 0.25), (0.5, 0.3, 0.4, 0.75)
-    for gamma in false:
-        yield _false(names[gamma], _gap(values, names[gamma]))
-    for gamma in real:
-        yield _real(names[gamma], _gap(values, names[gamma]))
+
+    def part(gamma: float) -> Iterator[Clause]:
+        yield (_false if gamma >= 0.3 else _real)(names[gamma], _gap(values, names[gamma]))
+
+    yield from each(part, GAMMAS)
     for metric, value in zip(("clean", "PGD-10's", "AutoAttack's"), _METRICS):
         before, after = (mean(values, names[gamma], value) for gamma in (0.25, 0.3))
         held, way = (after < before, "falls") if metric == "AutoAttack's" else (after > before, "rises")

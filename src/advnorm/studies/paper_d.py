@@ -12,7 +12,7 @@ from typing import Any
 
 from advnorm.engine.config import AttackConfig, Config, Named
 from advnorm.models.registry import IMAGENET_MEAN, IMAGENET_STD
-from advnorm.studies.base import Cell, Clause, Measure, Values, course, epochs_of, mean, study
+from advnorm.studies.base import Cell, Clause, Measure, Values, course, each, epochs_of, mean, study
 from advnorm.studies.claims import beside, comparable
 
 NORMED = ("bn", "in", "ln", "gn")
@@ -217,9 +217,13 @@ def _costs(values: Values, data: str, model: str) -> Iterator[Clause]:
 
 def _check1(values: Values) -> Iterator[Clause]:
     """BN raises the clean accuracy and lowers that under every attack, in every network; on ImageNet where run."""
-    for data, model in [*SMALL, *_run(values, LARGE, ("none", "bn"))]:
+
+    def part(network: tuple[str, str]) -> Iterator[Clause]:
+        data, model = network
         text = f"{model} on {data} is better on clean images and worse under attack with BN than without"
         yield _together(text, _costs(values, data, model))
+
+    yield from each(part, [*SMALL, *_run(values, LARGE, ("none", "bn"))])
 
 
 @study("D/table1", place=_place, check=_check1)
@@ -233,7 +237,9 @@ LARGE2 = [("ImageNet", "ResNet18"), ("ImageNet", "ResNet50")]
 
 def _check2(values: Values) -> Iterator[Clause]:
     """Every norm lowers the accuracy under l2-PGD, and IN most of all but in ResNet50 on CIFAR10."""
-    for data, model in [*SMALL, *_run(values, LARGE2, NORMS)]:
+
+    def part(network: tuple[str, str]) -> Iterator[Clause]:
+        data, model = network
         pgd = {norm: mean(values, _named(data, model, norm), "shared/pgd l2 0.25") for norm in NORMS}
         lowest, best = min(pgd, key=lambda norm: pgd[norm]), max(pgd[norm] for norm in NORMED)
         told = f"{model} on {data} under l2-PGD"
@@ -241,6 +247,8 @@ def _check2(values: Values) -> Iterator[Clause]:
         if (data, model) != ("CIFAR10", "ResNet50"):
             least = min(accuracy for norm, accuracy in pgd.items() if norm != "in")
             yield Clause(f"{told}: IN is the lowest: {pgd['in']:.1f}, the others {least:.1f} at least", lowest == "in")
+
+    yield from each(part, [*SMALL, *_run(values, LARGE2, NORMS)])
 
 
 @study("D/table2", place=_unprinted, check=_check2)
@@ -289,12 +297,12 @@ def _place7(label: Mapping[str, Any], column: str) -> tuple[str, str]:
 
 def _check7(values: Values) -> Iterator[Clause]:
     """Statistics of the corrupted images are worth 8 points of accuracy, give or take 3."""
-    gains = {
-        cell: mean(values, cell, "networks/run/adapted_mean") - mean(values, cell, "networks/run/mean")
-        for cell in _TABLE7.values()
-    }
-    for cell, gain in gains.items():
+
+    def part(cell: str) -> Iterator[Clause]:
+        gain = mean(values, cell, "networks/run/adapted_mean") - mean(values, cell, "networks/run/mean")
         yield Clause(f"{cell} gains 5 to 11 points by statistics of the corrupted images: {gain:+.1f}", 5 <= gain <= 11)
+
+    yield from each(part, _TABLE7.values())
 
 
 @study("D/table7", place=_place7, check=_check7)
@@ -304,9 +312,12 @@ def table7() -> Iterable[Cell]:
 
 def _check8(values: Values) -> Iterator[Clause]:
     """Under FGSM networks with BN are the more accurate ones."""
-    for model in ("VGG11", "VGG16", "ResNet50"):
+
+    def part(model: str) -> Iterator[Clause]:
         bn, none = (mean(values, _named("CIFAR10", model, norm), "shared/fgsm linf 4/255") for norm in ("bn", "none"))
         yield Clause(f"{model} is more accurate under FGSM with BN than without: {beside(bn, none)}", bn > none)
+
+    yield from each(part, ("VGG11", "VGG16", "ResNet50"))
 
 
 @study("D/table8", place=_place, check=_check8)
@@ -376,13 +387,16 @@ def fig1() -> Iterable[Cell]:
 
 def _check_fig2(values: Values) -> Iterator[Clause]:
     """Under every kind of shift LIGS falls with training, and is higher without BN than with it."""
-    for shift in ALL_LIGS.options["shifts"]:
+
+    def part(shift: str) -> Iterator[Clause]:
         none, bn = ([_ligs(values, norm, shift, moment) for moment in (AT_FIRST, AT_LAST)] for norm in ("none", "bn"))
         told = f"{none[0]:.3f} to {none[1]:.3f} without BN, {bn[0]:.3f} to {bn[1]:.3f} with it"
         yield Clause(f"{shift}: LIGS falls with training: {told}", none[0] > none[1] and bn[0] > bn[1])
         early, late = (_two(*both) for both in zip(none, bn))
         above = none[0] > bn[0] and none[1] > bn[1]
         yield Clause(f"{shift}: LIGS is higher without BN than with it: early {early}, in the end {late}", above)
+
+    yield from each(part, ALL_LIGS.options["shifts"])
 
 
 @study("D/fig2", place=_unprinted, check=_check_fig2)
@@ -405,18 +419,20 @@ def _less_robust(values: Values, norms: Iterable[str]) -> Iterator[Clause]:
         none, with_norm = (along_training(f"{training}/{name}") for name in ("none", norm))
         return [a - b for a, b in zip(none, with_norm)]
 
-    for norm in norms:
-        name, apart = norm.upper(), differences("standard", norm)
+    def part(norm: str) -> Iterator[Clause]:
+        name, lower = norm.upper(), differences("standard", norm)
         told = f"standard training: LIGS is lower with {name} than without a norm all along"
-        yield Clause(f"{told}: by {min(apart):.3f} at least", min(apart) > 0)
+        yield Clause(f"{told}: by {min(lower):.3f} at least", min(lower) > 0)
         with_norm, none = (_robust(values, f"standard/{kind}") for kind in (norm, "none"))
         told = f"standard training: {name} is less robust than no norm"
         yield Clause(f"{told}: {beside(with_norm, none)}", with_norm < none)
         least = min(along_training(f"robust/{norm}"))
         yield Clause(f"adversarial training: LIGS stays above 0.9 with {name}: {least:.3f} at least", least > 0.9)
-        strong, plain = abs(differences("robust", norm)[-1]), apart[-1]
+        strong, plain = abs(differences("robust", norm)[-1]), lower[-1]
         told = f"{name} makes less of a difference to LIGS in adversarial training than in standard training"
         yield Clause(f"{told}: {_two(strong, plain)}", strong < plain)
+
+    yield from each(part, norms)
 
 
 def _trends(norms: Iterable[str]) -> Iterable[Cell]:
@@ -431,7 +447,8 @@ study("D/fig10", place=_unprinted, check=partial(_less_robust, norms=NORMED[1:])
 
 def _check_fig5(values: Values) -> Iterator[Clause]:
     """Regularized, LIGS is higher, and robust accuracy by 10 points or more; clean accuracy loses 5 at most."""
-    for norm in ("none", "bn"):
+
+    def part(norm: str) -> Iterator[Clause]:
         both, told = (norm, f"{norm}/ligs"), f"{_with(norm)} the regularizer"
         before, after = (_ligs(values, cell) for cell in both)
         yield Clause(f"{told} raises LIGS: {before:.3f} to {after:.3f}", after > before)
@@ -441,6 +458,8 @@ def _check_fig5(values: Values) -> Iterator[Clause]:
         before, after = (_clean(values, cell) for cell in both)
         small = after >= before - 5
         yield Clause(f"{told} costs 5 points of clean accuracy at most: {before:.1f} to {after:.1f}", small)
+
+    yield from each(part, ("none", "bn"))
 
 
 @study("D/fig5", place=_unprinted, check=_check_fig5)
@@ -575,7 +594,8 @@ TRIVIAL = 0.05
 
 def _check_fig9(values: Values) -> Iterator[Clause]:
     """The shortcut has trivial influence on LIGS; Fixup's is higher than BN's at comparable accuracy."""
-    for model in SHORTCUTS:
+
+    def part(model: str) -> Iterator[Clause]:
         cut, bn = _ligs(values, f"{model}_noshortcut"), _ligs(values, model)
         alike = abs(cut - bn) <= TRIVIAL
         told = f"{model}: LIGS differs by {TRIVIAL} at most without the shortcut and with it"
@@ -584,6 +604,8 @@ def _check_fig9(values: Values) -> Iterator[Clause]:
         yield Clause(f"{model}: LIGS is higher with Fixup than with BN: {_two(fixup, bn)}", fixup > bn)
         both = _clean(values, f"fixup_{model}"), _clean(values, model)
         yield Clause(f"{model}: Fixup and BN are comparably accurate: {beside(*both)}", comparable(*both))
+
+    yield from each(part, SHORTCUTS)
 
 
 @study("D/fig9", place=_unprinted, check=_check_fig9)
@@ -601,7 +623,8 @@ def fixup(model: str) -> Config:
 
 def _check_fig11(values: Values) -> Iterator[Clause]:
     """On ImageNet norms have the lower LIGS; BN is the most accurate of all, IN the least."""
-    for model in ("resnet18", "resnet50"):
+
+    def part(model: str) -> Iterator[Clause]:
         ligs = {norm: _ligs(values, f"{model}/{norm}") for norm in NORMS}
         clean = {norm: _clean(values, f"{model}/{norm}") for norm in NORMS}
         order = sorted(NORMS, key=lambda norm: clean[norm])
@@ -611,6 +634,8 @@ def _check_fig11(values: Values) -> Iterator[Clause]:
         told = ", ".join(f"{norm} {clean[norm]:.1f}" for norm in order)
         extremes = order[0], order[-1]
         yield Clause(f"{model}: IN is the least accurate and BN the most: {told}", extremes == ("in", "bn"))
+
+    yield from each(part, ("resnet18", "resnet50"))
 
 
 @study("D/fig11", place=_unprinted, check=_check_fig11)
@@ -675,9 +700,12 @@ def fig16() -> Iterable[Cell]:
 
 def _check_fig17(values: Values) -> Iterator[Clause]:
     """Gradients are less smooth with Fixup than with BN."""
-    for model in SHORTCUTS:
+
+    def part(model: str) -> Iterator[Clause]:
         fixed, bn = _smoothness(values, f"fixup_{model}"), _smoothness(values, model)
         yield Clause(f"{model}: β-smoothness is higher with Fixup than with BN: {fixed:.4g} and {bn:.4g}", fixed > bn)
+
+    yield from each(part, SHORTCUTS)
 
 
 @study("D/fig17", place=_unprinted, check=_check_fig17)

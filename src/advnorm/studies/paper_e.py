@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 from advnorm.engine.config import AttackConfig, Config, Named
-from advnorm.studies.base import STUDIES, Cell, Clause, Measure, Values, mean, study
+from advnorm.studies.base import STUDIES, Cell, Clause, Measure, Values, each, mean, study
 from advnorm.studies.claims import ALMOST_NONE, COMPARABLE, SIGNIFICANT, beside, comparable, robust
 
 STEPS = (5, 10, 20, 30)
@@ -265,9 +266,12 @@ def fig2() -> Iterable[Cell]:
 
 def _check_fig3(values: Values) -> Iterator[Clause]:
     """With MBN_adv, or with group norm, the curves of training with clean images become asymptotic too."""
-    for one in fig3():
+
+    def part(one: Cell) -> Iterator[Clause]:
         told, flat = _curve(values, one.config)
         yield Clause(f"the curve of {one.name} becomes asymptotic: {told}", flat)
+
+    yield from each(part, fig3())
 
 
 @study("E/fig3", place=_place, check=_check_fig3)
@@ -288,13 +292,16 @@ def _check1(values: Values) -> Iterator[Clause]:
     """
     most, best = mean(values, "clean", "shared/clean"), _robust(values, adversarial())
     yield Clause(f"adversarial training is robust under PGD-2000: {best:.1f}", robust(best))
-    for config in (mbn(hybrid()), mbn(alp())):
+
+    def part(config: Config) -> Iterator[Clause]:
         name, accuracy = name_of(config), mean(values, name_of(config), "clean/clean")
         told = f"MBN_clean of {name} is at most {COMPARABLE:g} points below clean training"
         yield Clause(f"{told}: {beside(accuracy, most)}", accuracy >= most - COMPARABLE)
         found = _robust(values, config)
         told = f"MBN_adv of {name} is robust, less than 5 points below adversarial training"
         yield Clause(f"{told}: {beside(found, best)}", found > best - 5 and robust(found))
+
+    yield from each(part, (mbn(hybrid()), mbn(alp())))
 
 
 @study("E/table1", place=_place1, check=_check1)
@@ -364,16 +371,16 @@ def _consistent(steps: int) -> list[Config]:
     return [adversarial(steps), mbn(hybrid(steps)), mbn(alp(steps))]
 
 
-def _raised(values: Values, config: Config) -> Clause:
+def _raised(values: Values, config: Config) -> Iterator[Clause]:
     """Whether there is robustness that running statistics significantly raise."""
     before, after = _robust(values, config), _robust(values, running(config))
     told = f"{name_of(config)} is robust, and gains {SIGNIFICANT:g} point or more by running statistics"
-    return Clause(f"{told}: {before:.1f} to {after:.1f}", robust(before) and after >= before + SIGNIFICANT)
+    yield Clause(f"{told}: {before:.1f} to {after:.1f}", robust(before) and after >= before + SIGNIFICANT)
 
 
 def _check2(values: Values) -> Iterator[Clause]:
     """Running statistics in the last epochs significantly raise the robustness of all three strategies."""
-    return (_raised(values, config) for config in _consistent(30))
+    return each(partial(_raised, values), _consistent(30))
 
 
 @study("E/table2", place=_place, check=_check2)
@@ -387,7 +394,7 @@ def _place5(label: Mapping[str, Any], column: str) -> tuple[str, str]:
 
 def _check5(values: Values) -> Iterator[Clause]:
     """So they do whatever the steps of the training attack."""
-    return (_raised(values, config) for steps in STEPS for config in _consistent(steps))
+    return each(partial(_raised, values), [config for steps in STEPS for config in _consistent(steps)])
 
 
 @study("E/table5", place=_place5, check=_check5)
