@@ -98,6 +98,7 @@ SUMMARY = {
     "minutes": {"NVIDIA H200": 12.34, "cpu": 1.0},
     "problems": ["records/x.json is skipped: it is <damaged>"],
     "others": {"bench": 5},
+    "words": {"near": "within <3> points", "far": "beyond"},
 }
 
 
@@ -121,9 +122,12 @@ def test_the_parts_of_a_claim_are_listed_with_what_failed():
 def test_the_overview_has_every_study_with_its_verdict_protocol_and_claim():
     text = Reader(render_studies(SUMMARY)).text
     assert "A: A title" in text and "D: Another" in text
-    assert "A/table2 ✓ confirmed protocol fast, 1 of 2 cells claim <of> A/table2" in text
+    assert "A/table2 ✓ confirmed protocol fast, 1 of 2 cells, 3 seeds claim <of> A/table2" in text
+    assert "one that fails decides. In their words near is within <3> points, far is beyond, where" in text
     assert "A/table4 ○ not run claim <of> A/table4" in text
-    assert "D/fig4 ✗ not confirmed protocol paper, 1 of 1 cells claim <of> D/fig4 paper, not so: the loss" in text
+    assert (
+        "D/fig4 ✗ not confirmed protocol paper, 1 of 1 cells, 1 seed claim <of> D/fig4 paper, not so: the loss" in text
+    )
     assert "✓ 1 confirmed ✗ 1 not confirmed ○ 1 not run" in text
     assert "Training took 12.3 GPU minutes (NVIDIA H200), 1.0 CPU minutes" in text
 
@@ -227,7 +231,10 @@ def test_the_page_follows_light_and_dark_and_the_width_of_a_phone():
 def test_a_study_that_lacks_cells_is_partly_run_and_a_smoke_test_runs_nothing_of_it():
     some = copy.deepcopy(SUMMARY)
     cells = [cell("bn/eps8", [0], 1.0), cell("bn/eps16", [], None)]
-    for protocol, text in (("fast", "◐ partly run protocol fast, 1 of 2 cells"), ("smoke", "○ not run protocol smoke")):
+    for protocol, text in (
+        ("fast", "◐ partly run protocol fast, 1 of 2 cells, 1 seed"),
+        ("smoke", "○ not run protocol smoke"),
+    ):
         some["studies"][1]["results"] = [result(protocol=protocol, cells=cells)]
         assert text in Reader(render_studies(some)).text
         assert counts(some)["partly run"] == (protocol == "fast") == 1 - counts(some)["not run"]

@@ -12,7 +12,7 @@ from advnorm.report.page import filled
 from advnorm.report.tables import MISSING, Cell, Table
 
 if TYPE_CHECKING:  # a summary is plain data: the page is made where there is no torch
-    from advnorm.studies.summary import Entry, Result, Series, StudySummary, Summary
+    from advnorm.studies.summary import CellState, Entry, Result, Series, StudySummary, Summary
 
 PROTOCOLS = {
     "paper": "the schedule as printed",
@@ -39,6 +39,7 @@ def render_studies(summary: Summary) -> str:
         "counts": counts(summary),
         "marks": MARKS,
         "cost": cost(summary["minutes"]),
+        "words": summary["words"],
         "papers": papers,
         "problems": summary["problems"],
         "others": ", ".join(f"{folder} ({count})" for folder, count in summary["others"].items()),
@@ -106,7 +107,7 @@ def _result(study: StudySummary, result: Result) -> dict[str, Any]:
         "answer": _answer(result),
         "clauses": result["clauses"],
         "failed": [text for text, held in result["clauses"] if not held],
-        "done": f"{len(done)} of {len(result['cells'])} cells"
+        "done": f"{len(done)} of {len(result['cells'])} cells{_seeds(done)}"
         + (f", {len(result['outdated'])} of other settings than now" if result["outdated"] else ""),
         "table": _table(shown) if shown else None,
         "figure": _dots(study, result) if compared else None,
@@ -116,6 +117,15 @@ def _result(study: StudySummary, result: Result) -> dict[str, Any]:
         "settings": result["settings"],
         "facts": facts if done else {"cells": facts["cells"]},
     }
+
+
+def _seeds(done: Sequence[CellState]) -> str:
+    """``, 1 to 3 seeds``."""
+    counts = sorted({len(cell["seeds"]) for cell in done})
+    if not counts:
+        return ""
+    span = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    return f", {span} seed{'s' if counts[-1] > 1 else ''}"
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------

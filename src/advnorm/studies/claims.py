@@ -14,6 +14,13 @@ COMPARABLE = 3.0
 ALMOST_NONE = 2.0
 #: Gains from here on are "significant": the smallest that paper E calls so is 1.6.
 SIGNIFICANT = 1.0
+#: What the words mean, for who reads a verdict.
+WORDS = {
+    "comparable": f"within {COMPARABLE:g} points",
+    "far": f"by more than {COMPARABLE:g} points",
+    "significant": f"by {SIGNIFICANT:g} point or more",
+    "almost no robustness": f"up to {ALMOST_NONE:g} %",
+}
 
 
 def comparable(one: float, other: float) -> bool:

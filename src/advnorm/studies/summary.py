@@ -17,6 +17,7 @@ from advnorm._core.errors import ConfigError
 from advnorm.engine.config import Config
 from advnorm.engine.cost import training_flops
 from advnorm.studies.base import IMAGES, STUDIES, Answer, Cell, Conclusion, Protocol, Study, Values, same_as
+from advnorm.studies.claims import WORDS
 from advnorm.studies.protocols import under
 from advnorm.studies.record import Record, changed, flat, read_record, stands, whole
 
@@ -112,10 +113,11 @@ class StudySummary(TypedDict):
 class Summary(TypedDict):
     """All studies; minutes by device, a training that studies share once; why files among the records are skipped.
 
-    ``others`` counts the JSON files of other folders, which are not read.
+    ``others`` counts the JSON files of other folders, which are not read; ``words`` says what those of claims mean.
     """
 
     papers: dict[str, str]
+    words: dict[str, str]
     studies: list[StudySummary]
     minutes: dict[str, float]
     problems: list[str]
@@ -154,6 +156,7 @@ def summary(out: Path | str) -> Summary:
         )
     return Summary(
         papers=PAPERS,
+        words=WORDS,
         studies=studies,
         minutes=_minutes(records),
         problems=problems,
