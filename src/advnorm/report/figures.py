@@ -235,7 +235,7 @@ def _apart(wanted: Sequence[float], distance: float = 15) -> list[float]:
 
 # -- dots --------------------------------------------------------------------------------------------------------------
 
-_ROW, _LONGEST = 18, 24  # height of a row; characters of a label
+_ROW, _LONGEST = 18, 28  # height of a row; characters of a label
 
 
 def _dots(figure: Dots) -> str:
