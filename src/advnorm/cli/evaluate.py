@@ -55,9 +55,16 @@ class Asked:
         """What is wrong with the statistics or keeps the record from being written."""
         return [*statistics_problems(self.statistics), *(unwritable(self.json) if self.json else [])]
 
-    def record_label(self) -> str:
-        """How the record will be called, to be asked before the work: one that is there is read back or refused."""
-        return "read back from" if self.json is not None and self.json.exists() else "record:"
+    def settings(self) -> dict[str, Any]:
+        """What both verbs hand on as it is."""
+        return {
+            "batch_size": self.batch_size,
+            "record": self.json,
+            "progress": True,
+            "seed": self.seed,
+            "limit": self.limit,
+            "statistics": self.statistics,
+        }
 
 
 def evaluate(
@@ -77,25 +84,9 @@ def evaluate(
             raise ConfigError(f"the model has several branches; say which to judge: --route {' '.join(known)}")
         route = known
         console.print(f"branches: {', '.join(known)}; --route chooses", highlight=False)
-    label = asked.record_label()
-    with shown_anyway(lambda result: console.print(result.table(console.width))) as show:
-        result = benchmark(
-            case.model,
-            case.data,
-            case.threat,
-            list(attacks),
-            list(route) or None,
-            batch_size=asked.batch_size,
-            record=asked.json,
-            progress=True,
-            seed=asked.seed,
-            limit=asked.limit,
-            statistics=asked.statistics,
-            about=case.about,
-        )
-        show(result)
-    if asked.json is not None:
-        console.print(f"{label} {asked.json}", highlight=False)
+    names, routes = list(attacks), list(route) or None
+    with told(console, asked.json, lambda result: console.print(result.table(console.width))) as tell:
+        tell(benchmark(case.model, case.data, case.threat, names, routes, about=case.about, **asked.settings()))
     return 0
 
 
@@ -117,26 +108,10 @@ def audit(
         with problems.collected("the surrogate: "):
             source = load_model(surrogate, asked.weights, asked.device)
     case = subject(asked, problems)
-    label = asked.record_label()
-    with shown_anyway(lambda verdict: _print_verdict(console, verdict)) as show:
-        verdict = run_audit(
-            case.model,
-            case.data,
-            case.threat,
-            route=route,
-            budget=budget,
-            surrogate=source,
-            limit=asked.limit,
-            batch_size=asked.batch_size,
-            record=asked.json,
-            progress=True,
-            seed=asked.seed,
-            statistics=asked.statistics,
-            about=case.about,
-        )
-        show(verdict)
-    if asked.json is not None:
-        console.print(f"{label} {asked.json}", highlight=False)
+    own = {"route": route, "budget": budget, "surrogate": source, "about": case.about}
+    with told(console, asked.json, lambda verdict: _print_verdict(console, verdict)) as tell:
+        verdict = run_audit(case.model, case.data, case.threat, **own, **asked.settings())
+        tell(verdict)
     if plot is not None:
         with writing(plot):
             verdict.plot(plot)
@@ -154,14 +129,21 @@ def _print_verdict(console: Console, verdict: Verdict) -> None:
 
 
 @contextmanager
-def shown_anyway(show: Callable[[Any], object]) -> Iterator[Callable[[Any], object]]:
-    """Scope: a result whose record cannot be written is shown before the error; it may have taken days."""
+def told(console: Console, record: Path | None, show: Callable[[Any], object]) -> Iterator[Callable[[Any], object]]:
+    """Scope: shows a result, and says where its record is.
+
+    One that is there before is read back or refused. A result whose record cannot be written is shown before the
+    error; it may have taken days.
+    """
+    label = "read back from" if record is not None and record.exists() else "record:"
     try:
         yield show
     except Unwritten as error:
         if error.result is not None:
             show(error.result)
         raise
+    if record is not None:
+        console.print(f"{label} {record}", highlight=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,15 +61,14 @@ def run(
                 failed.append(outcome)
                 console.print(outcome.error, highlight=False, markup=False)
 
-        if dry_run:
-            pass
-        elif launcher == "local" and processes == 1 and torch.cuda.device_count() < 2:
+        alone = launcher == "local" and processes == 1 and torch.cuda.device_count() < 2
+        if alone and not dry_run:
             try:
                 run_all(todo, on_outcome=told, progress=protocol != "smoke")
             except Stopped as stopped:
                 console.print(str(stopped), highlight=False, markup=False)
                 return PREEMPTED
-        else:
+        elif not dry_run:
             launch(todo, launcher=launcher, address=address, processes=processes, on_outcome=told)
         values, conclusion, problems = concluded(study, seeds=seeds, protocol=protocol, out=out)
     listing.tell(console, problems)

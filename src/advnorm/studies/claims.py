@@ -33,6 +33,6 @@ def robust(*accuracies: float) -> bool:
     return min(accuracies) > ALMOST_NONE
 
 
-def beside(*accuracies: float) -> str:
-    """``40.1 and 39.5``: what a clause compares."""
-    return " and ".join(f"{accuracy:.1f}" for accuracy in accuracies)
+def beside(*numbers: float, form: str = ".1f") -> str:
+    """``40.1 and 39.5``: what a clause compares, by default accuracies."""
+    return " and ".join(f"{number:{form}}" for number in numbers)

@@ -213,9 +213,9 @@ def _check3(values: Values) -> Iterator[Clause]:
         if eps == 16:
             shares = won("setup2", eps), won("setup1", eps)
             told = f"of what Dual BN wins at {eps}/255 Setup2 wins less than Setup1"
-            yield Clause(f"{told}: {shares[0]:.0%} and {shares[1]:.0%}", shares[0] < shares[1])
+            yield Clause(f"{told}: {beside(*shares, form='.0%')}", shares[0] < shares[1])
     small, large = won("setup2", 8), won("setup2", 16)
-    told = f"Setup2 wins more of it at 8/255 than at 16/255: {small:.0%} and {large:.0%}"
+    told = f"Setup2 wins more of it at 8/255 than at 16/255: {beside(small, large, form='.0%')}"
     yield Clause(told, small > max(0.0, large))
 
 
@@ -349,7 +349,7 @@ def _check8(values: Values) -> Iterator[Clause]:
     Real: less of PGD-10's accuracy is lost under AutoAttack, where more than a comparable amount is won.
     """
     lost = [_false_share(values, f"{name}/eps16", "shared") for name in ("single_kl", "single")]
-    told = " and ".join(f"{share:.0%}" for share in lost)
+    told = beside(*lost, form=".0%")
     yield Clause(
         f"with KL AutoAttack takes a smaller share of PGD-10's accuracy than without: {told}", lost[0] < lost[1]
     )
@@ -449,8 +449,7 @@ def _check_fig6(values: Values) -> Iterator[Clause]:
     held = [far > near for far, near in both.values()]
     least = min(both, key=lambda layer: both[layer][0] - both[layer][1])
     told = f"in {sum(held)} of {len(held)}, least in {least.removesuffix('/total')}"
-    numbers = " and ".join(f"{number:.3g}" for number in both[least])
-    yield Clause(f"in every layer AP are farther apart than NS: {told} ({numbers})", all(held))
+    yield Clause(f"in every layer AP are farther apart than NS: {told} ({beside(*both[least], form='.3g')})", all(held))
 
 
 @study("A/fig6", place=_unprinted, check=_check_fig6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise, product
 from statistics import fmean
 from typing import Any
@@ -105,9 +106,8 @@ def _trained(label: Mapping[str, Any]) -> str:
     return f"{method}{'_mixup' if label['augmentation'] == 'Mixup' else ''}/{label['budget']}"
 
 
-def _beside(*accuracies: float) -> str:
-    """``95.20 and 94.50``: with the paper's decimals, for gains on CIFAR are tenths of points."""
-    return " and ".join(f"{accuracy:.2f}" for accuracy in accuracies)
+#: ``95.20 and 94.50``: with the paper's decimals, for gains on CIFAR are tenths of points.
+_beside = partial(beside, form=".2f")
 
 
 # -- table 1 -----------------------------------------------------------------------------------------------------------

@@ -157,9 +157,8 @@ def _smoothness(values: Values, cell: str) -> float:
     return sum(_at(values, cell, path, AT_FIRST) for path in paths) / len(paths)
 
 
-def _two(one: float, other: float) -> str:
-    """``0.612 and 0.304``: LIGS that a clause compares."""
-    return f"{one:.3f} and {other:.3f}"
+#: ``0.612 and 0.304``: LIGS that a clause compares.
+_two = partial(beside, form=".3f")
 
 
 def _with(norm: str) -> str:
