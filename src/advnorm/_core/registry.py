@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator
-from typing import Generic, TypeVar
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import Any, Generic, TypeVar
 
 from advnorm._core.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
+
+
+@cache  # a configuration asks for them, and a study has hundreds
+def keywords(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """What an entry takes by keyword only: its options, with their types and defaults."""
+    parameters = inspect.signature(function, eval_str=True).parameters
+    return {name: parameter for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY}
 
 
 class Registry(Generic[T]):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from advnorm._core.records import write_json
-from advnorm._core.registry import Registry
+from advnorm._core.registry import Registry, keywords
 from advnorm.attacks import Attack
 
 if TYPE_CHECKING:
@@ -124,10 +124,9 @@ class Analysis:
     paper: str
     several: bool = False
 
-    def options(self) -> dict[str, inspect.Parameter]:
+    def options(self) -> Mapping[str, inspect.Parameter]:
         """What it takes by keyword, with its types."""
-        parameters = inspect.signature(self.run, eval_str=True).parameters
-        return {name: parameter for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY}
+        return keywords(self.run)
 
 
 ANALYSES: Registry[Analysis] = Registry("analysis")

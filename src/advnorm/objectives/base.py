@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
@@ -16,7 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from advnorm._core.distributed import rank
 from advnorm._core.errors import AdvnormError, ConfigError, did_you_mean, raise_all
-from advnorm._core.registry import Registry
+from advnorm._core.registry import Registry, keywords
 from advnorm.attacks.base import Attack, attacked, logits_of, range_problems
 from advnorm.norms import Mode, domains, make_plan, route, routed_modules, statistics
 from advnorm.norms.factory import MODULE_OPTIONS
@@ -60,13 +59,6 @@ def _check_pixels(x: Tensor) -> None:
         raise ConfigError(f"images must be floats in [0, 1], got {x.dtype}; use x.float() / 255")
     if x.numel():  # an empty batch is told by what forwards it
         raise_all(range_problems(*(value.item() for value in x.detach().aminmax())), "bad batch")
-
-
-@cache  # a configuration asks for them, and a study has hundreds
-def _own_options(kind: type[Objective]) -> Mapping[str, inspect.Parameter]:
-    """The keyword options of a class itself."""
-    parameters = inspect.signature(kind.__init__, eval_str=True).parameters
-    return {name: parameter for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY}
 
 
 class Objective(nn.Module):
@@ -183,7 +175,7 @@ class Objective(nn.Module):
         found: dict[str, inspect.Parameter] = {}
         for base in cls.__mro__:
             if issubclass(base, Objective) and "__init__" in vars(base):
-                for name, parameter in _own_options(base).items():
+                for name, parameter in keywords(base.__init__).items():
                     found.setdefault(name, parameter)
         return found
 
