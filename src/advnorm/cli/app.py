@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -437,7 +440,7 @@ def bench_train(
     from advnorm.cli import listing
 
     _check_writable(json)
-    with console.status("measuring") as status:
+    with _measuring() as told:
         result = measure(
             models=model or ("resnet18",),
             norm=norm,
@@ -450,7 +453,7 @@ def bench_train(
             device=device,
             steps=steps,
             parts=parts,
-            on_row=lambda row: status.update(f"measuring {row}"),
+            on_row=told,
         )
     if rank() == 0:
         console.print(listing.train_benchmark(result))
@@ -486,7 +489,7 @@ def bench_autoattack(
     model, x, y, threat, name = subject(
         weights, data_dir, images=images, eps=eps, seed=seed, precisions=precision or ()
     )
-    with console.status("measuring") as status:
+    with _measuring() as told:
         result = measure(
             model,
             x,
@@ -496,12 +499,30 @@ def bench_autoattack(
             precisions=precision or (("float32", "tf32", "bf16") if x.is_cuda else ("float32",)),
             official=official,
             seed=seed,
-            on_row=lambda row: status.update(f"measuring {row}"),
+            on_row=told,
             on_result=lambda so_far: json and write_json(json, so_far.record()),  # a row can take many minutes
         )
     console.print(listing.autoattack_benchmark(result))
     if json is not None:
         console.print(f"record: {json}")
+
+
+@contextmanager
+def _measuring() -> Iterator[Callable[[str], None]]:
+    """What a benchmark is at: beside a spinner, or in lines on standard error, twice a minute at most."""
+    if console.is_terminal:
+        with console.status("measuring") as status:
+            yield lambda row: status.update(f"measuring {row}")
+        return
+    every, last = 30.0, -math.inf
+
+    def told(row: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= every:
+            last = time.monotonic()
+            print(f"measuring {row}", file=sys.stderr, flush=True)
+
+    yield told
 
 
 def _check_writable(path: Path | None) -> None:
