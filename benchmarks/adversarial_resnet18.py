@@ -90,7 +90,7 @@ def main():
     state = {name: value.contiguous().cpu() for name, value in model.state_dict().items()}
     if options.half:
         state = {name: value.half().float() if value.is_floating_point() else value for name, value in state.items()}
-    save_file(state, options.out, metadata={"recipe": json.dumps(recipe)})
+    save_file(state, options.out, metadata={"recipe": json.dumps(recipe), "epochs": str(options.epochs)})
 
 
 if __name__ == "__main__":

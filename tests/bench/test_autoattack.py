@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from advnorm import ThreatModel
@@ -51,3 +52,11 @@ def test_where_there_is_no_terminal_lines_now_and_then_say_how_far_it_is(monkeyp
     captured = capsys.readouterr()
     assert captured.err.splitlines() == ["measuring advnorm float32: 0 %", "measuring advnorm float32: 2 %"]
     assert captured.out == ""
+
+
+def test_a_network_is_named_with_the_epochs_that_its_file_tells(tmp_path):
+    tensors = {"weight": torch.zeros(1)}
+    save_file(tensors, tmp_path / "plain.safetensors")
+    save_file(tensors, tmp_path / "told.safetensors", metadata={"epochs": "14"})
+    assert autoattack._trained(tmp_path / "plain.safetensors") == ""
+    assert autoattack._trained(tmp_path / "told.safetensors") == ", 14 epochs"

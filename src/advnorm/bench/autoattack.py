@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -87,7 +88,14 @@ def subject(
     x, y = (value[:images].to(device) for value in cifar10(data_dir, "test"))
     model = create_model("resnet18", norm="bn").to(device)
     model.load_state_dict(load_file(weights, device=str(device)))
-    return model.eval(), x.float() / 255, y, threat, f"ResNet-18 ({Path(weights).name})"
+    return model.eval(), x.float() / 255, y, threat, f"ResNet-18 ({Path(weights).name}{_trained(weights)})"
+
+
+def _trained(weights: Path | str) -> str:
+    """How long, where the file says so: networks of one name are many."""
+    with safe_open(weights, "pt") as file:
+        epochs = (file.metadata() or {}).get("epochs")
+    return f", {epochs} epochs" if epochs else ""
 
 
 def _small(threat: ThreatModel, seed: int) -> nn.Module:
