@@ -441,7 +441,10 @@ def test_progress_is_told_at_every_step():
         ({"loss": "cwe"}, "unknown loss 'cwe', did you mean 'cw'"),
         ({"target": "rand"}, "unknown target 'rand', did you mean 'random'"),
         ({"loss": "kl", "target": "random"}, "kl loss has no target"),
-        ({"loss": "kl", "start": "clean"}, "no gradient at the clean image; use start='gaussian'"),
+        (
+            {"loss": "kl", "start": "clean"},
+            "no gradient at the clean image, where start='clean'",
+        ),
         ({"momentum": -1}, "momentum must be at least 0"),
         ({"keep": "best"}, "unknown keep 'best'"),
         ({"steps": 0, "loss": "x"}, "steps must be.*; unknown loss"),

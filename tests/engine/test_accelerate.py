@@ -49,6 +49,7 @@ CASES = {
     "half": {"objective": {"name": "hybrid", "clean_share": 0.5}},
     "classical": {"objective": "classical"},
     "trades": {"objective": "trades", "norm": "bn"},
+    "trades in branches": {"objective": "trades"},
     "kl": {"objective": "kl", "norm": "bn"},
     "alp": {"objective": "alp", "norm": "bn"},
     "crossed": {"objective": "cross", "norm": "cross_bn"},

@@ -129,6 +129,11 @@ BAD = {
 }
 
 
+def test_milestones_times_a_budget_are_what_a_user_would_write():
+    """A decay came a step late at 3 * 0.1 = 0.30000000000000004."""
+    assert Config(epochs=1, milestones=(0.1, 0.7), budget=3).scaled().milestones == (0.3, 2.1)
+
+
 def test_milestones_move_with_epochs_that_alone_are_changed(tmp_path):
     config = Config(schedule="step", epochs=110, milestones=(100, 105), snapshots=(1, 2, 55, 110))
     assert config.with_overrides(["epochs=10"]).snapshots == (1, 5, 10)
@@ -278,6 +283,18 @@ def test_the_message_reads_as_documented():
         ({"model": {"name": "small_cnn", "widht": 3}}, "did you mean 'width'"),
         ({"model": {"name": "small_cnn", "width": 1e200}}, "cannot build"),
         ({"objective": {"name": "hybrid", "label_smoothing": 0.1}}, "label_smoothing is a setting of its own"),
+        ({"objective": "trades", "attack": {"start": "clean"}}, "attack: the kl loss has no gradient"),
+        ({"objective": "trades", "attack": {"start": 0.2}}, "where start=0.2 begins"),
+        ({"objective": "trades", "attack": {"target": "random"}}, "attack: TRADES ascends the KL divergence"),
+        (
+            {
+                "objective": {"name": "hybrid", "clean_share": 0.001},
+                "second_pass": {"name": "apart", "groups": 2},
+                "batch_size": 64,
+                "norm": "dual_bn",
+            },
+            "does not divide the 1 clean images",
+        ),
         ({"objective": {"name": "trades", "beta": "6"}}, "objective.beta must be a finite number"),
         ({"objective": {"name": "trades", "betta": 6}}, "did you mean 'beta'"),
         ({"objective": {"name": "hybrid", "layout": "sequential"}, "norm": "cross_bn"}, "use layout='concatenated'"),

@@ -21,12 +21,14 @@ from objective_oracles import (
 )
 from torch import Tensor, nn
 
-from advnorm.attacks import PGD
-from advnorm.objectives import OBJECTIVES, Objective, list_objectives
+from advnorm._core.errors import ConfigError
+from advnorm.attacks import APGD, PGD, AutoAttack
+from advnorm.objectives import OBJECTIVES, Objective, base, list_objectives
 from advnorm.threat import ThreatModel
 
 X, Y = images(5)
 INDEX = torch.tensor([7, 3, 11, 2, 5])
+THREAT = ThreatModel(eps="8/255")
 ATTACKING = [name for name in list_objectives() if name != "standard"]
 
 
@@ -159,6 +161,26 @@ def test_images_with_an_index_get_their_own_noise_and_without_one_fresh_noise():
     assert not torch.equal(seen[1], seen[2]) and not torch.equal(seen[2], seen[3])
 
 
+def test_no_two_processes_give_images_without_an_index_the_same_noise(monkeypatch):
+    named = []
+    for place in range(3):
+        monkeypatch.setattr(base, "rank", lambda place=place: place)
+        objective = built("hybrid")
+        named += [objective.images(X, Y).index for _ in range(3)]
+    assert len(torch.cat(named).unique()) == 9 * len(X)
+
+
+@pytest.mark.parametrize("norm", ["bn", "dual_bn", "dual_affine_bn", "dual_stats_bn", "gn", "dual_affine_gn"])
+def test_a_copy_of_the_attacked_branch_gives_the_clean_output_only_where_that_is_the_same_branch(norm):
+    """TRADES compares with the clean output through the clean branch, which a copy of the other one is not."""
+    objective = built("trades", norm, attack=pgd(start="gaussian"))
+    expected, seen = objective.adversarial(X, Y, INDEX), []
+    objective.climbed = lambda x: (seen.append(x), objective.logits(x))[1]
+    assert torch.equal(objective.adversarial(X, Y, INDEX), expected)
+    of_the_clean = [x for x in seen if torch.equal(x, X)]
+    assert len(of_the_clean) == (norm in ("bn", "gn")) and len(seen) == objective.attack.steps + len(of_the_clean)
+
+
 def test_a_permuted_batch_has_the_permuted_adversarial_images():
     objective = built("hybrid")
     order = torch.tensor([4, 0, 3, 1, 2])
@@ -186,8 +208,29 @@ def test_images_that_leave_ball_or_box_are_put_back():
 def test_trades_takes_a_given_attack_to_the_divergence_also_when_it_is_changed_later():
     objective = built("trades")
     assert objective.attack.loss == "kl"
-    objective.attack = pgd(steps=5, target="random")
-    assert objective.attack.loss == "kl" and objective.attack.steps == 5 and objective.attack.target is None
+    objective.attack = pgd(steps=5)
+    assert objective.attack.loss == "kl" and objective.attack.steps == 5
+
+
+@pytest.mark.parametrize(
+    ("attack", "what"),
+    [
+        (pgd(target="random"), "got the target 'random'"),
+        (APGD(threat=THREAT, steps=2), "got APGD"),
+        (AutoAttack(threat=THREAT), "got AutoAttack"),
+        (pgd(start="clean"), "no gradient at the clean image"),
+        (pgd(start=0.2), "where start=0.2 begins"),
+    ],
+)
+def test_trades_refuses_an_attack_that_cannot_ascend_the_divergence(attack, what):
+    """Images that start at the clean ones have no gradient there; some stayed as they were."""
+    with pytest.raises(ConfigError, match=what):
+        built("trades", attack=attack)
+    objective = built("trades")
+    before = objective.attack
+    with pytest.raises(ConfigError, match=what):
+        objective.attack = attack
+    assert objective.attack is before
 
 
 @pytest.mark.parametrize("name", [name for name in ATTACKING if name != "trades"])

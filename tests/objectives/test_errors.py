@@ -10,7 +10,7 @@ import torch
 from objective_oracles import Given, images, pgd, tiny
 
 from advnorm._core.errors import AdvnormError, ConfigError
-from advnorm.objectives import OBJECTIVES, list_objectives
+from advnorm.objectives import OBJECTIVES, Ligs, list_objectives
 
 X, Y = images(4)
 
@@ -179,6 +179,8 @@ def test_nothing_of_a_failed_step_stays_behind():
         (lambda x: (x - 0.5) / 0.2, "images must lie in [0, 1]"),
         (lambda x: 255 * x, "images must lie in [0, 1]"),
         (lambda x: (255 * x).to(torch.uint8), "images must be floats in [0, 1], got torch.uint8"),
+        (lambda x: x.bfloat16(), "images must be float32, got torch.bfloat16, which cannot hold a perturbed pixel"),
+        (lambda x: x.half(), "images must be float32, got torch.float16"),
     ],
 )
 def test_images_that_an_attack_would_cut_to_its_box_are_refused_at_the_first_batch(change, words):
@@ -187,7 +189,39 @@ def test_images_that_an_attack_would_cut_to_its_box_are_refused_at_the_first_bat
         objective(change(X), Y)
     assert words in str(found.value)
     assert objective(X, Y).loss.isfinite()
-    assert OBJECTIVES.get("standard")(tiny("bn"))(X - 0.5, Y).loss.isfinite()
+    standard = OBJECTIVES.get("standard")(tiny("bn"))
+    assert standard(X - 0.5, Y).loss.isfinite()
+    with pytest.raises(ConfigError) as found:
+        Ligs(standard, shift="fgsm")(change(X), Y)  # attacks, and its objective does not
+    assert words in str(found.value)
+    assert Ligs(standard, shift="gaussian")(X - 0.5, Y).loss.isfinite()
+
+
+def test_half_precision_is_refused_in_any_batch_and_bytes_by_any_objective():
+    objective = OBJECTIVES.get("hybrid")(tiny("dual_bn"), pgd())
+    assert objective(X, Y).loss.isfinite()
+    with pytest.raises(ConfigError, match="cannot hold a perturbed pixel"):
+        objective(X.half(), Y)
+    with pytest.raises(ConfigError, match="use x.float"):
+        OBJECTIVES.get("standard")(tiny("bn"))((255 * X).to(torch.uint8), Y)
+
+
+def test_an_index_of_another_length_is_refused():
+    with pytest.raises(ConfigError, match=f"index names 2 images and the batch has {len(X)}"):
+        OBJECTIVES.get("hybrid")(tiny("dual_bn"), pgd())(X, Y, index=torch.arange(2))
+
+
+def test_what_is_set_later_is_checked_as_what_is_given():
+    objective = OBJECTIVES.get("hybrid")(tiny("dual_bn"), pgd())
+    for name, value, words in (
+        ("statistics", "bacth", "'batch' or 'running', got 'bacth'"),
+        ("attack", None, "an attack is needed"),
+        ("attack", "pgd10", "attack must be an Attack"),
+    ):
+        before = getattr(objective, name)
+        with pytest.raises(ConfigError, match=words):
+            setattr(objective, name, value)
+        assert getattr(objective, name) is before
 
 
 def test_an_empty_batch_is_told_in_words_also_at_the_first_batch():

@@ -1060,6 +1060,43 @@ def test_what_an_engine_sets_reaches_the_objective_inside(wrap):
     objective.attack, objective.statistics = Given(), "batch"
     objective(X, Y)
     assert len(through) == 2, "a compiled network takes the forwards of both passes"
+    objective.seed, objective.label_smoothing = 5, 0.25
+    assert inside.seed == objective.objective.seed == 5 and inside.label_smoothing == 0.25
+    assert objective.domains == ("clean", "adv") and wrap(Standard(model)).domains == ("clean",)
+    index = torch.arange(len(X))
+    assert torch.equal(objective.adversarial(X, Y, index), inside.adversarial(X, Y, index))
+
+
+@pytest.mark.parametrize("norm", ["bn", "dual_bn"])
+def test_the_seed_decides_which_images_take_the_second_pass_and_the_noise_of_ligs(norm):
+    index = torch.arange(M)
+    apart, ligs = Apart(Standard(tiny(norm)), samples=0.5), Ligs(Standard(tiny(norm)))
+
+    def drawn(seed: int) -> tuple[list[int], float]:
+        apart.seed = ligs.seed = seed
+        return apart._subset(apart.images(X, Y, index)).index.tolist(), ligs(X, Y, index=index).terms["ligs"].item()
+
+    subsets, terms = zip(*map(drawn, (0, 1, 2, 0)))
+    assert len(set(map(tuple, subsets))) == len(set(terms)) == 3
+    assert subsets[0] == subsets[3] and terms[0] == terms[3]
+
+
+def test_a_share_of_clean_images_that_makes_no_equal_groups_is_refused_before_anything_is_fed():
+    model = tiny("dual_bn")
+    objective = Apart(Hybrid(model, pgd(), clean_share=0.5), groups=2)
+    before = snapshot(model)
+    with pytest.raises(ConfigError, match="3 clean images of a second pass cannot be cut into 2 equal groups"):
+        objective(X[:6], Y[:6])
+    assert not changed(model, before)
+    assert objective(X, Y).loss.isfinite()
+
+
+def test_a_gradient_in_half_precision_has_its_length_in_float32():
+    """Squares of 1e-5 are none in float16: the step was a third of rho."""
+    gradients = [torch.full((7,), 6e-6, dtype=torch.float16), torch.full((5,), -6e-6, dtype=torch.float16)]
+    steps = Sam(Standard(tiny("bn")), rho=0.05).weights_moved_by(gradients, gradients)
+    assert {step.dtype for step in steps} == {torch.float16}
+    assert torch.cat(steps).double().norm().item() == pytest.approx(0.05, rel=1e-3)
 
 
 # -- what it does to a network -----------------------------------------------------------------------------------------

@@ -97,8 +97,11 @@ class PGD(Attack):
             problems.append(f"unknown target {self.target!r}{hint}; give classes to the call: attack(..., target=t)")
         if self.loss == "kl" and self.target is not None:
             problems.append("the kl loss has no target; leave target out or use loss='ce'")
-        if self.loss == "kl" and self.start in ("clean", 1.0):
-            problems.append("the kl loss has no gradient at the clean image; use start='gaussian' or 'uniform'")
+        if self.loss == "kl" and (self.start == "clean" or (isinstance(self.start, int | float) and self.start > 0)):
+            problems.append(
+                f"the kl loss has no gradient at the clean image, where start={self.start!r} begins; use "
+                "start='gaussian' or 'uniform'"
+            )
         if not isinstance(self.momentum, int | float) or self.momentum < 0:
             problems.append(f"momentum must be at least 0, got {self.momentum!r}")
         if self.keep not in get_args(Keep):

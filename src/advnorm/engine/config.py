@@ -32,6 +32,8 @@ from advnorm.engine.values import Named, fit, from_mapping, inside, limit_words,
 from advnorm.models import create_model
 from advnorm.norms import Mode, RoutedNorm
 from advnorm.objectives import OBJECTIVES, REGULARIZERS, SECOND_PASSES
+from advnorm.objectives.dual import clean_images
+from advnorm.objectives.ligs import ATTACKS
 from advnorm.objectives.second_pass import rows_of_second_pass
 from advnorm.threat import Norm, ThreatModel, parse_length
 
@@ -283,7 +285,7 @@ class Config:
         rows = rows_of_second_pass(self.batch_size, samples, groups)
         if not rows:
             return [f"second_pass.samples ({samples}) of batch_size ({self.batch_size}) is less than groups ({groups})"]
-        clean = round(share * rows)
+        clean = clean_images(rows, share)
         if not clean % groups:
             return []
         return [
@@ -318,7 +320,7 @@ class Config:
                     "hard ones; use objective='standard' or mix='none'"
                 )
             shift = self.regularizer.options.get("shift") if fine("regularizer") and self.regularizer else None
-            if shift in ("fgsm", "pgd"):
+            if shift in ATTACKS:
                 problems.append(f"mix={self.mix!r} gives soft labels; use regularizer.shift=gaussian or uniform")
         return problems
 
@@ -403,7 +405,9 @@ class Config:
                 problems.append(told(error))
         if fine("attack"):
             try:
-                self.attack.build(threat)
+                attack = self.attack.build(threat)
+                if fine("objective") and self.objective.name in OBJECTIVES:
+                    OBJECTIVES.get(self.objective.name).prepared(attack)
             except ConfigError as error:
                 problems.append(f"attack: {told(error)}")
         if fine("validation_attack"):
@@ -423,7 +427,7 @@ class Config:
         return replace(
             self,
             budget=1,
-            milestones=tuple(times * milestone for milestone in self.milestones),
+            milestones=tuple(round(times * milestone, 9) for milestone in self.milestones),
             snapshots=tuple(times * epoch for epoch in self.snapshots),
             **{name: times * getattr(self, name) for name in counted},
         )

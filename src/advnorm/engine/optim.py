@@ -62,9 +62,9 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """SGD, Adam (``momentum`` is its beta1), Adagrad (which has none) or RMSProp over :func:`parameter_groups`.
 
-    RMSProp is that of Inception and of the original ALP (paper E, table 3), decay 0.9 and ε = 1:
-    ``s = 0.9 s + 0.1 g²; b = momentum b + g / (√s + 1); w = w - lr b``. Weight decay adds ``weight_decay * w`` to the
-    gradient in all four.
+    RMSProp has decay 0.9 and ε = 1, as the original ALP has it (paper E, table 3), in torch's form with ε outside of
+    the root and s = 0 at first: ``s = 0.9 s + 0.1 g²; b = momentum b + g / (√s + 1); w = w - lr b``. Weight decay adds
+    ``weight_decay * w`` to the gradient in all four.
     """
     problems = []
     if optimizer not in OPTIMIZERS:

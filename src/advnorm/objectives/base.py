@@ -53,12 +53,9 @@ class Images(NamedTuple):
         return Images(*(change(value) for value in self if value is not None))
 
 
-def _check_pixels(x: Tensor) -> None:
-    """Refuse images that an attack would not perturb by eps, but cut to its box."""
+def _check_floats(x: Tensor) -> None:
     if not x.is_floating_point():
         raise ConfigError(f"images must be floats in [0, 1], got {x.dtype}; use x.float() / 255")
-    if x.numel():  # an empty batch is told by what forwards it
-        raise_all(range_problems(*(value.item() for value in x.detach().aminmax())), "bad batch")
 
 
 class Objective(nn.Module):
@@ -96,7 +93,7 @@ class Objective(nn.Module):
         self.model = model
         self.attack = attack
         self.label_smoothing = label_smoothing
-        self.statistics: TrainingStatistics = statistics
+        self.statistics = statistics
         #: Images to logits; an engine may put a compiled function of the model in its place.
         self.through: Callable[[Tensor], Any] = self._through_model
         #: What the attack climbs on in place of :meth:`logits`; an engine may put a fast copy of its branch there.
@@ -128,8 +125,7 @@ class Objective(nn.Module):
         """What speaks against this objective on a network with these plans; subclasses add to it."""
         statistics = options.get("statistics", "batch")
         problems = share_problem("label_smoothing", options.get("label_smoothing", 0.0), below_one=True)
-        if statistics not in get_args(TrainingStatistics):
-            problems.append(f"statistics of the training pass are 'batch' or 'running', got {statistics!r}")
+        problems += _statistics_problem(statistics)
         for plan in plans:
             missing = [domain for domain in cls.domains if domain not in plan.domains]
             if missing:
@@ -156,10 +152,7 @@ class Objective(nn.Module):
         problems = []
         if not isinstance(model, nn.Module):
             problems.append(f"the model must be an nn.Module, got {type(model).__name__}")
-        if cls.needs_attack and attack is None:
-            problems.append("an attack is needed, for example PGD(threat=ThreatModel(eps='8/255'), steps=10)")
-        if attack is not None and not isinstance(attack, Attack):
-            problems.append(f"attack must be an Attack such as PGD(...), got {attack!r}")
+        problems += cls._attack_problem(attack)
         known = cls.options()
         problems += [f"unknown option {name!r}{did_you_mean(name, known)}" for name in options if name not in known]
         if isinstance(model, nn.Module):
@@ -183,6 +176,10 @@ class Objective(nn.Module):
         """The domains whose parameters get a gradient in each step."""
         return self.domains
 
+    def counts(self, batch: int) -> dict[str, int]:
+        """How many images of each domain the training pass sees for a batch of so many."""
+        return dict.fromkeys(self.domains, batch)
+
     @property
     def bare(self) -> Objective:
         """The objective inside all wrappers, which makes the forwards."""
@@ -195,11 +192,37 @@ class Objective(nn.Module):
 
     @attack.setter
     def attack(self, attack: Attack | None) -> None:
-        self._attack = self.prepared(attack)
+        raise_all(self._attack_problem(attack), f"bad attack of {type(self).__name__}")
+        self._attack = None if attack is None else self.prepared(attack)
 
-    def prepared(self, attack: Attack | None) -> Attack | None:
-        """A given attack as this objective needs it."""
+    @classmethod
+    def _attack_problem(cls, attack: Any) -> list[str]:
+        """What speaks against this attack, whatever the network is."""
+        if attack is None:
+            example = "PGD(threat=ThreatModel(eps='8/255'), steps=10)"
+            return [f"an attack is needed, for example {example}"] if cls.needs_attack else []
+        if not isinstance(attack, Attack):
+            return [f"attack must be an Attack such as PGD(...), got {attack!r}"]
+        try:
+            cls.prepared(attack)
+        except ConfigError as error:
+            return [str(error)]
+        return []
+
+    @classmethod
+    def prepared(cls, attack: Attack) -> Attack:
+        """A given attack as this objective needs it; refuses one that it cannot use."""
         return attack
+
+    @property
+    def statistics(self) -> TrainingStatistics:
+        """What the training pass normalizes with; a training may change it for its last epochs."""
+        return self._statistics
+
+    @statistics.setter
+    def statistics(self, statistics: TrainingStatistics) -> None:
+        raise_all(_statistics_problem(statistics), f"bad objective {type(self).__name__}")
+        self._statistics: TrainingStatistics = statistics
 
     # -- the adversarial images ------------------------------------------------------------------------------------
 
@@ -314,11 +337,30 @@ class Objective(nn.Module):
 
     def images(self, x: Tensor, y: Tensor, index: Tensor | None = None) -> Images:
         """The images of a step, attacked where the objective attacks. Without an ``index`` the noise is fresh."""
-        if self.needs_attack and not self._looked and not torch.compiler.is_compiling():
-            _check_pixels(x)
-            self._looked = True
+        _check_floats(x)
+        if self.needs_attack:
+            self.look(x)
         index = self._fresh_index(x) if index is None else index
+        if len(index) != len(x):
+            raise ConfigError(f"index names {len(index)} images and the batch has {len(x)}")
         return Images(x, y, index, self.adversarial(x, y, index) if self.needs_attack else None)
+
+    def look(self, x: Tensor) -> None:
+        """Refuse images that an attack would not perturb by eps: cut to its box, or too coarse to hold the result.
+
+        Their range is looked at in the first batch alone, which waits for the device.
+        """
+        _check_floats(x)
+        if torch.finfo(x.dtype).bits < 32:
+            raise ConfigError(
+                f"images must be float32, got {x.dtype}, which cannot hold a perturbed pixel; use x.float(), and "
+                "autocast or a model in half precision for speed"
+            )
+        if self._looked or torch.compiler.is_compiling():
+            return
+        if x.numel():  # an empty batch is told by what forwards it
+            raise_all(range_problems(*(value.item() for value in x.detach().aminmax())), "bad batch")
+        self._looked = True
 
     def measured(self, images: Images) -> Step:
         """The loss on given images and what it consists of."""
@@ -364,6 +406,11 @@ def weight_problem(label: str, value: Any) -> list[str]:
     """What is wrong with a weight of a term."""
     good = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
     return [] if good else [f"{label} must be a number of at least 0, got {value!r}"]
+
+
+def _statistics_problem(value: Any) -> list[str]:
+    good = value in get_args(TrainingStatistics)
+    return [] if good else [f"statistics of the training pass are 'batch' or 'running', got {value!r}"]
 
 
 def share_problem(label: str, value: Any, *, below_one: bool = False) -> list[str]:

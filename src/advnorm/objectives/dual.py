@@ -11,10 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from advnorm._core.errors import did_you_mean
+from advnorm._core.errors import ConfigError, did_you_mean
+from advnorm.attacks.autoattack import AutoAttack
 from advnorm.attacks.base import Attack
 from advnorm.attacks.losses import kl_to_clean
 from advnorm.attacks.pgd import PGD
+from advnorm.attacks.search import Search
 from advnorm.norms import likelihood
 from advnorm.norms.plan import Plan
 from advnorm.objectives.base import (
@@ -83,6 +85,9 @@ class DualDomain(Objective):
     def trained_domains(self) -> tuple[str, ...]:
         return self.domains if self.clean_share else ("adv",)
 
+    def counts(self, batch: int) -> dict[str, int]:
+        return {"clean": clean_images(batch, self.clean_share), "adv": batch}
+
     def measured(self, images: Images) -> Step:
         x, y, x_adv = images.x, images.y, images.x_adv
         assert x_adv is not None
@@ -111,9 +116,9 @@ class DualDomain(Objective):
 
     def _kept(self, x: Tensor) -> slice | Tensor:
         """Which images go along clean too."""
+        count = clean_images(len(x), self.clean_share)
         if self.clean_share in (0, 1):
-            return slice(0, len(x) if self.clean_share else 0)
-        count = max(1, round(self.clean_share * len(x)))
+            return slice(0, count)
         return torch.arange(count, device=x.device) * len(x) // count
 
     def _paired(self, name: str, clean: Tensor, adv: Tensor, y: Tensor) -> Tensor:
@@ -130,6 +135,11 @@ class DualDomain(Objective):
         if self.likelihood_weight:
             settings += f", likelihood_weight={self.likelihood_weight}"
         return f"{settings}, {super().extra_repr()}"
+
+
+def clean_images(batch: int, share: float) -> int:
+    """How many of a batch's images go along clean."""
+    return max(1, round(share * batch)) if share else 0
 
 
 class Hybrid(DualDomain):
@@ -205,7 +215,8 @@ class LogitPairing(Hybrid):
 class Cross(DualDomain):
     """Cross-AT: ``max_δ L_CE(x + δ, y)`` with the adversarial images normalized by the clean ones' statistics.
 
-    The clean images are only forwarded, the weights learn from the adversarial ones (paper A, sec. 3, fig. 1). The norm
+    The clean images are only forwarded: there is no loss of theirs, but the weights learn through the statistics that
+    they lend the adversarial ones too, unless the norm has ``other_gradient=False`` (paper A, sec. 3, fig. 1). The norm
     is ``cross_bn``, of which the branch ``adv`` alone is trained: BN_clean of the paper, for images of either domain.
     The other branch gets no gradient: give DDP ``find_unused_parameters=True``.
     """
@@ -230,8 +241,8 @@ class Cross(DualDomain):
 class Trades(DualDomain):
     """``L_CE(x, y) + β max_δ KL(f(x) || f(x + δ))`` (Zhang et al. 2019; paper C, eq. 2).
 
-    The attack ascends the KL divergence: a given PGD is taken with ``loss="kl"``, and the clean output that it starts
-    from is computed once.
+    The attack ascends the KL divergence: a given PGD, which may have no target, is taken with ``loss="kl"``, and the
+    clean output that it starts from is computed once. An attack of your own is taken as it is.
     """
 
     summary, paper = "clean cross-entropy and KL to the adversarial output", "C (eq. 2)"
@@ -251,8 +262,15 @@ class Trades(DualDomain):
     def weights(self, clean: int, adv: int) -> dict[str, float]:
         return {"clean_ce": 1.0, "kl": self.beta}
 
-    def prepared(self, attack: Attack | None) -> Attack | None:
-        return dataclasses.replace(attack, loss="kl", target=None) if isinstance(attack, PGD) else attack
+    @classmethod
+    def prepared(cls, attack: Attack) -> Attack:
+        target = attack.target if isinstance(attack, PGD) else None
+        if target is not None or isinstance(attack, Search | AutoAttack):
+            what = type(attack).__name__ if target is None else f"the target {target!r}"
+            raise ConfigError(
+                f"TRADES ascends the KL divergence to the clean output, got {what}; use PGD without a target"
+            )
+        return dataclasses.replace(attack, loss="kl") if isinstance(attack, PGD) else attack
 
     def extra_repr(self) -> str:
         return f"beta={self.beta}, {super().extra_repr()}"

@@ -23,6 +23,8 @@ from advnorm.threat import ThreatModel, length_problem, parse_length
 
 #: What the gradient is compared under; all of size 0.01 in the paper (app. B.4).
 Shift = Literal["gaussian", "uniform", "fgsm", "pgd"]
+#: Those that take hard labels, and pixels in [0, 1].
+ATTACKS = ("fgsm", "pgd")
 
 
 def shifted(kind: Shift, x: Tensor, y: Tensor, noise: ImageNoise, size: float, predict: Any) -> Tensor:
@@ -75,6 +77,11 @@ class Ligs(Wrapper):
         if shift not in get_args(Shift):
             problems.append(f"unknown shift {shift!r}{did_you_mean(shift, get_args(Shift))}")
         return problems
+
+    def images(self, x: Tensor, y: Tensor, index: Tensor | None = None) -> Images:
+        if self.shift in ATTACKS:
+            self.look(x)
+        return super().images(x, y, index)
 
     def measured(self, images: Images) -> Step:
         step = super().measured(images)

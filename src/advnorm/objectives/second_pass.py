@@ -112,6 +112,12 @@ class SecondPass(Wrapper):
         count = self.rows(len(images.x))
         if count == len(images.x) and self.groups == 1:
             return images
+        for domain, of_domain in self.counts(count).items():
+            if of_domain % self.groups:
+                raise ConfigError(
+                    f"{of_domain} {domain} images of a second pass cannot be cut into {self.groups} equal groups; "
+                    "change groups, samples, clean_share or the batch size"
+                )
         order = ImageNoise(self.bare.seed, images.index).fold("second pass").bits(()).argsort(stable=True)
         return images.take(order[:count])
 
@@ -272,9 +278,10 @@ class Awp(SecondPass):
         moved = {id(p) for p in self._attacked()}
         steps = []
         for parameter, gradient in zip(parameters, gradients):
-            length = gradient.norm()
-            scale = torch.where(length > 0, self.gamma * parameter.detach().norm() / length.clamp_min(_tiny(length)), 0)
-            steps.append(scale * gradient if id(parameter) in moved else torch.zeros_like(gradient))
+            length, own = _wide(gradient).norm(), _wide(parameter.detach()).norm()
+            scale = torch.where(length > 0, self.gamma * own / length.clamp_min(_tiny(length)), 0)
+            step = scale * _wide(gradient) if id(parameter) in moved else torch.zeros_like(gradient)
+            steps.append(step.to(gradient.dtype))
         return steps
 
     def _attacked(self) -> list[Tensor]:
@@ -311,9 +318,14 @@ def check_second_pass(kind: type[Any], **settings: Any) -> None:
 
 def _sam_step(gradients: Sequence[Tensor], rho: float) -> list[Tensor]:
     """``ρ g / ||g||_2`` over all parameters together; 0 where there is no gradient."""
-    length = torch.stack([gradient.norm() for gradient in gradients]).norm()
+    length = torch.stack([_wide(gradient).norm() for gradient in gradients]).norm()
     scale = torch.where(length > 0, rho / length.clamp_min(_tiny(length)), 0)
-    return [scale.to(gradient.dtype) * gradient for gradient in gradients]
+    return [(scale.to(_wide(gradient).dtype) * gradient).to(gradient.dtype) for gradient in gradients]
+
+
+def _wide(value: Tensor) -> Tensor:
+    """Float32 at least: squares of small numbers are none in half precision."""
+    return value if value.dtype == torch.float64 else value.float()
 
 
 def _tiny(value: Tensor) -> float:

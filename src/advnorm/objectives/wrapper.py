@@ -5,20 +5,27 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from advnorm._core.errors import ConfigError
-from advnorm.attacks.base import Attack
 from advnorm.norms.feeding import without_feeding
 from advnorm.norms.routing import Routed
-from advnorm.objectives.base import Images, Objective, Step, TrainingStatistics
+from advnorm.objectives.base import Images, Objective, Step
+
+
+def _of_the_inner(name: str) -> Any:
+    """An attribute that is the wrapped objective's."""
+    return property(
+        lambda self: getattr(self.objective, name), lambda self, value: setattr(self.objective, name, value)
+    )
 
 
 class Wrapper(Objective):
-    """An objective around another; what an engine sets on it (attack, statistics) it sets on the one inside."""
+    """An objective around another; what is set on it (attack, statistics, seed) is set on the one inside."""
 
     def __init__(self, objective: Objective) -> None:
         if not isinstance(objective, Objective):
@@ -42,23 +49,25 @@ class Wrapper(Objective):
         return self.objective.needs_attack
 
     @property
-    def attack(self) -> Attack | None:
-        return self.objective.attack
+    def domains(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.objective.domains
 
-    @attack.setter
-    def attack(self, attack: Attack | None) -> None:
-        self.objective.attack = attack
-
-    @property
-    def statistics(self) -> TrainingStatistics:
-        return self.objective.statistics
-
-    @statistics.setter
-    def statistics(self, statistics: TrainingStatistics) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self.objective.statistics = statistics
+    #: Settings of the objective inside, which makes the forwards.
+    attack = _of_the_inner("attack")  # pyright: ignore[reportIncompatibleMethodOverride]
+    statistics = _of_the_inner("statistics")  # pyright: ignore[reportIncompatibleMethodOverride]
+    label_smoothing, seed, through, climbed = map(_of_the_inner, ("label_smoothing", "seed", "through", "climbed"))
 
     def trained_domains(self) -> tuple[str, ...]:
         return self.objective.trained_domains()
+
+    def counts(self, batch: int) -> dict[str, int]:
+        return self.objective.counts(batch)
+
+    def adversarial(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
+        return self.objective.adversarial(x, y, index)
+
+    def look(self, x: Tensor) -> None:
+        self.objective.look(x)
 
     @property
     def bare(self) -> Objective:
