@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -220,11 +221,15 @@ def test_the_seed_reaches_an_analysis_and_comparisons_do_not_replace_each_other(
         result = invoke("analyze", "ligs", runs[0], other, *more)
         assert result.exit_code == 0, result.output
     assert len(list((tmp_path / "both").glob("*.json"))) == 2
-    for more in ((), ("--checkpoint", "last"), ("--set", "size=1e-2")):
+    for more in ((), ("--checkpoint", "last"), ("--set", "size=1e-2"), ("--batch-size", "40")):
         assert invoke("analyze", "ligs", runs[0], "--out", str(tmp_path / "own"), *more).exit_code == 0
+    other = {**small, "name": "one", "lr": 0.2}  # another network in a folder of the same name
+    namesake = advnorm.train(advnorm.Config.from_dict(other), out=tmp_path / "elsewhere", device="cpu").folder
+    assert namesake.name == Path(runs[0]).name
+    assert invoke("analyze", "ligs", str(namesake), "--out", str(tmp_path / "own")).exit_code == 0
     records = [json.loads(path.read_text()) for path in (tmp_path / "own").glob("*.json")]
     conditions = [network["conditions"] for record in records for network in record["networks"].values()]
-    assert len(records) == 3 and all({"checkpoint", "device", "torch", "commit"} <= one.keys() for one in conditions)
+    assert len(records) == 5 and all({"checkpoint", "device", "torch", "commit"} <= one.keys() for one in conditions)
 
 
 def test_an_analysis_that_is_a_table_prints_it(tmp_path):
@@ -261,7 +266,7 @@ def test_an_analysis_that_is_a_table_prints_it(tmp_path):
         ("domain_gap", "inputs=5", "inputs must be a list whose items are each a printable string, got 5"),
         ("domain_gap", "inputs=[clean, 5]", "inputs must be a printable string, got 5"),
         ("channels", "channels=many", "channels must be an integer or a list whose items are each an integer"),
-        ("ligs", "size=8/255", "size must be a finite number, got '8/255'"),
+        ("ligs", "size=[1]", "size must be a finite number or a printable string, got [1]"),
         ("moments", "statistics=batched", "unknown statistics 'batched', did you mean 'batch'"),
     ],
 )

@@ -197,3 +197,21 @@ def test_the_panels_stay_readable_below_few_corruptions_and_above_many_names():
         warnings.simplefilter("error")  # matplotlib gives up where no room is left for the panels
         FigureCanvasAgg(figure).draw()
     assert all(axes.bbox.height > figure.dpi for axes in figure.axes)  # an inch
+
+
+def test_severities_come_in_order_once_each_and_as_integers(digits):
+    found = corruption_accuracy(
+        digits.networks["bn"], digits.x[:8], digits.y[:8], corruptions="brightness", severities=[2, 1, 2]
+    )
+    assert found.severities == (1, 2) and len(found.accuracy["brightness"]) == 2
+    with pytest.raises(ConfigError, match="got 1.0"):
+        corruption_accuracy(digits.networks["bn"], digits.x[:8], digits.y[:8], severities=[1.0])
+
+
+def test_a_network_in_double_precision_adapts_too(digits):
+    how = {"corruptions": "brightness", "severities": 3, "adapt": True, "batch_size": 64}
+    model = digits.networks["bn"]
+    wide = corruption_accuracy(copy.deepcopy(model).double(), digits.x[:65], digits.y[:65], **how)
+    assert wide.adapted_mean == pytest.approx(
+        corruption_accuracy(model, digits.x[:65], digits.y[:65], **how).adapted_mean, abs=0.02
+    )

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import advnorm
 from advnorm.analysis.base import ANALYSES
@@ -233,3 +234,30 @@ def test_runs_of_one_name_are_refused_before_any_work(digits):
     twice = [digits.subject("bn")] * 2
     with pytest.raises(advnorm.ConfigError, match="names of their own"):
         ANALYSES.get("domain_gap_table").run(twice, inputs=["adv"], progress=never)
+
+
+def test_labels_of_another_shape_are_refused(digits):
+    for labels in (digits.y[:, None], digits.y[:7]):
+        with pytest.raises(advnorm.AdvnormError, match="one per clean image"):
+            domain_gap(digits.networks["bn"], digits.x, digits.x, labels=labels)
+
+
+def test_a_norm_without_parameters_keeps_its_place_in_the_figure_of_branches(digits):
+    """AP have a layer less than NS: they were drawn one place too far to the left, and named wrongly."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4, affine=False), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)]
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(64, 10)).eval()
+    advnorm.convert_norm(model, "dual_bn")
+    figure = branch_gap(model, digits.x, digits.x).figure()
+    axes = figure.axes[2]
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["1", "3"]
+    by_label = {line.get_label(): list(line.get_xdata()) for line in axes.get_lines()}
+    assert sorted(map(tuple, by_label.values())) == [(0, 1), (0, 1), (0, 1), (1,)]
+    assert next(places for label, places in by_label.items() if label.startswith("AP")) == [1]
+
+
+def test_the_table_of_runs_looks_at_the_statistics_that_are_asked_for(digits):
+    found = ANALYSES.get("domain_gap_table").run([digits.subject("bn")], inputs=["adv"], statistics="batch_frozen")
+    own = ANALYSES.get("domain_gap").run(digits.subject("bn"), inputs=["adv"], statistics="batch_frozen")
+    other = ANALYSES.get("domain_gap").run(digits.subject("bn"), inputs=["adv"])
+    assert found.rows["bn"].sums == own.sums != other.sums

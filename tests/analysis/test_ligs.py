@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from typing import Any
 
@@ -20,7 +21,7 @@ from advnorm._core.seeding import ImageNoise
 from advnorm.analysis import ANALYSES
 from advnorm.analysis.base import list_analyses
 from advnorm.analysis.ligs import SHIFTS, LigsFinding, Similarities, ligs, ligs_along
-from advnorm.attacks import FGSM, PGD
+from advnorm.attacks import FGSM, PGD, attacked
 
 
 def shifted_by_hand(model: nn.Module, x: Tensor, y: Tensor, shift: str, size: float, route: str | None) -> Tensor:
@@ -298,3 +299,27 @@ def test_without_an_attack_there_is_no_robust_accuracy(digits):
     assert [axes.get_title("left") for axes in finding.figure().axes] == ["Clean accuracy", "LIGS, Gaussian noise"]
     with pytest.raises(ConfigError, match="no model"):
         ligs_along({}, digits.x, digits.y)
+
+
+def test_a_size_comes_as_a_fraction_and_the_batch_size_is_told(digits):
+    found = ANALYSES.get("ligs").run([digits.subject("bn")], shifts="uniform", size="2/255")
+    record = found.record()
+    assert record["size"] == 2 / 255 and record["networks"]["bn"]["conditions"]["batch_size"] == 64
+
+
+def test_robust_accuracy_along_training_is_that_of_an_attack_on_the_same_statistics(digits):
+    model, attack = digits.networks["bn"], PGD(threat=advnorm.ThreatModel(eps=0.1), steps=2)
+    found = {
+        mode: ligs_along({"bn": [(1, model)]}, digits.x, digits.y, attack=attack, statistics=mode, batch_size=150)
+        for mode in ("running", "batch_frozen")
+    }
+    for mode, trend in found.items():
+        right = 0
+        for rows in (slice(0, 150), slice(150, 300)):
+            x, y = digits.x[rows], digits.y[rows]
+            own = dataclasses.replace(attack, statistics=mode)
+            x_adv = own(model, x, y, index=torch.arange(rows.start, rows.stop))
+            with attacked(model, statistics=mode) as predict, torch.no_grad():
+                right += int((predict(x_adv).argmax(1) == y).sum())
+        assert trend.series["bn"][0].robust_accuracy == right / 300
+    assert found["running"].series["bn"][0].robust_accuracy != found["batch_frozen"].series["bn"][0].robust_accuracy

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import advnorm
+from advnorm._core.errors import ConfigError
 from advnorm.analysis.base import ANALYSES
+from advnorm.analysis.channels import statistics_shift
 from advnorm.analysis.landscape import landscape
 from advnorm.analysis.ligs import ligs
 from advnorm.analysis.moments import (
@@ -18,13 +20,14 @@ from advnorm.analysis.moments import (
     collect_moments,
     default_layer,
     formula,
+    in_batches,
     input_images,
     norm_layers,
     norm_statistics,
     stored_statistics,
 )
 from advnorm.analysis.perturbed import perturbed_accuracy
-from advnorm.attacks import StatisticsAttack
+from advnorm.attacks import PGD, StatisticsAttack
 
 
 class Headed(nn.Module):
@@ -159,7 +162,8 @@ def test_batches_are_streamed_one_at_a_time(digits):
     handle.remove()
     assert seen == [1, 2, 3, 4, 5], "a batch is asked for after the one before went through"
     whole = collect_moments(model, digits.x, batch_size=64)
-    assert all(torch.equal(streamed[name].var, one.var) for name, one in whole.items())
+    for name, one in whole.items():
+        torch.testing.assert_close(streamed[name].var, one.var, rtol=1e-6, atol=0)
 
 
 def test_a_model_in_training_and_with_gradients_is_left_as_it_was(digits, untouched):
@@ -285,3 +289,73 @@ def test_norms_that_need_both_domains_are_refused_alone_in_a_batch_by_every_anal
             look("batch_frozen")
     for look in looks:
         look("running")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("domain_gap", {}),
+        ("channels", {}),
+        ("moments", {}),
+        ("branch_gap", {}),
+        ("swap_table", {"attacks": ["pgd1"]}),
+        ("statistics_shift", {}),
+        ("projection", {"inputs": ["clean", "adv"], "samples": 20}),
+        ("batch_channels", {}),
+    ],
+)
+def test_to_craft_images_moves_no_statistics_whatever_the_attack_would(digits, untouched, name, options):
+    attack = PGD(threat=advnorm.ThreatModel(eps=0.1), steps=1, statistics="batch")
+    subject = digits.subject("dual_bn", attack=attack)
+    with untouched(subject.model):
+        found = ANALYSES.get(name).run(subject, **options)
+    assert json.dumps(found.record(), allow_nan=False)
+
+
+def test_a_record_says_what_made_each_kind_of_images(digits):
+    for name, inputs in (("domain_gap", ["adv", "noise", "fgsm"]), ("moments", ["clean", "noise"])):
+        told = ANALYSES.get(name).run(digits.subject("dual_bn"), inputs=inputs).record()["conditions"]
+        assert set(told["inputs"]) == {"clean", *inputs} and told["inputs"]["clean"] is None
+        assert told["crafted_through"] == "adv"
+        assert all("eps=0.1" in made and "route='adv'" in made for made in told["inputs"].values() if made)
+    assert told["inputs"]["noise"].startswith("RandomNoise(")
+
+
+@pytest.mark.parametrize("count", [1, 2, 63, 64, 65, 129, 300])
+def test_batches_of_images_are_equally_large(digits, count):
+    sizes = [len(batch) for batch in in_batches(digits.x[:count], 64)]
+    assert sum(sizes) == count and max(sizes) <= 64 and max(sizes) - min(sizes) <= 1
+    assert len(sizes) == -(-count // 64)
+
+
+def test_one_image_more_than_fills_the_batches_makes_no_other_statistics(digits):
+    """A last batch of one had statistics of its own, which counted as much as those of 64 images."""
+    shift = [
+        statistics_shift(digits.networks["bn"], {"clean": digits.x[:count]}, batch_size=64).sums["clean"]
+        for count in (128, 129)
+    ]
+    assert shift[1] == pytest.approx(shift[0], rel=0.1)
+    flat = nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.BatchNorm1d(12), nn.Linear(12, 10)).eval()
+    assert collect_moments(flat, digits.x[:65], statistics="batch_frozen", batch_size=64)["2"].count == 65
+
+
+def test_what_is_no_image_is_refused(digits):
+    model = digits.networks["bn"]
+    with pytest.raises(ConfigError, match="got torch.uint8; of bytes take x.float"):
+        collect_moments(model, (255 * digits.x).byte())
+    for function in (norm_statistics, statistics_shift):
+        with pytest.raises(ConfigError, match="no images to look at"):
+            function(model, {})
+    for name in ("moments", "channels", "statistics_shift"):
+        with pytest.raises(ConfigError, match="no images named"):
+            ANALYSES.get(name).run(digits.subject("bn"), inputs=[])
+
+
+def test_recalibration_takes_equal_batches_and_the_precision_of_the_model(digits):
+    flat = nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.BatchNorm1d(12), nn.Linear(12, 10)).eval()
+    advnorm.convert_norm(flat, "bn")
+    model, seen = flat.double(), []
+    model[1].register_forward_hook(lambda *args: seen.append(args[-1]))
+    advnorm.recalibrate(model, digits.x[:65], batch_size=64)
+    assert [len(part) for part in seen] == [33, 32] or [len(part) for part in seen] == [32, 33]
+    torch.testing.assert_close(model[2].running_mean, torch.cat(seen).mean(0), rtol=1e-12, atol=1e-12)

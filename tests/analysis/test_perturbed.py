@@ -221,3 +221,21 @@ def test_long_names_of_runs_fit_above_their_panels(digits, apart):
     subject = digits.subject("dual_bn", name="cifar10-preact_resnet18-dual_bn-hybrid-eps16_255-fb58506a-seed0")
     figure = ANALYSES.get("statistics_attack").run(subject, radii=0.2, groups=1).figure()
     apart(figure, [axes._left_title for axes in figure.axes])
+
+
+def test_one_draw_serves_every_bank_and_so_networks_of_one_architecture_with_other_norms():
+    """Paper B, sec. 4.5: the same seed shared across each experiment."""
+    plain, dual = (advnorm.create_model("small_cnn", norm=norm, in_channels=1) for norm in ("bn", "dual_bn"))
+    for kind in ("binary", "uniform"):
+        attack = StatisticsAttack(kind=kind, radius=0.1, seed=3)
+        one, two = attack.direction(plain), attack.direction(dual)
+        assert set(one) == set(two) and len({tuple(banks["shared"][0].tolist()) for banks in one.values()}) == len(one)
+        for name, banks in two.items():
+            for bank in ("clean", "adv"):
+                assert all(torch.equal(a, b) for a, b in zip(one[name]["shared"], banks[bank], strict=True))
+            assert not torch.equal(*one[name]["shared"])
+
+
+def test_no_groups_are_refused(digits):
+    with pytest.raises(ConfigError, match="no number of groups"):
+        ANALYSES.get("statistics_attack").run(digits.subject("bn"), groups=[])

@@ -1,6 +1,7 @@
 """Principal components against scikit-learn, up to the sign of each."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from sklearn.decomposition import PCA
 
 import advnorm
+from advnorm._core.errors import ConfigError
 from advnorm.analysis.base import ANALYSES
 from advnorm.analysis.projection import principal_components, projection
 
@@ -64,7 +66,7 @@ def test_no_more_than_two_batches_are_held_and_the_cut_does_not_matter(digits):
     handle = model.bn2.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
     small = projection(model, {"clean": digits.x}, layers="bn2", samples=100, batch_size=30)
     handle.remove()
-    assert max(rows) == 30 and len(rows) == 10  # a forward for each pair of the 4 batches
+    assert set(rows) == {25} and len(rows) == 10  # a forward for each pair of the 4 batches
     large = projection(model, {"clean": digits.x}, layers="bn2", samples=100, batch_size=100)
     torch.testing.assert_close(small.points["bn2"]["clean"], large.points["bn2"]["clean"], rtol=1e-4, atol=1e-4)
 
@@ -91,3 +93,18 @@ def test_a_wrong_layer_or_number_of_samples_is_refused(digits):
         projection(digits.networks["bn"], {"clean": digits.x}, layers=["bn33"])
     with pytest.raises(advnorm.ConfigError, match="at least 2"):
         projection(digits.networks["bn"], {"clean": digits.x}, samples=1)
+
+
+@pytest.mark.parametrize("samples", [0, 1, True, 2.5])
+def test_too_few_samples_are_told_before_anything_is_attacked(digits, monkeypatch, samples):
+    module = sys.modules["advnorm.analysis.projection"]  # its name is a function's too
+    monkeypatch.setattr(module, "input_images", lambda *_, **__: pytest.fail("it began"))
+    with pytest.raises(ConfigError, match="samples must be an integer of at least 2"):
+        ANALYSES.get("projection").run(digits.subject("bn"), samples=samples)
+
+
+def test_a_projection_tells_how_many_images_it_has_and_refuses_no_batch_size(digits):
+    found = projection(digits.networks["bn"], {"clean": digits.x[:9], "other": digits.x[:7]}, samples=500)
+    assert found.conditions["samples"] == {"clean": 9, "other": 7}
+    with pytest.raises(ConfigError, match="batch_size must be an integer of at least 1"):
+        projection(digits.networks["bn"], {"clean": digits.x}, batch_size=0)

@@ -63,3 +63,11 @@ def test_images_that_are_not_taken_are_not_decoded(run, folder):
         assert len(subject_of(run, data_dir=folder, limit=3, device="cpu").labels) == 3
     finally:
         spoiled.write_bytes(whole)
+
+
+def test_the_attack_of_a_training_on_batch_statistics_is_looked_at_on_stored_ones(tmp_path):
+    """It would move the very statistics that are looked at, batch by batch."""
+    config = Config(epochs=1, batch_size=512, attack={"steps": 1, "statistics": "batch"}, norm="dual_bn")
+    found = subject_of(train(config, out=tmp_path, device="cpu", workers=0), limit=16, device="cpu")
+    assert found.attack.statistics == "running" and "statistics='running'" in found.conditions["attack"]
+    assert found.attack.steps == 1

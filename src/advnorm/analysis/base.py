@@ -153,9 +153,10 @@ def percent(share: float) -> str:
 
 
 def batches(count: int, size: int) -> Iterator[slice]:
-    """Slices over so many images."""
-    for start in range(0, count, size):
-        yield slice(start, min(start + size, count))
+    """Slices over so many images, equally large but for one image: a last one of few has statistics unlike the rest."""
+    parts = -(-count // size)
+    for part in range(parts):
+        yield slice(part * count // parts, (part + 1) * count // parts)
 
 
 def direct_labels(axes: Any, names: Sequence[str], at: Sequence[tuple[float, float]]) -> None:

@@ -227,8 +227,7 @@ def channels_of_run(
     images = input_images(subject, inputs, route=route, progress=progress)
     how: Any = {"layer": layer, "channels": channels, "seed": seed, "statistics": statistics}
     found = channel_statistics(subject.model, images, **how, batch_size=subject.batch_size)
-    more = {**found.conditions, "crafted_through": attack_branch(subject.model, route)}
-    return dataclasses.replace(found, conditions=conditions_of(subject, **more))
+    return dataclasses.replace(found, conditions=conditions_of(subject, inputs, through=route, **found.conditions))
 
 
 @register("stored_channels", summary="running statistics of 20 channels in each bank, with their AP", paper="E fig. 5")
@@ -258,7 +257,7 @@ def batch_channels_of_run(
     x = input_images(subject, [images], route=branch, progress=progress)[images]
     how: Any = {"count": count, "layer": layer, "channels": channels, "seed": seed, "route": branch}
     found = batch_channels(subject.model, x, **how, batch_size=max(1, min(subject.batch_size, len(x) // count)))
-    return dataclasses.replace(found, conditions=conditions_of(subject, **{**found.conditions, "images_of": images}))
+    return dataclasses.replace(found, conditions=conditions_of(subject, [images], through=branch, **found.conditions))
 
 
 # -- batches against running statistics --------------------------------------------------------------------------------
@@ -323,6 +322,8 @@ def statistics_shift(
     ``concatenated`` with the others' batches, by the moments of all images that feed the same bank. ``routes``: the
     branch of each name, by default the one that is called the same. Both variances are unbiased.
     """
+    if not inputs:
+        raise ConfigError("no images to look at; give them by name, such as {'clean': x}")
     known = _branches_fed(model)
     chosen = {name: (name if known else None) for name in inputs} | dict(routes or {})
     problems = [
@@ -406,7 +407,7 @@ def statistics_shift_of_run(
     routes = {name: name if name in known else attack_branch(subject.model) for name in images}
     how = layout or (_trained_layout(subject) if set(images) == {"clean", "adv"} else "sequential")
     found = statistics_shift(subject.model, images, routes=routes, layout=how, batch_size=subject.batch_size)
-    return dataclasses.replace(found, conditions=conditions_of(subject, **found.conditions))
+    return dataclasses.replace(found, conditions=conditions_of(subject, inputs, **found.conditions))
 
 
 def _trained_layout(subject: Subject) -> Layout:

@@ -95,11 +95,16 @@ def corruption_accuracy(
     chosen, severities = _chosen(corruptions, known, arrays), numbers(severities)
     problems = setting_problems(model, route=route, statistics="running", batch_size=batch_size)
     problems += [f"unknown corruption {name!r}{did_you_mean(name, known)}" for name in chosen if name not in known]
-    problems += [f"severity is 1, 2, 3, 4 or 5, got {level!r}" for level in severities if level not in SEVERITIES]
+    problems += [
+        f"severity is 1, 2, 3, 4 or 5, got {level!r}"
+        for level in severities
+        if not isinstance(level, int) or level not in SEVERITIES
+    ]
     problems += [] if chosen and severities else ["give at least one corruption and one severity"]
     if adapt and isinstance(model, nn.Module) and not adaptable(model):
         problems.append("the model has no batch statistics to adapt; use adapt=False")
     raise_all(problems, "bad corruptions")
+    severities = tuple(sorted(set(severities)))  # along an axis
     check_images(x, y)
     corrupted = _made(x, seed, device_of(model), batch_size) if arrays is None else _stored(y, arrays, rows)
     other = adapting_copy(model) if adapt else None

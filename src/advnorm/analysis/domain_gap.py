@@ -172,6 +172,10 @@ def domain_gap(
         moments, classes = moments_and_classes(model, images, **how)
         found[name] = _gaussians(moments)
         if labels is not None:
+            if labels.shape != classes.shape:
+                raise ConfigError(
+                    f"labels must have shape ({len(classes)},), one per {name} image, got {tuple(labels.shape)}"
+                )
             accuracy[name] = (classes == labels.cpu()).double().mean().item()
         if progress is not None:
             progress(done, len(inputs))
@@ -180,7 +184,12 @@ def domain_gap(
         absolute={(a, b): distances(found[a], found[b]) for a, b in pairs},
         relative={(a, b): distances(found[a], found[b], relative=True) for a, b in pairs},
         accuracy=accuracy,
-        conditions={"route": route, "statistics": statistics, "batch_size": batch_size, "variance": "biased"},
+        conditions={
+            "route": route,
+            "statistics": statistics,
+            "batch_size": batch_size if all(isinstance(images, Tensor) for images in inputs.values()) else "as given",
+            "variance": "biased",
+        },
     )
 
 
@@ -210,7 +219,8 @@ def domain_gap_of_run(
         statistics=statistics,
         batch_size=subject.batch_size,
     )
-    return dataclasses.replace(found, conditions=conditions_of(subject, **found.conditions))
+    told = conditions_of(subject, ["clean", *kinds], through=branch, **found.conditions)
+    return dataclasses.replace(found, conditions=told)
 
 
 def _summed_table(gaps: Mapping[str, DomainGap]) -> tuple[list[str], list[list[str]]]:
@@ -314,12 +324,13 @@ class BranchGap(Finding):
 
         figure = Figure(figsize=(7.0, 6.0))
         panels = figure.subplots(2, 2, sharex=True, sharey="row")
-        names: list[str] = []
+        # A norm without parameters has no AP, and a place among the others all the same.
+        names = list(self.absolute["NS"])
         for row, gaps in zip(panels, (self.absolute, self.relative)):
             for index, (label, layers) in enumerate(gaps.items()):
-                names = list(layers)
+                places = [names.index(name) for name in layers]
                 for axes, line in zip(row, zip(*layers.values())):
-                    axes.plot(range(len(names)), line, label=self._label(label), **look(index))
+                    axes.plot(places, line, label=self._label(label), **look(index))
             for axes in row:
                 axes.set_ylim(bottom=0)
         panels[0, 0].set(title="Means μ, and biases β", ylabel="Σ of squared differences")
@@ -405,8 +416,8 @@ def branch_gap_of_run(
     found = branch_gap(
         subject.model, images["clean"], images["adv"], statistics=statistics, batch_size=subject.batch_size
     )
-    more = {**found.conditions, "crafted_through": attack_branch(subject.model, route)}
-    return dataclasses.replace(found, conditions=conditions_of(subject, **more))
+    told = conditions_of(subject, ("clean", "adv"), through=route, **found.conditions)
+    return dataclasses.replace(found, conditions=told)
 
 
 # -- swapped and re-calibrated statistics ------------------------------------------------------------------------------

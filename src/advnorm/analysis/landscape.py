@@ -292,10 +292,13 @@ def landscape_of_runs(
         raise ConfigError(f"count must be a number of batches of at least 1, got {count!r}")
     seen = views(subjects, route)
     found: dict[str, list[LandscapePoint]] = {}
+    told = conditions(seen)
     for done, view in enumerate(seen):
         if progress is not None:
             progress(done, len(seen))
         subject = view.subject
+        parts = list(batches(len(subject.images), subject.batch_size))[:count]
+        told[view.name] |= {"images_looked_at": parts[-1].stop, "batch_size": parts[0].stop}
         found[view.name] = [
             landscape(
                 subject.model,
@@ -305,6 +308,6 @@ def landscape_of_runs(
                 route=view.route,
                 statistics=statistics,
             )
-            for rows in list(batches(len(subject.images), subject.batch_size))[:count]
+            for rows in parts
         ]
-    return LandscapeFinding(points=found, statistics=statistics, conditions=conditions(seen))
+    return LandscapeFinding(points=found, statistics=statistics, conditions=told)

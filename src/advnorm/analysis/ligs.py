@@ -178,7 +178,7 @@ def ligs_of_runs(
     subjects: Sequence[Subject],
     *,
     shifts: Sequence[Shift] = SHIFTS,
-    size: float = 0.01,
+    size: float | str = 0.01,
     route: str | None = None,
     statistics: Statistics = "running",
     seed: int = 0,
@@ -194,7 +194,13 @@ def ligs_of_runs(
         data = (subject.model, subject.images, subject.labels)
         settings |= {"route": branch, "batch_size": subject.batch_size}
         found[name] = {shift: ligs(*data, shift=shift, **settings) for shift in kinds}
-    return LigsFinding(similarities=found, size=size, statistics=statistics, seed=seed, conditions=conditions(seen))
+    return LigsFinding(
+        similarities=found,
+        size=parse_length(size),
+        statistics=statistics,
+        seed=seed,
+        conditions=conditions(seen),
+    )
 
 
 def named_shifts(shifts: Shift | Sequence[Shift]) -> tuple[Shift, ...]:
@@ -275,7 +281,7 @@ def ligs_along(
     y: Tensor,
     *,
     shifts: Shift | Sequence[Shift] = "gaussian",
-    size: float = 0.01,
+    size: float | str = 0.01,
     attack: Attack | None = None,
     route: str | None = None,
     statistics: Statistics = "running",
@@ -299,7 +305,7 @@ def ligs_along(
     if not series:
         raise ConfigError("no model to look at; give (epoch, model) pairs by the name of their training")
     told = {"attack": attack and repr(attack), "seed": seed, "images": len(x), **how}
-    return LigsTrend(series=series, size=size, conditions=told)
+    return LigsTrend(series=series, size=parse_length(size), conditions=told)
 
 
 def _accuracies(

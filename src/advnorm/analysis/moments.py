@@ -190,6 +190,7 @@ def watch(
             hook = norm.register_forward_pre_hook(_hook(see, name))
             stack.callback(hook.remove)
         for images in in_batches(x, batch_size):
+            _check_floats(images)
             classes.append(predict(images.to(device)).argmax(1).cpu())
     if not classes:
         raise ConfigError("there are no images: an empty tensor, or an iterator that was used up already")
@@ -198,8 +199,14 @@ def watch(
 
 def in_batches(x: Images, batch_size: int) -> Iterator[Tensor]:
     """The images batch by batch, as they come or so many at a time."""
-    for batch in x.split(batch_size) if isinstance(x, Tensor) and len(x) else x:
+    for batch in (x[part] for part in batches(len(x), batch_size)) if isinstance(x, Tensor) else x:
         yield batch[0] if isinstance(batch, tuple | list) else batch
+
+
+def _check_floats(x: Any) -> None:
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise ConfigError(f"images must be float tensors, got {kind}; of bytes take x.float() / 255")
 
 
 def _hook(see: Callable[[str, Tensor], None], name: str) -> Callable[..., None]:
@@ -276,24 +283,40 @@ def named_attack(name: str, device: torch.device, *, threat: ThreatModel, seed: 
     return attack_names.get(name, threat=threat, seed=seed, **fast)
 
 
+def input_attacks(subject: Subject, names: Sequence[str], *, route: str | None = None) -> dict[str, Attack | None]:
+    """What makes a subject's images of each name: nothing ``clean`` ones, its own attack ``adv``, uniform noise of the
+    same eps ``noise``, else the attack of that name, such as ``autoattack``; through the branch ``route``.
+
+    All of them on stored statistics: to craft images must not move what is looked at.
+    """
+    names = [names] if isinstance(names, str) else list(names)
+    if not names:
+        raise ConfigError("no images named; give one kind or several, such as clean, adv, noise or autoattack")
+    made: dict[str, Attack | None] = {}
+    for name in names:
+        attack = subject.attack
+        if name not in ("clean", "adv"):
+            named = "noise-uniform" if name == "noise" else name
+            attack = named_attack(named, device_of(subject.model), threat=attack.threat, seed=attack.seed)
+        attack = dataclasses.replace(attack, route=attack_branch(subject.model, route), statistics="running")
+        made[name] = None if name == "clean" else attack
+    return made
+
+
 def input_images(
     subject: Subject, names: Sequence[str], *, route: str | None = None, progress: Progress | None = None
 ) -> dict[str, Tensor]:
-    """A subject's images by name: ``clean``, ``adv`` (its own attack), ``noise`` (uniform, of the same eps), or any
-    attack by its name, such as ``autoattack``; each crafted through the branch ``route``.
+    """A subject's images by name, as :func:`input_attacks` makes them.
+
+    AutoAttack leaves an image as it is that is misclassified already, or that resists.
     """
     made: dict[str, Tensor] = {}
     model = subject.model
     device = device_of(model)
-    for name in [names] if isinstance(names, str) else names:
-        if name == "clean":
+    for name, attack in input_attacks(subject, names, route=route).items():
+        if attack is None:
             made[name] = subject.images
             continue
-        attack = subject.attack
-        if name != "adv":
-            named = "noise-uniform" if name == "noise" else name
-            attack = named_attack(named, device, threat=attack.threat, seed=attack.seed)
-        attack = dataclasses.replace(attack, route=attack_branch(model, route))
         if isinstance(attack, AutoAttack):
             attack = dataclasses.replace(attack, progress=progress)
             made[name] = attack.evaluate(model, subject.images, subject.labels, bar=False).x_adv.cpu()
@@ -308,9 +331,18 @@ def input_images(
     return made
 
 
-def conditions_of(subject: Subject, **more: Any) -> dict[str, Any]:
-    """What a finding on a subject holds under, in JSON's types."""
-    return {"subject": subject.name, **subject.conditions, "batch_size": subject.batch_size, **more}
+def conditions_of(
+    subject: Subject, inputs: Sequence[str] = (), *, through: str | None = None, **more: Any
+) -> dict[str, Any]:
+    """What a finding on a subject holds under, in JSON's types; ``inputs`` were crafted ``through`` a branch."""
+    told = {"subject": subject.name, **subject.conditions, "batch_size": subject.batch_size, **more}
+    if inputs:
+        attacks = input_attacks(subject, inputs, route=through)
+        told |= {
+            "inputs": {name: attack and repr(attack) for name, attack in attacks.items()},
+            "crafted_through": attack_branch(subject.model, through),
+        }
+    return told
 
 
 # -- statistics of all layers ------------------------------------------------------------------------------------------
@@ -372,6 +404,8 @@ def norm_statistics(
 
     By default as a re-calibration does: each batch is normalized by its own moments on its way through the network.
     """
+    if not inputs:
+        raise ConfigError("no images to look at; give them by name, such as {'clean': x}")
     affines = tuple(affines or branches(model) or (SHARED,))
     found: dict[str, dict[str, Moments]] = {affine: {} for affine in affines}
     for done, (affine, name) in enumerate(((a, i) for a in affines for i in inputs), 1):
@@ -420,8 +454,7 @@ def moments_of_run(
     """``inputs``: images by name; ``route``: the branch that attacks go through (``adv``)."""
     images = input_images(subject, inputs, route=route, progress=progress)
     found = norm_statistics(subject.model, images, statistics=statistics, batch_size=subject.batch_size)
-    more = {**found.conditions, "crafted_through": attack_branch(subject.model, route)}
-    return dataclasses.replace(found, conditions=conditions_of(subject, **more))
+    return dataclasses.replace(found, conditions=conditions_of(subject, inputs, through=route, **found.conditions))
 
 
 # -- what the figures of this layer share ------------------------------------------------------------------------------

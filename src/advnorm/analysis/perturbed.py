@@ -214,6 +214,8 @@ def statistics_attack_of_run(
         "uniform random": StatisticsAttack(kind="uniform", **common),
         "binary random": StatisticsAttack(kind="binary", **common),
     }
+    if not numbers(groups):
+        raise ConfigError("no number of groups given; 1 is the whole batch")
     for count in numbers(groups):
         attacks[f"gradient, {count} group{'s' * (count != 1)}"] = StatisticsAttack(groups=count, **common)
     seen = views([subject], route)

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from advnorm._core.errors import ConfigError
+from advnorm._core.errors import ConfigError, raise_all
 from advnorm.analysis.base import Finding, Subject, register
 from advnorm.analysis.moments import (
     attack_branch,
     conditions_of,
+    in_batches,
     input_images,
     legend_below,
     look,
@@ -22,6 +23,7 @@ from advnorm.analysis.moments import (
     under,
     watch,
 )
+from advnorm.analysis.views import setting_problems
 from advnorm.attacks.base import Progress
 from advnorm.norms import Mode
 
@@ -105,12 +107,14 @@ def projection(
     if layers is None:
         names = list(norm_layers(model))
         layers = list(dict.fromkeys([names[0], names[len(names) // 2], names[-1]]))
-    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 2:
-        raise ConfigError(f"samples must be an integer of at least 2, got {samples!r}")
+    problems = _sample_problems(samples)
+    raise_all(
+        problems + setting_problems(model, route=route, statistics=statistics, batch_size=batch_size), "bad projection"
+    )
     if sum(len(images[:samples]) for images in inputs.values()) < 2:
         raise ConfigError("a plane needs at least two images; give more, or more kinds of them")
     chosen = list(norm_layers(model, layers))
-    blocks = [block for images in inputs.values() for block in images[:samples].split(batch_size)]
+    blocks = [block for images in inputs.values() for block in in_batches(images[:samples], batch_size)]
     starts = [0]
     for block in blocks:
         starts.append(starts[-1] + len(block))
@@ -143,8 +147,14 @@ def projection(
         scores, shares = principal_components(gram)
         points[layer] = dict(zip(inputs, scores.split(sizes)))
         explained[layer] = (shares[0].item(), shares[1].item())
-    conditions = {"route": route, "statistics": statistics, "samples_of_each": samples, "fitted_on": "all together"}
+    counts = dict(zip(inputs, sizes))
+    conditions = {"route": route, "statistics": statistics, "samples": counts, "fitted_on": "all together"}
     return Projection(points=points, explained=explained, conditions=conditions)
+
+
+def _sample_problems(samples: Any) -> list[str]:
+    good = isinstance(samples, int) and not isinstance(samples, bool) and samples >= 2
+    return [] if good else [f"samples must be an integer of at least 2, got {samples!r}"]
 
 
 @register("projection", summary="clean, PGD and AutoAttack images in the plane of a layer's inputs", paper="C fig. 1")
@@ -158,10 +168,12 @@ def projection_of_run(
     progress: Progress | None = None,
 ) -> Projection:
     """``inputs``: images by name; ``route``: the branch that is attacked and looked at (``adv``)."""
+    raise_all(_sample_problems(samples), "bad projection")
     branch = attack_branch(subject.model, route)
     few = dataclasses.replace(subject, images=subject.images[:samples], labels=subject.labels[:samples])
     images = input_images(few, inputs, route=branch, progress=progress)
     found = projection(
         subject.model, images, layers=layers, samples=samples, route=branch, batch_size=subject.batch_size
     )
-    return dataclasses.replace(found, conditions=conditions_of(subject, **found.conditions))
+    told = conditions_of(subject, inputs, through=branch, **found.conditions)
+    return dataclasses.replace(found, conditions=told)

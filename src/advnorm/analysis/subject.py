@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ def subject_of(
     device: str | torch.device | None = None,
     seed: int = 0,
 ) -> Subject:
-    """A run's model with its test images and, unless another is named, its training's attack.
+    """A run's model with its test images and, unless another is named, its training's attack on stored statistics.
 
     ``limit``: so many images, spread evenly. Folders of images have their classes one after another: theirs are
     shuffled, always alike, so that a batch looks like one of the training.
@@ -46,7 +47,10 @@ def subject_of(
     elif count < len(data):
         data = data.take(rows)
     threat = ThreatModel(norm=config.threat, eps=eps or config.eps)
-    chosen = attack_names.get(attack, threat=threat, seed=seed) if attack else config.attack.build(threat, seed=seed)
+    if attack:
+        chosen = attack_names.get(attack, threat=threat, seed=seed)
+    else:  # with statistics of the batch it would move those that are looked at
+        chosen = replace(config.attack, statistics="running").build(threat, seed=seed)
     return Subject(
         name=run.folder.name,
         model=run.model(checkpoint, default_device(device)),

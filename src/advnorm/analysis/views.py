@@ -45,7 +45,10 @@ def views(subjects: Iterable[Subject], route: str | None) -> list[View]:
 
 def conditions(seen: Iterable[View]) -> dict[str, Any]:
     """What the numbers of each view hold under, for a record."""
-    return {view.name: {**view.subject.conditions, "route": view.route} for view in seen}
+    return {
+        view.name: {**view.subject.conditions, "route": view.route, "batch_size": view.subject.batch_size}
+        for view in seen
+    }
 
 
 def setting_problems(model: Any, *, route: Any, statistics: str, batch_size: Any = 1) -> list[str]:

@@ -16,6 +16,7 @@ from advnorm.attacks.base import attacked, check_images, checked
 from advnorm.attacks.losses import cross_entropy
 from advnorm.norms import Mode, Perturbation, zero_perturbation
 from advnorm.norms import statistics as statistics_scope
+from advnorm.norms.plan import SHARED
 
 Kind = Literal["gradient", "uniform", "binary"]
 Which = Literal["both", "mean", "std"]
@@ -120,19 +121,18 @@ class StatisticsAttack:
         return float(torch.stack(right).sum()) / seen
 
     def _random_direction(self, zero: Perturbation) -> Perturbation:
-        def draw(like: Tensor, *tags: str) -> Tensor:
+        """The same for every bank of a layer, so for all networks of one architecture (paper B, sec. 4.5)."""
+
+        def draw(like: Tensor, layer: str, what: str) -> Tensor:
             noise = ImageNoise(self.seed, torch.zeros(1, dtype=torch.long, device=like.device))
-            for tag in tags:
+            for tag in (self.kind, layer, SHARED, what):
                 noise = noise.fold(tag)
             values = noise.signs(like.shape) if self.kind == "binary" else 2 * noise.uniform(like.shape) - 1
             return values[0].to(like.dtype)
 
         return Perturbation(
             {
-                name: {
-                    bank: (draw(mean, self.kind, name, bank, "mean"), draw(std, self.kind, name, bank, "std"))
-                    for bank, (mean, std) in banks.items()
-                }
+                name: {bank: (draw(mean, name, "mean"), draw(std, name, "std")) for bank, (mean, std) in banks.items()}
                 for name, banks in zero.items()
             }
         )

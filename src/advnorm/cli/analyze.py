@@ -9,8 +9,9 @@ from typing import Any
 from rich.console import Console
 
 from advnorm._core.errors import ConfigError, raise_all
-from advnorm._core.records import digest
+from advnorm._core.records import digest, model_fingerprint
 from advnorm.analysis import ANALYSES
+from advnorm.analysis.base import Subject
 from advnorm.analysis.subject import subject_of
 from advnorm.cli import listing
 from advnorm.engine.partial import unwritable
@@ -60,30 +61,39 @@ def analyze(
         )
         for run in runs
     ]
+    asked = {
+        "options": list(options),
+        "attack": attack,
+        "eps": eps,
+        "limit": limit,
+        "batch_size": batch_size,
+        "seed": seed,
+    }
+    usual = {"options": [], "attack": None, "eps": None, "limit": 1000, "batch_size": 256, "seed": 0}
+    marks = [checkpoint] if checkpoint else []
+    marks += [digest(repr(asked))[:8]] if asked != usual else []
+    stem = out / _file_name(name, subjects, marks)
     if "seed" in known:  # of its own noise
         settings.setdefault("seed", seed)
     with console.status(f"{name}") as status:
         if "progress" in taken:
             settings["progress"] = lambda done, total: status.update(f"{name}: {done} of {total}")
         finding = analysis.run(subjects if analysis.several else subjects[0], **settings)
-    asked = {"options": list(options), "attack": attack, "eps": eps, "limit": limit, "seed": seed}
-    usual = {"options": [], "attack": None, "eps": None, "limit": 1000, "seed": 0}
-    marks = [checkpoint] if checkpoint else []
-    marks += [digest(repr(asked))[:8]] if asked != usual else []
     if (shown := finding.table()) is not None:
         console.print(listing.findings(name, *shown))
-    for path in finding.save(out / _file_name(name, [subject.name for subject in subjects], marks)):
+    for path in finding.save(stem):
         console.print(str(path), highlight=False, soft_wrap=True)
     return 0
 
 
-def _file_name(analysis: str, runs: Sequence[str], marks: Sequence[str]) -> str:
-    """Of one run by its name; of several by the first one's and a digest of all, so that none replaces another.
+def _file_name(analysis: str, subjects: Sequence[Subject], marks: Sequence[str]) -> str:
+    """By the first run's name, and by a digest of what the runs are, so that no network's file replaces another's.
 
     ``marks``: the checkpoint, and a digest of settings, where they are not the usual ones.
     """
-    others = [f"and-{len(runs) - 1}-more-{digest(*runs)[:8]}"] if len(runs) > 1 else []
-    return "-".join([analysis, runs[0], *others, *marks])
+    runs = digest(*((subject.name, model_fingerprint(subject.model)) for subject in subjects))[:8]
+    others = [f"and-{len(subjects) - 1}-more"] if len(subjects) > 1 else []
+    return "-".join([analysis, subjects[0].name, *others, runs, *marks])
 
 
 def parsed(options: Sequence[str]) -> dict[str, Any]:

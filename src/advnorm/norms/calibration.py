@@ -27,11 +27,12 @@ def recalibrate(
     """Replace the statistics of a bank by the moments of ``data`` under the affine bank of ``route``.
 
     In the notation of paper A, ``recalibrate(model, clean_images, route="adv")`` stores NS with superscript adv (the
-    affine bank in force) and subscript clean (the images). ``data`` is a tensor of images, or an iterable of batches:
-    tensors, or tuples and mappings whose first entry is the images. The forward uses each batch's own moments; the bank
-    receives the pooled mean and unbiased variance of all samples. ``into`` names the domain whose bank is written; by
-    default the bank that normalizes ``route``. Other banks, parameters, flags and the random state stay as they are,
-    and the bank changes only after the last batch went through. With ``sync`` each rank gives its share of the data.
+    affine bank in force) and subscript clean (the images). ``data`` is a tensor of images, which is cut into equally
+    large batches of at most ``batch_size``, or an iterable of batches: tensors, or tuples and mappings whose first
+    entry is the images. The forward uses each batch's own moments; the bank receives the pooled mean and unbiased
+    variance of all samples. ``into`` names the domain whose bank is written; by default the bank that normalizes
+    ``route``. Other banks, parameters, flags and the random state stay as they are, and the bank changes only after the
+    last batch went through. With ``sync`` each rank gives its share of the data.
     Returns the number of samples.
     """
     norms = {
@@ -76,12 +77,13 @@ def recalibrate(
 
     handles = [norm.register_forward_pre_hook(hook(name, norm)) for name, norm in norms.items()]
     device = device_of(model)
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
     samples = batches = 0
     try:
         with evaluating(model), hooks_run(), chosen, plainly:
             for images in _batches(data, batch_size):
                 samples, batches = samples + len(images), batches + 1
-                model(images.to(device))
+                model(images.to(device, dtype))
     finally:
         for handle in handles:
             handle.remove()
@@ -108,7 +110,9 @@ def _bank(plan: Plan, route: str, into: str | None) -> str:
 def _batches(data: Data, batch_size: int) -> Iterable[Tensor]:
     if not isinstance(data, Iterable):
         raise ConfigError(f"recalibrate takes images, or an iterable of batches, got {type(data).__name__}")
-    for batch in data.split(batch_size) if isinstance(data, Tensor) and len(data) else data:
+    if isinstance(data, Tensor) and len(data):  # equally large: a last batch of few has moments unlike the others
+        data = data.tensor_split(-(-len(data) // batch_size))
+    for batch in data:
         if isinstance(batch, Mapping):
             batch = next(iter(batch.values()))
         elif isinstance(batch, tuple | list):
