@@ -5,17 +5,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
+import shlex
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from typer.testing import CliRunner
 
 import advnorm
 from advnorm import data as data_sets
-from advnorm._core.errors import ConfigError
+from advnorm._core.errors import AdvnormError, ConfigError
 from advnorm._core.records import read_json
 from advnorm._core.seeding import ImageNoise
 from advnorm.analysis import ANALYSES
@@ -30,6 +34,7 @@ from advnorm.analysis.features import (
     start_rows,
     towards_class,
 )
+from advnorm.cli.app import app, spelled_out
 from advnorm.data import FeatureFolder, ImageData, add_split, load
 
 
@@ -264,6 +269,26 @@ def test_killed_and_continued_gives_the_same_bits(net, tmp_path, monkeypatch):
     assert torch.equal(folder.data().images, whole.images)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "recipe"),
+    [({}, "D_R"), ({}, "D_det"), ({"route": "adv", "layer": "foo"}, "D_R"), ({"layer": "f"}, "D_det")],
+)
+def test_what_failed_before_any_work_leaves_the_folder_to_the_corrected_call(digits, tmp_path, wrong, recipe):
+    model, data = digits.networks["dual_bn"], load("digits", "train").take(slice(0, 20))
+    with pytest.raises(AdvnormError, match="route|no module"):
+        extract_features(model, data, recipe, tmp_path, steps=1, **wrong)
+    assert not list(tmp_path.iterdir())
+    extract_features(model, data, recipe, tmp_path, steps=1, route="adv")
+    assert len(load("features", "train", tmp_path)) == 20
+
+
+def test_shards_without_a_recipe_are_nobodys_and_are_made_anew(net, tmp_path):
+    folder = extracted(net, tmp_path, seed=1)
+    (folder.path / "recipe.json").unlink()
+    whole = extracted(net, tmp_path / "whole").data()
+    assert torch.equal(extracted(net, tmp_path).data().images, whole.images)
+
+
 def test_parts_made_apart_are_the_whole(net, tmp_path):
     whole = extracted(net, tmp_path / "whole").data()
     for number in (2, 0, 1):
@@ -301,8 +326,11 @@ def test_damaged_and_foreign_files_are_refused_by_name(net, tmp_path):
     shard.write_bytes(b"no tensors")
     with pytest.raises(ConfigError, match="cannot read .*00001"):
         folder.data()
-    with pytest.raises(ConfigError, match=r"no feature data set at .*test .no recipe.json"):
+    with pytest.raises(ConfigError, match=r"no feature data set at .*test .no recipe.json") as error:
         load("features", "test", tmp_path)
+    assert f"made from mine, in Python: advnorm.data.add_split({str(tmp_path)!r}, " in str(error.value)
+    with pytest.raises(ConfigError, match=r"make it with advnorm.analysis.extract_features, or name the folder"):
+        load("features", "test", tmp_path / "elsewhere")
 
 
 def test_real_test_images_can_lie_beside_and_a_run_trains_on_features(digits, tmp_path):
@@ -339,6 +367,9 @@ def test_everything_wrong_is_told_at_once(net, tmp_path):
         extract_features(net, images(6).take([0, 3]), "D_R", tmp_path, shard_size=0, part=(3, 3))
     for part in ("one class", "shard_size", "part is (i, n)"):
         assert part in str(error.value)
+    for part in ((0,), 3, [1, 1]):
+        with pytest.raises(ConfigError, match=rf"part is \(i, n\) with 0 <= i < n, got {re.escape(repr(part))}"):
+            extract_features(net, images(6), "D_R", tmp_path, part=part)
     with pytest.raises(ConfigError, match="all images have one class"):
         make_features(net, images(6).take([0, 3]), torch.arange(2), RECIPES["D_R"])
     with pytest.raises(ConfigError) as error:
@@ -399,3 +430,42 @@ def test_the_files_of_a_run_are_made_from_its_training_images(digits, tmp_path):
     assert found.record()["folder"] == str(out)
     with pytest.raises(ConfigError, match="known of a run only"):
         features(digits.subject("bn"), recipe="D_det", out=str(out))
+    with pytest.raises(ConfigError, match=r"part is \(i, n\).* got \(0,\)"):
+        features(subject, recipe="D_det", steps=1, out=str(tmp_path / "none"), part=(0,))
+    with pytest.raises(ConfigError, match="no module 'foo'"):
+        features(subject, recipe="D_det", steps=1, out=str(tmp_path / "none"), layer="foo")
+    with pytest.raises(ConfigError, match="data_dir is where .* with out=, or leave it out"):
+        features(subject, recipe="D_det", steps=1, data_dir="foo")
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_files_of_a_run_have_the_ordinary_test_images_beside_them(digits, tmp_path):
+    config = advnorm.Config(objective="standard", epochs=1, batch_size=256, model={"name": "small_cnn"})
+    run = advnorm.train(config, out=tmp_path / "runs")
+    subject = digits.subject("bn", model=run.model("last"), folder=run.folder)
+    first, second, third = (str(tmp_path / name) for name in ("first", "second", "third"))
+    settings = {"steps": 1, "examples": 4, "shard_size": 1000}
+    features(subject, recipe="D_R", out=first, part=(1, 2), **settings)
+    assert not (tmp_path / "first" / "test").exists(), "the first part brings them"
+    features(subject, recipe="D_R", out=first, part=(0, 2), **settings)
+    features(subject, recipe="D_conflict", out=second, data_dir=first, **settings)
+    test = load("digits", "test")
+    for root in (first, second):
+        assert load("features", "test", root).fingerprint == test.fingerprint
+    add_split(third, test.take(slice(0, 50)))
+    features(subject, recipe="D_R", out=third, **settings)
+    assert len(load("features", "test", third)) == 50, "what is there stays"
+    shutil.rmtree(tmp_path / "first" / "test")
+    features(subject, recipe="D_conflict", out=str(tmp_path / "bare"), data_dir=first, **settings)
+    with pytest.raises(ConfigError, match=r"made from D_R, in Python: advnorm.data.add_split\(.*bare"):
+        load("features", "test", tmp_path / "bare")
+
+
+def test_the_commands_of_the_page_work_one_after_the_other(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "analysis_features.md").read_text()
+    (flow,) = (block for block in re.findall(r"^```console\n(.*?)^```", page, re.M | re.S) if "data=features" in block)
+    monkeypatch.chdir(tmp_path)
+    for line in flow.splitlines():
+        words = shlex.split(line.removeprefix("$ advnorm "))
+        result = CliRunner().invoke(app, spelled_out(words), env={"COLUMNS": "200"})
+        assert result.exit_code == 0, (line, result.output, result.exception)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 
@@ -9,9 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+import advnorm
 from advnorm._core.errors import ConfigError
 from advnorm._core.records import read_json
 from advnorm.analysis import ANALYSES
+from advnorm.analysis.features import extract_features
+from advnorm.analysis.subject import subject_of
 from advnorm.analysis.transfer import (
     Alignment,
     Transfer,
@@ -21,6 +25,7 @@ from advnorm.analysis.transfer import (
     transfer,
     transfer_between,
 )
+from advnorm.data import add_split, load
 
 
 class Reader(nn.Module):
@@ -70,11 +75,8 @@ def test_classes_do_not_depend_on_the_batch_size_and_the_model_is_as_before(digi
         found = [predicted(model, digits.x, route="adv", batch_size=size) for size in (300, 64)]
     model.eval()
     assert torch.equal(*found)
-    with torch.no_grad():
-        import advnorm
-
-        with advnorm.route(model, "adv"):
-            assert torch.equal(found[0], model(digits.x).argmax(1))
+    with torch.no_grad(), advnorm.route(model, "adv"):
+        assert torch.equal(found[0], model(digits.x).argmax(1))
 
 
 def test_adversarial_examples_fool_their_own_model_most(digits):
@@ -89,6 +91,14 @@ def test_adversarial_examples_fool_their_own_model_most(digits):
     assert found.accuracy[0][0] < min(found.accuracy[1][0], found.accuracy[2][0])
     assert seen[-1] == (900, 900)
     assert found.conditions["runs"]["dual_bn (adv)"]["route"] == "adv"
+
+
+def test_crafting_with_the_attack_of_a_training_on_batch_statistics_moves_none(digits, untouched):
+    subject = digits.subject("bn")
+    feeding = dataclasses.replace(subject.attack, statistics="batch")
+    with untouched(subject.model):
+        found = transfer_between([dataclasses.replace(subject, attack=feeding)], source="adversarial")
+    assert found.accuracy == transfer_between([subject], source="adversarial").accuracy
 
 
 def test_features_serve_the_model_they_come_from_best(digits):
@@ -156,6 +166,31 @@ def test_a_run_on_ordinary_images_has_nothing_to_align(digits):
         with pytest.raises(ConfigError, match=f"none was trained on {source}.*D_conflict"):
             alignment_of_runs([runs[0], digits.subject("none", conditions={"trained_on": source})])
     assert alignment_of_runs(runs).names == ("bn", "none")
+
+
+def test_the_offset_is_that_of_the_set_a_run_was_trained_on(digits, tmp_path):
+    data = load("digits", "train").take(slice(0, 60))
+    runs = {}
+    for recipe, offset in (("D_det", 3), ("D_det", 1), ("D_rand", 3)):
+        root = tmp_path / f"{recipe}{offset}"
+        extract_features(digits.networks["bn"], data, recipe, root, offset=offset, steps=1)
+        add_split(root, load("digits", "test").take(slice(0, 40)))
+        config = advnorm.Config(data="features", objective="standard", epochs=1, batch_size=16, name=root.name)
+        run = advnorm.train(config, out=tmp_path / "runs", data_dir=root, device="cpu")
+        runs[root.name] = subject_of(run, data_dir=root, device="cpu")
+    far, near = runs["D_det3"], runs["D_det1"]
+    assert load("features", "train", tmp_path / "D_det3").name == "D_det(offset=3)"
+    assert [runs[name].conditions["trained_on"] for name in ("D_det1", "D_rand3")] == ["D_det", "D_rand"]
+    found, expected = alignment_of_runs([far]), alignment({"": far.model}, far.images, far.labels, offset=3)
+    assert (found.offset, found.robust) == (3, expected.robust)
+    assert alignment_of_runs([near]).offset == 1 and alignment_of_runs([far], offset=3) == found
+    with pytest.raises(ConfigError, match="D_det3-seed0 was trained on features with offset 3, got 1; leave it out"):
+        alignment_of_runs([far], offset=1)
+    with pytest.raises(ConfigError, match="different offsets: 3 for D_det3-seed0, 1 for D_det1-seed0; .* at a time"):
+        alignment_of_runs([far, near])
+    unknown = digits.subject("bn")
+    assert (alignment_of_runs([unknown]).offset, alignment_of_runs([unknown], offset=2).offset) == (1, 2)
+    assert alignment_of_runs([unknown, far]).offset == 3
 
 
 def test_runs_are_compared_by_bars(digits):

@@ -107,6 +107,10 @@ def test_digits_split_once_for_a_seed():
     )
     with pytest.raises(ConfigError, match="unknown split 'val'"):
         digits("val")
+    for share in (-0.2, 0, 0.0001, 0.9999, 1, 1.5, float("nan"), "0.2"):
+        with pytest.raises(ConfigError, match=rf"test_share is the share .* in \(0, 1\).* got {share!r}"):
+            load("digits", "test", test_share=share)
+    assert len(load("digits", "test", test_share=0.5)) == 898
     assert torch.equal(load("digits", "train", seed=1).images, digits("train", seed=1)[0])
 
 

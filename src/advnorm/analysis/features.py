@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -21,7 +22,8 @@ from advnorm.analysis.base import Finding, Subject, register
 from advnorm.analysis.views import wrapped
 from advnorm.attacks import PGD, attacked, input_gradient
 from advnorm.attacks.base import Predict, Progress, check_images
-from advnorm.data import FeatureFolder, FolderData, ImageData, load
+from advnorm.data import FeatureFolder, FolderData, ImageData, add_split, load
+from advnorm.data.features import shards_of
 from advnorm.engine.case import branches
 from advnorm.engine.partial import environment
 from advnorm.engine.run import Run
@@ -216,8 +218,9 @@ def extract_features(
 
     ``recipe`` is ``D_R``, ``D_NR``, ``D_rand``, ``D_det``, ``D_conflict`` (:data:`RECIPES`) or one of your own with a
     ``name``; ``changes`` are settings of it, such as ``steps=100``. A shard of ``shard_size`` images is one batch. The
-    same call goes on where an earlier one was killed, with the same result. ``part=(i, n)`` makes every n-th shard from
-    the i-th on, for n devices that share the folder. ``load("features", split, root)`` reads what is finished.
+    same call goes on where an earlier one was killed, with the same result; one that fails before its first shard is
+    made leaves nothing behind. ``part=(i, n)`` makes every n-th shard from the i-th on, for n devices that share the
+    folder. ``load("features", split, root)`` reads what is finished.
     """
     chosen, name = _chosen(recipe, name, changes)
     problems = []
@@ -232,31 +235,38 @@ def extract_features(
         problems.append(ONE_CLASS)
     if isinstance(shard_size, bool) or not isinstance(shard_size, int) or shard_size < 1:
         problems.append(f"shard_size must be an integer of at least 1, got {shard_size!r}")
-    if not (len(part) == 2 and all(isinstance(number, int) for number in part) and 0 <= part[0] < part[1]):
+    if not (
+        isinstance(part, tuple | list)
+        and len(part) == 2
+        and all(isinstance(number, int) for number in part)
+        and 0 <= part[0] < part[1]
+    ):
         problems.append(f"part is (i, n) with 0 <= i < n, got {part!r}")
     raise_all(problems, f"bad feature data set {name}")
+    if layer is not None:
+        _head(unwrapped(model), layer)  # which it has
     folder = FeatureFolder(Path(root) / data.split)
-    folder.claim(
-        {
-            "name": name,
-            "split": data.split,
-            "images": len(data),
-            "num_classes": data.num_classes,
-            "shard_size": shard_size,
-            "recipe": dataclasses.asdict(chosen),
-            "seed": seed,
-            "source": {"name": data.name, "split": data.split, "fingerprint": data.fingerprint},
-            "model": {"fingerprint": model_fingerprint(unwrapped(model)), "route": route, "layer": layer},
-            "made_with": environment(device_of(model)),
-        }
-    )
-    shards = folder.shards()
+    about = {
+        "name": name,
+        "split": data.split,
+        "images": len(data),
+        "num_classes": data.num_classes,
+        "shard_size": shard_size,
+        "recipe": dataclasses.asdict(chosen),
+        "seed": seed,
+        "source": {"name": data.name, "split": data.split, "fingerprint": data.fingerprint},
+        "model": {"fingerprint": model_fingerprint(unwrapped(model)), "route": route, "layer": layer},
+        "made_with": environment(device_of(model)),
+    }
+    folder.check(about)
+    shards = shards_of(about)
     mine = [number for number in shards if number % part[1] == part[0]]
-    missing = set(folder.missing())
+    missing = set(folder.missing() if folder.claimed else shards)
     for done, number in enumerate(mine):
         if number in missing:
             rows = torch.arange(len(data))[shards[number]]
             made = make_features(model, data, rows, chosen, route=route, layer=layer, seed=seed)
+            folder.claim(about)  # not before there is something to keep
             folder.write(number, made.images, made.labels, made.starts)
         if progress is not None:
             progress(done + 1, len(mine))
@@ -428,15 +438,16 @@ def features(
 ) -> FeaturePictures:
     """Pictures of a recipe, and how well it worked, on the first ``examples`` images.
 
-    With ``out`` the whole set is made there from the training images of the run, which lie in ``data_dir``. D_conflict
-    is made from a D_R, whose folder ``data_dir`` is.
+    With ``out`` the whole set is made there from the training images of the run, which lie in ``data_dir``, and the
+    ordinary test images are put beside it. D_conflict is made from a D_R, whose folder ``data_dir`` is.
     """
     chosen, _ = _chosen(recipe, None, {} if steps is None else {"steps": steps})
     if isinstance(examples, bool) or not isinstance(examples, int) or examples < 1:
         raise ConfigError(f"examples must be a number of images of at least 1, got {examples!r}")
     if route is None and (known := branches(subject.model)):
         raise ConfigError(f"{subject.name} has the branches {', '.join(known)}; say through which, with route=")
-    data = _source(subject, recipe, route, out, data_dir)
+    data, test = _source(subject, recipe, route, out, data_dir)
+    penultimate(subject.model, data.pixels(slice(0, 1)).to(device_of(subject.model)), layer=layer, route=route)
     if out is not None:
         extract_features(
             subject.model,
@@ -447,10 +458,13 @@ def features(
             layer=layer,
             seed=seed,
             shard_size=shard_size,
-            part=(part[0], part[1]),
+            part=part,
             progress=progress,
             steps=chosen.steps,
         )
+        beside = FeatureFolder(Path(out) / "test")
+        if test is not None and part[0] == 0 and not (beside.claimed and not beside.missing()):
+            add_split(out, test)
     rows = torch.arange(min(examples, len(data)))
     made = make_features(subject.model, data, rows, chosen, route=route, layer=layer, seed=seed)
     source = data.pixels(rows).to(made.images.device)
@@ -494,17 +508,35 @@ def images_of(subject: Subject, route: str | None) -> ImageData:
     return ImageData(name=subject.name, split="test", images=images, labels=labels, num_classes=classes)
 
 
-def _source(subject: Subject, recipe: str, route: str | None, out: str | None, data_dir: str | None) -> ImageData:
-    """What a set is made from: the images of a D_R, the training images of the run, or its test images at hand."""
+def _source(
+    subject: Subject, recipe: str, route: str | None, out: str | None, data_dir: str | None
+) -> tuple[ImageData, ImageData | None]:
+    """What a set is made from: the images of a D_R, the training images of the run, or its test images at hand.
+
+    For the files of a set also the test images that belong beside them, where there are any.
+    """
     if recipe == "D_conflict":
         if data_dir is None:
             raise ConfigError("D_conflict is made from the images of a D_R; name its folder with --set data_dir=...")
-        data = load("features", "train", data_dir)
+        read = partial(load, "features", root=data_dir)
     elif out is None:
-        return images_of(subject, route)
+        if data_dir is not None:
+            raise ConfigError(
+                "data_dir is where the images lie that the files of a set are made from; say where to put them, with "
+                "out=, or leave it out: pictures alone are made of the test images"
+            )
+        return images_of(subject, route), None
     elif subject.folder is None:
         raise ConfigError("the training images are known of a run only; use extract_features with your data")
     else:
         settings = Run.open(subject.folder).config.data
-        data = load(settings.name, "train", data_dir, **settings.options)
+        read = partial(load, settings.name, root=data_dir, **settings.options)
+    data, test = _in_memory(read("train")), None
+    if out is not None:
+        with suppress(ConfigError):  # whoever judges without them is told what to do
+            test = _in_memory(read("test"))
+    return data, test
+
+
+def _in_memory(data: ImageData | FolderData) -> ImageData:
     return data.in_memory() if isinstance(data, FolderData) else data

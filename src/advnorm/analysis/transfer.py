@@ -19,6 +19,7 @@ from advnorm.analysis.views import View, legend, views, wrapped
 from advnorm.analysis.views import conditions as conditions_of
 from advnorm.attacks import attacked
 from advnorm.attacks.base import Progress, check_images
+from advnorm.data.features import name_and_offset
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -173,7 +174,8 @@ def transfer_between(
     sets: dict[str, tuple[Tensor, Tensor]] = {}
     done = 0
     for name, subject, branch in seen:
-        data, attack = images_of(subject, branch), dataclasses.replace(subject.attack, route=branch)
+        data = images_of(subject, branch)
+        attack = dataclasses.replace(subject.attack, route=branch, statistics="running")  # looking moves none
         device, parts = device_of(subject.model), []
         for rows in torch.arange(len(data)).split(subject.batch_size):
             if source == "features":
@@ -298,18 +300,12 @@ def alignment(
 
 
 @register("alignment", summary="do runs trained on D_conflict go by robust features?", paper="D fig. 7", several=True)
-def alignment_of_runs(subjects: Sequence[Subject], *, offset: int = 1, route: str | None = None) -> Alignment:
-    """Runs trained on conflicting features, on the test images of the first: ordinary ones (see ``add_split``)."""
-    sources = {subject.name: subject.conditions.get("trained_on") for subject in subjects}
-    raise_all(
-        [
-            f"{name} was trained on {source}, where the kinds of features do not say different classes; train on a "
-            "D_conflict or D_det (data=features)"
-            for name, source in sources.items()
-            if source not in (None, "D_conflict", "D_det")
-        ],
-        "bad alignment",
-    )
+def alignment_of_runs(subjects: Sequence[Subject], *, offset: int | None = None, route: str | None = None) -> Alignment:
+    """Runs trained on conflicting features, on the test images of the first: ordinary ones (see ``add_split``).
+
+    ``offset`` is that of the set a run was trained on; give it where the run does not say on what it was.
+    """
+    offset = _offset(subjects, offset)
     seen = views(subjects, route)
     _of_one_data_set(seen)
     x, y, size = seen[0].subject.images, seen[0].subject.labels, seen[0].subject.batch_size
@@ -325,3 +321,26 @@ def alignment_of_runs(subjects: Sequence[Subject], *, offset: int = 1, route: st
         images=len(y),
         conditions={"runs": conditions_of(seen)},
     )
+
+
+def _offset(subjects: Sequence[Subject], given: int | None) -> int:
+    """How many classes further the conflicting features lead that all of the runs were trained on."""
+    problems, offsets = [], {}
+    for subject in subjects:
+        if (source := subject.conditions.get("trained_on")) is None:
+            continue
+        recipe, offset = name_and_offset(source)
+        if recipe not in ("D_conflict", "D_det"):
+            problems.append(
+                f"{subject.name} was trained on {source}, where the kinds of features do not say different classes; "
+                "train on a D_conflict or D_det (data=features)"
+            )
+        elif given not in (None, offset):
+            problems.append(f"{subject.name} was trained on features with offset {offset}, got {given}; leave it out")
+        else:
+            offsets[subject.name] = offset
+    if len(set(offsets.values())) > 1:
+        told = ", ".join(f"{offset} for {name}" for name, offset in offsets.items())
+        problems.append(f"runs on features with different offsets: {told}; look at those of one offset at a time")
+    raise_all(problems, "bad alignment")
+    return next(iter(offsets.values()), 1 if given is None else given)

@@ -17,7 +17,13 @@ def digits(split: str = "train", *, test_share: float = 0.25, seed: int = 0) -> 
     pixels, classes = load_digits(return_X_y=True)
     images = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 16
     labels = torch.tensor(classes, dtype=torch.int64)
+    share = test_share if isinstance(test_share, int | float) else 0
+    cut = round(share * len(labels)) if 0 < share < 1 else 0
+    if not 0 < cut < len(labels):
+        raise ConfigError(
+            f"test_share is the share of the {len(labels)} images to test with, in (0, 1) and with images left in both "
+            f"splits, got {test_share!r}"
+        )
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
-    cut = round(test_share * len(labels))
     chosen = order[cut:] if split == "train" else order[:cut]
     return images[chosen], labels[chosen]

@@ -6,6 +6,7 @@ shard is there whole or not at all, whoever made it; which images are in it is k
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,22 +37,40 @@ class FeatureFolder:
     def recipe(self) -> dict[str, Any]:
         """How the images are made, from what, and how many there are."""
         file = self.path / "recipe.json"
-        if not file.is_file():
-            raise ConfigError(
-                f"no feature data set at {self.path} (no recipe.json); make it with advnorm.analysis.extract_features, "
-                "put ordinary images there with advnorm.data.add_split, or name the folder that holds the splits"
-            )
+        if not self.claimed:
+            root, split = self.path.parent, self.path.name
+            cure = "make it with advnorm.analysis.extract_features, or name the folder that holds the splits"
+            train = FeatureFolder(root / "train")
+            if split != "train" and train.claimed:
+                cure = (
+                    f"put the ordinary {split} images beside the features, which were made from "
+                    f"{train.recipe['source']['name']}, in Python: advnorm.data.add_split({str(root)!r}, "
+                    f"advnorm.data.load(NAME, {split!r}, FOLDER))"
+                )
+            raise ConfigError(f"no feature data set at {self.path} (no recipe.json); {cure}")
         recipe = read_json(file)
         if recipe.get("format") != FORMAT:
             raise ConfigError(f"{file} is no recipe of this version of advnorm; choose another folder")
         return recipe
 
-    def claim(self, recipe: Mapping[str, Any]) -> None:
-        """Write the recipe where there is none; a folder that holds another one is refused.
+    @property
+    def claimed(self) -> bool:
+        """Whether there is a recipe, and with it a set."""
+        return (self.path / "recipe.json").is_file()
+
+    @property
+    def name(self) -> str:
+        """What the set is called; one that leads to another class than the next says so, and so do the runs on it."""
+        name, made = self.recipe["name"], self.recipe.get("recipe", {})
+        offset = made["offset"] if made.get("towards") == "next" else 1
+        return name if offset == 1 else f"{name}(offset={offset})"
+
+    def check(self, recipe: Mapping[str, Any]) -> None:
+        """Refuse a folder that holds a set of another recipe; changes nothing.
 
         ``made_with`` (versions, device) may differ between the processes that make the shards of one set.
         """
-        if (self.path / "recipe.json").exists():
+        if self.claimed:
             found = self.recipe
             keys = {*found, *recipe} - {"made_with", "format"}
             differ = [
@@ -64,14 +83,16 @@ class FeatureFolder:
                     f"{self.path} holds another feature data set, which differs in {', '.join(differ)}; choose another "
                     "folder, or delete it"
                 )
-            return
-        write_json(self.path / "recipe.json", {"format": FORMAT, **recipe})
+
+    def claim(self, recipe: Mapping[str, Any]) -> None:
+        """Write the recipe where there is none; a folder that holds another one is refused."""
+        self.check(recipe)
+        if not self.claimed:
+            write_json(self.path / "recipe.json", {"format": FORMAT, **recipe})
 
     def shards(self) -> dict[int, slice]:
         """The rows of the whole set that each shard holds."""
-        recipe = self.recipe
-        total, size = recipe["images"], recipe["shard_size"]
-        return {number: slice(start, min(start + size, total)) for number, start in enumerate(range(0, total, size))}
+        return shards_of(self.recipe)
 
     def missing(self) -> list[int]:
         """Numbers of the shards that are not there yet."""
@@ -97,7 +118,7 @@ class FeatureFolder:
             )
         parts = [self._read(number, rows.stop - rows.start) for number, rows in self.shards().items()]
         return ImageData(
-            name=recipe["name"],
+            name=self.name,
             split=recipe["split"],
             images=torch.cat([part["images"] for part in parts]),
             labels=torch.cat([part["labels" if labels == "target" else "starts"] for part in parts]),
@@ -114,6 +135,18 @@ class FeatureFolder:
             if (file.metadata() or {}).get("digest") != digest(*tensors.values()) or len(tensors["labels"]) != count:
                 raise ValueError("its content does not match its hash or its place; delete it")
         return tensors
+
+
+def shards_of(recipe: Mapping[str, Any]) -> dict[int, slice]:
+    """The rows of the whole set that each shard of a recipe holds."""
+    total, size = recipe["images"], recipe["shard_size"]
+    return {number: slice(start, min(start + size, total)) for number, start in enumerate(range(0, total, size))}
+
+
+def name_and_offset(name: str) -> tuple[str, int]:
+    """A set's name as in its recipe, and how many classes further it leads (see :attr:`FeatureFolder.name`)."""
+    found = re.fullmatch(r"(.+)\(offset=(-?\d+)\)", name)
+    return (found[1], int(found[2])) if found else (name, 1)
 
 
 def features(root: Path | str, split: str = "train", *, labels: Labels = "target") -> ImageData:
