@@ -756,3 +756,14 @@ def test_progress_goes_from_nothing_to_all(linf, capsys):
 def test_a_result_prints_as_a_table(linf):
     text = str(quick(linf.threat).evaluate(linf.model, *linf.first(30)))
     assert text.startswith("AutoAttack standard, Linf eps=0.085, 30 images\n  clean ") and "  square " in text
+
+
+def test_what_is_wrong_already_is_at_no_distance_from_the_boundary(linf):
+    x, y = linf.x[:12], linf.y[:12].clone()
+    y[:5] = (linf.model(x).argmax(1)[:5] + 1) % 10
+    attack = FAB(threat=linf.threat, steps=5, targets=2, minimal=True)
+    with attacks.attacked(linf.model) as predict:
+        wrong = predict(x).argmax(1) != y
+        found = attack.search(Victim(predict), x, y, attack.noise(torch.arange(12)))
+    assert wrong[:5].all() and not wrong.all()
+    assert (found.distance == 0).tolist() == wrong.tolist()

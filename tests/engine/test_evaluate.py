@@ -611,7 +611,7 @@ def test_a_result_is_shown_where_its_record_cannot_be_written(own_model, name):
         "import pathlib, torch\n"
         "class Net(torch.nn.Linear):\n"
         "    def forward(self, x):\n"
-        f"        x.requires_grad and pathlib.Path({name!r}).mkdir(exist_ok=True)\n"  # in the way, during an attack
+        f"        len(x) > 4 and x.requires_grad and pathlib.Path({name!r}).mkdir(exist_ok=True)\n"  # during an attack
         "        return super().forward(x.flatten(1))\n"
         "def build():\n    return Net(64, 10)\n"
     )
@@ -967,3 +967,152 @@ def test_on_a_gpu_the_verdicts_are_those_of_the_cpu_and_tf32_is_left_as_it_was(s
         assert same.double().mean() >= 0.95
     with pytest.raises(ConfigError, match="model.to\\('cuda'\\)"):
         benchmark(sound, some(data), THREAT, "fgsm", device="cuda")
+
+
+# -- where there is no number ------------------------------------------------------------------------------------------
+
+
+class Brittle(nn.Module):
+    """A linear classifier that gives NaN for pixels which are no multiples of 1/16, as every perturbed image's are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(64, 10)
+
+    def forward(self, x):
+        exact = ((16 * x).round() == 16 * x).flatten(1).all(1, keepdim=True)
+        return torch.where(exact, self.fc(x.flatten(1)), torch.nan)
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "noise-uniform",
+        "pgd3",
+        "pgd2-restarts2-worst",
+        "pgd3-momentum1",
+        "apgd-ce-steps5",
+        "square-queries20",
+        "autoattack-steps5-queries20",
+    ],
+)
+def test_no_number_is_a_wrong_answer_for_every_attack(data, attack):
+    """Some called such an image robust, and others refused to go on: the first images they saw were perturbed ones."""
+    model = Brittle().eval()
+    x = data[0][:24]
+    y = model(x).argmax(1)
+    result = benchmark(model, (x, y), advnorm.ThreatModel(eps=0.03), attack)
+    assert result.clean_accuracy() == 1 and result.robust_accuracy(attack) == 0
+
+
+def test_no_number_for_a_clean_image_is_refused_by_an_attack_itself(data):
+    model = Brittle().eval()
+    x, y = data[0][:4] + 0.001, data[1][:4]
+    with pytest.raises(ConfigError, match="NaN logits"):
+        PGD(threat=THREAT, steps=1)(model, x.clamp(0, 1), y)
+
+
+# -- what does not go together -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "attacks", "told"),
+    [
+        (lambda: Counting(classes=2), lambda x: x, ["apgd-ce-steps3", "pgd10-dlr"], "pgd10-dlr: the dlr loss needs"),
+        (lambda: Counting(classes=3), lambda x: x, ["fgsm", "pgd3-dlr-targeted"], "at least 4 classes, got 3"),
+        (
+            lambda: Counting(lambda z: z.detach()),
+            lambda x: x,
+            ["square-queries9", "pgd10", "fgsm"],
+            "pgd10, fgsm: the logits do not depend",
+        ),
+        (Counting, lambda x: x.flatten(1), ["pgd3", "autoattack-steps2"], "autoattack-steps2: Square needs images"),
+    ],
+)
+def test_attacks_that_do_not_go_with_model_or_images_are_refused_before_any_work(data, model, change, attacks, told):
+    model = model()
+    with pytest.raises(ConfigError, match=told):
+        benchmark(model, (change(data[0][:20]), data[1][:20] % 2), THREAT, attacks)
+    assert model.forwards == 1
+
+
+def test_without_gradients_what_needs_none_runs(data):
+    model = Counting(lambda z: z.detach())
+    result = benchmark(model, some(data), THREAT, ["square-queries9", "noise-uniform", "autoattack-steps2-queries9"])
+    assert len(result.attacks) == 3
+
+
+# -- bookkeeping -------------------------------------------------------------------------------------------------------
+
+
+class Rounding(Counting):
+    """Has no gradients, and falls to what needs none."""
+
+    def forward(self, x):
+        return super().forward(x + ((8 * x).round() / 8 - x).detach() - (x - x.detach()))
+
+
+def test_points_that_square_takes_are_of_all_images(data):
+    """The share was that of the images that are right without an attack."""
+    torch.manual_seed(0)
+    x, _ = some(data, 60)
+    model = Rounding()
+    y = torch.where(torch.arange(60) < 30, model(x).argmax(1), (model(x).argmax(1) + 1) % 10)
+    result = benchmark(model, (x, y), THREAT, AutoAttack(threat=THREAT, steps=3, targets=2, queries=300))
+    (stages,) = result.record()["stages"]["as called"].values()
+    lost = 100 * (stages["fab-t"] - stages["square"])
+    assert lost > 0.2
+    (told,) = [text for text in result.warnings if "Square lowered" in text]
+    assert f"another {lost:.2f} points" in told
+
+
+def test_batch_statistics_of_autoattack_are_those_of_the_batches(data, monkeypatch):
+    asked = []
+    evaluate = AutoAttack.evaluate
+    monkeypatch.setattr(
+        AutoAttack, "evaluate", lambda self, *a, **k: (asked.append(self.batch_size), evaluate(self, *a, **k))[1]
+    )
+    attack = AutoAttack(threat=THREAT, attacks=("apgd-ce",), steps=2)
+    for statistics in ("running", "batch_frozen"):
+        frozen = dataclasses.replace(attack, statistics=statistics)
+        benchmark(perceptron(), some(data), THREAT, frozen, batch_size=8, statistics=statistics)
+    assert asked == [None, 8]
+
+
+def test_stages_of_a_transferred_cascade_are_not_told_as_those_of_the_branch_that_judges(data):
+    torch.manual_seed(0)
+    model = advnorm.create_model("small_cnn", norm="dual_bn", in_channels=1).eval()
+    attack = AutoAttack(threat=THREAT, attacks=("apgd-ce",), steps=2)
+    own, transferred = (
+        benchmark(model, some(data), THREAT, {"aa": dataclasses.replace(attack, route=route)}, "adv").record()["stages"]
+        for route in (None, "clean")
+    )
+    assert set(own["adv"]) == {"aa"} and transferred == {}
+
+
+def test_the_record_of_attacks_under_other_names_is_another_one(data, tmp_path):
+    attack = PGD(threat=THREAT, steps=1)
+    benchmark(Counting(), some(data), THREAT, {"mine": attack}, record=tmp_path / "r.json")
+    with pytest.raises(ConfigError):
+        benchmark(Counting(), some(data), THREAT, {"other": attack}, record=tmp_path / "r.json")
+
+
+def test_a_surrogate_has_weights_of_its_own(own_model, sound):
+    (own_model / "wrapped_of_tests.py").write_text(
+        "import torch, my_model_of_tests\n"
+        "class Quantized(torch.nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.model = my_model_of_tests.build()\n"
+        "    def forward(self, x):\n        return self.model((x * 16).round() / 16)\n"
+    )
+    save_file({f"model.{name}": value for name, value in sound.state_dict().items()}, "q.safetensors")
+    quiet = Console(record=True, width=160, file=open("/dev/null", "w"))  # noqa: SIM115
+    common = {"target": "wrapped_of_tests:Quantized", "weights": Path("q.safetensors"), "data": "digits"}
+    asked = cli.Asked(**common, eps="0.2", limit=30, device="cpu")
+    own = {"surrogate": "my_model_of_tests:build", "budget": "quick"}
+    cli.audit(quiet, asked, **own, surrogate_weights=Path("w.safetensors"))
+    assert "from surrogate" in quiet.export_text()
+    with pytest.raises(ConfigError, match="the surrogate: .*missing in the file"):
+        cli.audit(quiet, asked, **own)
+    with pytest.raises(ConfigError, match="go with a --surrogate"):
+        cli.audit(quiet, asked, surrogate_weights=Path("w.safetensors"))

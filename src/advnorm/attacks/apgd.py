@@ -17,7 +17,7 @@ from torch import Tensor
 from advnorm._core.errors import did_you_mean
 from advnorm._core.seeding import ImageNoise
 from advnorm.attacks.base import Option, register
-from advnorm.attacks.losses import LOSSES
+from advnorm.attacks.losses import LOSSES, least_classes
 from advnorm.attacks.search import Found, Grid, Search, Victim, margin_of, near, norm_of, ranked_targets, take
 from advnorm.threat import ThreatModel, per_image
 
@@ -83,9 +83,8 @@ class APGD(Search):
             point = climb(rows, near(rule.threat, rows.x)(point), rule=rule, counts=factor == 1)
 
     def _value(self, classes: int) -> Value:
-        # DLR divides by a difference to the third logit, or to the fourth with a target.
-        few = classes < (4 if self.targets else 3)
-        loss = LOSSES["cw" if self.loss == "dlr" and few else self.loss]
+        few = classes < least_classes(self.loss, targeted=bool(self.targets))
+        loss = LOSSES["cw" if few else self.loss]
         if not self.targets:
             return lambda logits, y, _target: loss.untargeted(logits, y)
         assert loss.targeted is not None

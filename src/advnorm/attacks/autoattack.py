@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -66,6 +66,8 @@ class AutoAttack(Attack):
     when memory runs out.
     """
 
+    by_gradients = False  # on a model without, Square alone runs
+
     version: Version = "standard"
     attacks: tuple[str, ...] | None = None
     precision: Precision = "float32"
@@ -101,6 +103,9 @@ class AutoAttack(Attack):
                 if len(set(self.attacks)) < len(self.attacks):
                     problems.append(f"an attack can take part once, got {self.attacks!r}")
         return problems
+
+    def misfits(self, shape: Sequence[int], classes: int) -> list[str]:
+        return [text for search in self.stages().values() for text in search.misfits(shape, classes)]
 
     def stages(self) -> dict[str, Search]:
         """The attacks by name, in order, with the authors' settings."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from advnorm.attacks.autoattack_record import Flag
+from advnorm.attacks.losses import least_classes
 from advnorm.attacks.search import Search, Victim
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def _flags_of_classes(stages: Mapping[str, Search], classes: int) -> list[Flag]:
         targets = getattr(search, "targets", 0)
         if targets > classes - 1:
             problems.append(f"{name} had {classes - 1} target classes in place of {targets}")
-        if getattr(search, "loss", "") == "dlr" and classes < (4 if targets else 3):
+        if classes < least_classes(getattr(search, "loss", ""), targeted=bool(targets)):
             problems.append(f"{name} used the margin in place of the DLR loss")
     message = f"with {classes} classes, " + "; ".join(problems)
     return [Flag("few-classes", message)] if problems else []
@@ -94,12 +95,16 @@ def flags_after(names: tuple[str, ...], fooled_by: Tensor, no_gradient: Mapping[
             "look for saturation, rounding or a huge scale of the logits"
         )
         flags.append(Flag("zero-gradients", message))
-    if "square" in names[2:]:
-        lowered = (fooled_by == names.index("square")).double().mean().item()
-        if lowered > 0.002:
-            message = (
-                f"Square lowered the robust accuracy by another {100 * lowered:.2f} points, "
-                "which points to masked gradients; try more queries and restarts, or an adaptive attack"
-            )
-            flags.append(Flag("square-better", message))
-    return flags
+    return flags + square_flags(names, fooled_by, len(fooled_by))
+
+
+def square_flags(names: tuple[str, ...], fooled_by: Tensor, images: int) -> list[Flag]:
+    """Whether Square, after attacks by gradients, fools more of so many images than chance explains."""
+    if "square" not in names[2:]:
+        return []
+    lowered = int((fooled_by == names.index("square")).sum()) / images
+    message = (
+        f"Square lowered the robust accuracy by another {100 * lowered:.2f} points, "
+        "which points to masked gradients; try more queries and restarts, or an adaptive attack"
+    )
+    return [Flag("square-better", message)] if lowered > 0.002 else []

@@ -11,11 +11,11 @@ import dataclasses
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -144,6 +144,9 @@ class Attack(ABC):
     ``progress`` is called during long runs with the work done and the work in all.
     """
 
+    #: Whether it needs the gradients of the logits with respect to the images.
+    by_gradients: ClassVar[bool] = True
+
     threat: ThreatModel
     seed: int = 0
     route: str | None = None
@@ -165,6 +168,10 @@ class Attack(ABC):
         if self.statistics not in MODES:
             problems.append(f"unknown statistics mode {self.statistics!r}{did_you_mean(self.statistics, MODES)}")
         return problems
+
+    def misfits(self, shape: Sequence[int], classes: int) -> list[str]:
+        """What speaks against it on images of this shape, and on a model of so many classes."""
+        return []
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, *, index: Tensor | None = None) -> Tensor:
         """Adversarial images for ``x`` with labels ``y``; ``index`` is each image's identity for its noise.
@@ -196,7 +203,7 @@ class Attack(ABC):
             index = torch.arange(len(x), device=x.device) if index is None else index.to(x.device)
             if len(index) != len(x):
                 raise ConfigError(f"index names {len(index)} images and the batch has {len(x)}")
-            x_adv = perturb(checked(predict, largest_label), images, labels, self.noise(index))
+            x_adv = perturb(checked(predict, largest_label, images), images, labels, self.noise(index))
             return self.kept(x_adv, images)
 
     def noise(self, index: Tensor) -> ImageNoise:
@@ -260,8 +267,11 @@ def check_images(x: Tensor, y: Tensor) -> int:
     return int(most)
 
 
-def checked(predict: Predict, largest_label: int) -> Predict:
-    """``predict`` that checks the first logits it sees: enough classes for the labels, and no NaN."""
+def checked(predict: Predict, largest_label: int, clean: Tensor | None = None) -> Predict:
+    """``predict`` that checks the first logits it sees: enough classes for the labels, and no NaN.
+
+    ``clean``: the images, where the first that it sees may be perturbed ones: NaN of these alone is a wrong prediction.
+    """
     first = True
 
     def guarded(x: Tensor) -> Tensor:
@@ -273,7 +283,7 @@ def checked(predict: Predict, largest_label: int) -> Predict:
                 raise ConfigError(
                     f"labels go up to {largest_label} and the model has {logits.shape[1]} classes; labels count from 0"
                 )
-            if bool(logits.isnan().any()):
+            if bool(logits.isnan().any()) and (clean is None or bool(predict(clean).isnan().any())):
                 raise ConfigError(
                     "the model returns NaN logits; check its weights, and its statistics (was it ever trained?)"
                 )

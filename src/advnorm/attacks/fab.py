@@ -57,7 +57,7 @@ class FAB(Search):
         likely = clean if start is None else victim.strict(start)
         target = ranked_targets(likely, y, max(1, self.targets)).repeat_interleave(self.restarts, 1).flatten()
         origin = grid.rows(x)
-        far = torch.full_like(origin.flatten(1)[:, 0], torch.inf)
+        far = grid.rows(torch.where(clean.argmax(1) != y, 0.0, torch.inf))  # what is wrong already is at no distance
         first = origin if start is None else grid.rows(start)
         state = _State(x=origin, y=grid.rows(y), target=target, point=first, distance=far)
         if self.restarts > 1:

@@ -52,9 +52,19 @@ def _at(logits: Tensor, y: Tensor) -> Tensor:
     return logits.gather(1, y[:, None])[:, 0]
 
 
+def least_classes(loss: str, *, targeted: bool) -> int:
+    """Of a model that a loss can be taken of: DLR divides by a difference to the third logit, or to the fourth."""
+    return (4 if targeted else 3) if loss == "dlr" else 2
+
+
+def too_few_classes(loss: str, least: int, classes: int) -> str:
+    """What is wrong then, with the cure."""
+    return f"the {loss} loss needs at least {least} classes, got {classes}; use loss='cw'"
+
+
 def _top(logits: Tensor, count: int, loss: str) -> Tensor:
     if logits.shape[1] < count:
-        raise ConfigError(f"the {loss} loss needs at least {count} classes, got {logits.shape[1]}; use loss='cw'")
+        raise ConfigError(too_few_classes(loss, count, logits.shape[1]))
     return _wide(logits).topk(count, dim=1).values
 
 

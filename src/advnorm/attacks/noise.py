@@ -26,6 +26,8 @@ class RandomNoise(Attack):
     length eps. With ``restarts`` the worst of several draws per image.
     """
 
+    by_gradients = False
+
     kind: Kind = "uniform"
     restarts: int = 1
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from advnorm._core.errors import ConfigError, did_you_mean
 from advnorm._core.seeding import ImageNoise
 from advnorm.attacks.base import Attack, Option, Predict, checked, input_gradient, register
-from advnorm.attacks.losses import LOSSES
+from advnorm.attacks.losses import LOSSES, least_classes, too_few_classes
 from advnorm.threat import length_problem, parse_length, per_image
 
 Start = Literal["uniform", "clean", "gaussian"]
@@ -38,7 +38,7 @@ class Worst:
     def see(self, x: Tensor, logits: Tensor, loss: Tensor) -> None:
         """Take in candidates with their logits and losses; an earlier one stays where both are equally bad."""
         x, loss, predicted = x.detach(), loss.detach(), logits.detach().argmax(1)
-        rank = (predicted != self.y).long()
+        rank = ((predicted != self.y) | logits.detach().isnan().any(1)).long()
         if self.target is not None:
             rank = rank + (predicted == self.target)
         if self.x is None:
@@ -108,6 +108,10 @@ class PGD(Attack):
             problems.append(f"unknown keep {self.keep!r}{did_you_mean(self.keep, get_args(Keep))}")
         return problems
 
+    def misfits(self, shape: Sequence[int], classes: int) -> list[str]:
+        least = least_classes(self.loss, targeted=self.target is not None)
+        return [] if classes >= least else [too_few_classes(self.loss, least, classes)]
+
     @property
     def step(self) -> float:
         """The step size as a number."""
@@ -133,7 +137,7 @@ class PGD(Attack):
             raise ConfigError(f"targets must be at least 0, got {least}")
 
         def towards(predict: Predict, x: Tensor, y: Tensor, noise: ImageNoise) -> Tensor:
-            return self.perturb(checked(predict, most), x, y, noise, target=target)
+            return self.perturb(checked(predict, most, x), x, y, noise, target=target)
 
         return self._run(model, x, y, index, towards)
 
@@ -161,6 +165,7 @@ class PGD(Attack):
                 grad = input_gradient(loss, x_adv)
                 if self.keep == "worst":
                     worst.see(x_adv, logits, loss)
+                grad = grad.nan_to_num(nan=0.0)  # where the model gives no number it is fooled: stay there
                 if self.momentum:
                     grad = velocity = self.momentum * velocity + _per_image_scale(grad)
                 x_adv = project(self.threat.ascended(x_adv.detach(), grad, self.step))

@@ -116,15 +116,19 @@ class Victim:
             return self._logits(self.search, x)
 
     def margin(self, logits: Tensor, y: Tensor) -> Tensor:
-        """The search's margins; where a stand-in has no finite one the image may be fooled, and is to be judged."""
+        """The search's margins; where a stand-in has no finite one the image may be fooled, and is to be judged.
+
+        Where the model itself gives NaN it is.
+        """
         margin = margin_of(logits, y)
         if self.search is self.predict:
-            return margin.nan_to_num(nan=torch.inf, posinf=torch.inf)
+            return margin.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
         return margin.nan_to_num(nan=self.tolerance, posinf=self.tolerance, neginf=self.tolerance)
 
     def fooled(self, x: Tensor, y: Tensor) -> Tensor:
-        """Whether the strict prediction differs from the label."""
-        return self.strict(x).argmax(1) != y
+        """Whether the strict prediction differs from the label; NaN predicts nothing."""
+        logits = self.strict(x)
+        return (logits.argmax(1) != y) | logits.isnan().any(1)
 
     def gradient(
         self, x: Tensor, value: Callable[[Tensor, slice], Tensor], samples: int = 1

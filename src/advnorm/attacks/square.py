@@ -7,7 +7,7 @@ Sources: Andriushchenko et al. 2020, "Square Attack: a query-efficient black-box
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from advnorm._core.errors import ConfigError
+from advnorm._core.errors import raise_all
 from advnorm._core.seeding import ImageNoise
 from advnorm.attacks.base import Option, register
 from advnorm.attacks.search import Found, Grid, Search, Victim, margin_of, near, norm_of, take
@@ -42,6 +42,8 @@ class Square(Search):
     ``p_init``: share of the pixels that the first squares cover; it halves after 10, 50, 200, 500, 1000, ... queries.
     """
 
+    by_gradients = False
+
     queries: int = 5000
     p_init: float = 0.8
     restarts: int = 1
@@ -52,6 +54,11 @@ class Square(Search):
             problems.append(f"p_init must lie in (0, 1], got {self.p_init!r}")
         return problems
 
+    def misfits(self, shape: Sequence[int], classes: int) -> list[str]:
+        if len(shape) == 3:
+            return []
+        return [f"Square needs images of shape (N, channels, height, width), got {('N', *shape)}"]
+
     def variants(self, classes: int) -> int:
         return self.restarts
 
@@ -59,8 +66,7 @@ class Square(Search):
         return (self.queries + 2) * self.restarts
 
     def search(self, victim: Victim, x: Tensor, y: Tensor, noise: ImageNoise) -> Found:
-        if x.dim() != 4:
-            raise ConfigError(f"Square needs images of shape (N, channels, height, width), got {tuple(x.shape)}")
+        raise_all(self.misfits(x.shape[1:], 2), "bad batch")
         grid = Grid(victim, self.threat, x, y, self.restarts)
         x, y, noise = grid.rows(x), grid.rows(y), grid.noise(noise)
         grid.see(x, margin_of(victim.strict(x), y))

@@ -266,6 +266,9 @@ def audit(
     ] = None,
     budget: Annotated[str, typer.Option(help="quick, standard or full.")] = "standard",
     surrogate: Annotated[str | None, typer.Option(help="module:function of a model to transfer attacks from.")] = None,
+    surrogate_weights: Annotated[
+        Path | None, typer.Option(help="Its weights, as .safetensors; default: those of the model.")
+    ] = None,
     weights: Weights = None,
     checkpoint: Checkpoint = None,
     data: Data = None,
@@ -283,7 +286,8 @@ def audit(
     """Is the robustness of a classifier real? Exit status: 0 real, 1 false, 3 inconclusive, 4 none there; 70 a crash.
 
     Examples: `advnorm audit my_models:build --weights w.safetensors --data cifar10:data --eps 8/255 --plot audit.png`,
-    `advnorm audit my_models:quantized --surrogate my_models:build --weights w.safetensors`
+    `advnorm audit my_models:quantized --weights q.safetensors --surrogate my_models:build
+    --surrogate-weights w.safetensors`
     """
     from advnorm.cli import evaluate as verbs
 
@@ -308,6 +312,7 @@ def audit(
         route=route,
         budget=budget,  # pyright: ignore[reportArgumentType]  # checked there, with a hint
         surrogate=surrogate,
+        surrogate_weights=surrogate_weights,
         plot=plot,
     )
     raise typer.Exit(code)

@@ -97,16 +97,19 @@ def audit(
     route: str | None = None,
     budget: Budget = "standard",
     surrogate: str | None = None,
+    surrogate_weights: Path | None = None,
     plot: Path | None = None,
 ) -> int:
     """Print the verdict with its evidence; the exit status is 0 real, 1 false, 3 inconclusive, 4 none."""
     problems, source = Problems(), None
     with problems.collected():
         wrong = [*budget_problems(budget), *asked.problems(), *(plot_problems(plot) if plot else [])]
+        if surrogate_weights is not None and surrogate is None:
+            wrong.append("--surrogate-weights go with a --surrogate; name it, or leave them out")
         raise_all(wrong, "bad command")
     if surrogate is not None:
         with problems.collected("the surrogate: "):
-            source = load_model(surrogate, asked.weights, asked.device)
+            source = load_model(surrogate, surrogate_weights or asked.weights, asked.device)
     case = subject(asked, problems)
     own = {"route": route, "budget": budget, "surrogate": source, "about": case.about}
     with told(console, asked.json, lambda verdict: _print_verdict(console, verdict)) as tell:

@@ -31,6 +31,7 @@ from advnorm.engine.verdict import (
     FIXED,
     LEAST_IMAGES,
     NONE_CLAIMED,
+    SLACK_IMAGES,
     Evidence,
     Step,
     Verdict,
@@ -160,6 +161,7 @@ def audit(
         statistics=statistics,
         record=record,
         surrogate=surrogate,
+        gradients=False,  # without any an audit climbs what is left of its ladder
         about=about,
     )
     origin = "" if surrogate is None else model_fingerprint(surrogate)
@@ -203,7 +205,7 @@ class _Audit:
         self.threat: ThreatModel = case.threat
         self.chance = case.labels.bincount().max().item() / len(case.labels)
         #: Points that two images make: no order of attacks is refuted by less.
-        self.slack = 200 / len(case.labels)
+        self.slack = 100 * SLACK_IMAGES / len(case.labels)
         self.evidence: list[Evidence] = []
         self.advice: list[str] = []
 
@@ -231,7 +233,8 @@ class _Audit:
         }
         others |= self._components()
         claimed = _share(claims[judged])
-        self.evidence.insert(0, weigh_gap(claimed, _share(worst), self.evidence, norm=self.threat.norm))
+        how = {"norm": self.threat.norm, "images": len(self.right)}
+        self.evidence.insert(0, weigh_gap(claimed, _share(worst), self.evidence, **how))
         word, reasons = decide(claimed, _share(worst), self.evidence, chance=self.chance, images=len(self.right))
         return Verdict(
             verdict=word,
@@ -413,7 +416,7 @@ class _Audit:
             text = f"median norm of the loss gradient; 5 % are below {low:.2g}, 5 % above {high:.2g}"
             self._expect("gradient norm", text, middle, math.inf, weight="note")
         if zero > ZERO_SHARE:
-            without = "and attack the model without it: audit(..., surrogate=)"
+            without = "and give the model without it as the surrogate"
             self.advice.append(
                 "find what stops the gradients (quantization, rounding, detach, huge logits) "
                 + (without if self.surrogate is None else "and take it out; the surrogate shows what is left then")
@@ -447,16 +450,17 @@ class _Audit:
     def _what_to_try(self, word: Word, claimed: float, others: Mapping[str, Mapping[str, float]]) -> list[str]:
         advice = list(self.advice)
         blind = any(item.name in BLIND for item in self.evidence if not item.ok)
-        if word == "false" and not blind:
+        if word == "false" and not blind and not branches(self.case.model):
             advice.append(
                 "trained on clean and adversarial images with one norm? Add a KL term between the two outputs "
                 "(paper A, table 8: AutoAttack 0.5 % to 23.6 %), or give each an affine of its own ('dual_affine_bn')"
             )
+        if word == "false" and not blind:
             advice.append("train against more attack steps, with random starts, or at a smaller eps")
         if word == "inconclusive" and len(self.right) < LEAST_IMAGES:
             advice.append("give more images")
         elif word == "inconclusive" and self.budget != "full" and not blind:
-            advice.append("run again with budget='full'")
+            advice.append("run again with the budget 'full'")
         if word == "inconclusive" and self.threat.norm == "L1" and not self.evidence[0].ok:
             advice.append(
                 "under L1 PGD is weak on every model, and the gap alone proves no masking: trust the worst case"

@@ -19,7 +19,6 @@ from advnorm._core.errors import AdvnormError, ConfigError, did_you_mean, raise_
 from advnorm._core.records import digest, model_fingerprint, write_json
 from advnorm.attacks import Attack, attacked, input_gradient
 from advnorm.attacks.base import check_images, parse_name
-from advnorm.attacks.losses import cross_entropy
 from advnorm.data import FolderData, ImageData, Loader
 from advnorm.engine.partial import (
     Partial,
@@ -61,12 +60,14 @@ def prepare(
     statistics: Mode = "running",
     record: Path | str | None = None,
     surrogate: nn.Module | None = None,
+    gradients: bool = True,
     about: Mapping[str, Any] | None = None,
 ) -> Case:
     """Check everything with one small forward per route; all that is wrong in one error.
 
     ``any_threat``: attacks may have threat models of their own. ``spread``: take ``limit`` images evenly from all data.
-    ``surrogate``: another model that attacks will be computed on.
+    ``surrogate``: another model that attacks will be computed on. ``gradients``: refuse attacks by gradients on a model
+    without.
     """
     problems: list[str] = [] if record is None else unwritable(record)
     about = about or {}
@@ -120,8 +121,11 @@ def prepare(
         problems += bad
         if images is not None and labels is not None and not bad and not alone:
             few, classes = images[:PROBE].to(place), int(labels.max()) + 1
-            problems += _once({name: _probe(model, name, few, classes, statistics) for name in routes})
-            problems += _surrogate_problems(surrogate, routes, few, labels[:PROBE].to(place), classes)
+            of_route = {name: [job for job in jobs if job.route == name] for name in routes}
+            problems += _once(
+                {name: _probe(model, name, few, classes, statistics, of_route[name], gradients) for name in routes}
+            )
+            problems += _surrogate_problems(surrogate, routes, few, classes)
     raise_all(list(dict.fromkeys(problems)), "bad evaluation")
     assert images is not None and labels is not None and index is not None
     return Case(
@@ -161,7 +165,8 @@ class Case:
 
     def run(self, *, progress: bool = False) -> BenchmarkResult:
         """Work through the jobs; with a record continue where an earlier run was killed."""
-        fingerprint = digest(self.fingerprint, self.threat, self.routes, [job.key for job in self.jobs])
+        jobs = [(job.name, job.key) for job in self.jobs]
+        fingerprint = digest(self.fingerprint, self.threat, self.routes, jobs)
         done = finished(self.record, fingerprint, self.known_by)
         if done is not None:
             return BenchmarkResult.of_record(done)
@@ -334,8 +339,20 @@ def _place(model: nn.Module, device: str | torch.device | None) -> tuple[torch.d
     return found, []
 
 
-def _probe(model: nn.Module, route: str | None, x: Tensor, classes: int, statistics: Mode) -> str | None:
-    """What is wrong with a model, by one forward of a few images; the labels need so many classes."""
+def _probe(
+    model: nn.Module,
+    route: str | None,
+    x: Tensor,
+    classes: int,
+    statistics: Mode,
+    jobs: Sequence[Job] = (),
+    gradients: bool = False,
+) -> str | None:
+    """What is wrong with a model, by one forward of a few images; the labels need so many classes.
+
+    And which of the attacks do not go with it; with ``gradients``, those that need some where there are none, or
+    that there are none where no attack is given.
+    """
     if route is not None and not routed_modules(model):
         return f"{type(model).__name__} has no routed norms, and so no route {route!r}; leave route out"
     if route in domains(model) and mixture_norms(model) and not branches(model):
@@ -344,9 +361,18 @@ def _probe(model: nn.Module, route: str | None, x: Tensor, classes: int, statist
             f"or judge one Gaussian inside `with advnorm.component(model, {domains(model)[-1]!r}):`"
         )
     through = f"through route {route!r} " if route else ""
+    climbing = [job.name for job in jobs if job.attack.by_gradients]
+    gradients = gradients and (bool(climbing) or not jobs)
+    points, stopped = x.clone().requires_grad_(gradients), ""
     try:
-        with attacked(model, route=route, statistics=unmoving(statistics)) as predict, torch.no_grad():
-            logits = predict(x)
+        with attacked(model, route=route, statistics=unmoving(statistics)) as predict:
+            with torch.set_grad_enabled(gradients):
+                logits = predict(points)
+            try:
+                if gradients:
+                    input_gradient(logits.sum(1), points)
+            except ConfigError as error:
+                stopped = str(error)
     except AdvnormError as error:
         return str(error)
     except Exception as error:
@@ -358,7 +384,10 @@ def _probe(model: nn.Module, route: str | None, x: Tensor, classes: int, statist
         return f"the model returns NaN logits {through}".rstrip() + "; check its weights and statistics"
     if classes > logits.shape[1]:
         return f"labels go up to {classes - 1} and the model has {logits.shape[1]} classes; labels count from 0"
-    return None
+    shape = tuple(x.shape[1:])
+    problems = [f"{job.name}: {text}" for job in jobs for text in job.attack.misfits(shape, logits.shape[1])]
+    problems += [f"{', '.join(climbing) or 'attacks'}: {stopped}"] if stopped else []
+    return "; ".join(problems) or None
 
 
 def _once(found: Mapping[str | None, str | None]) -> list[str]:
@@ -371,7 +400,7 @@ def _once(found: Mapping[str | None, str | None]) -> list[str]:
 
 
 def _surrogate_problems(
-    surrogate: nn.Module | None, routes: Sequence[str | None], x: Tensor, y: Tensor, classes: int
+    surrogate: nn.Module | None, routes: Sequence[str | None], x: Tensor, classes: int
 ) -> list[str]:
     """What keeps attacks from being computed on a surrogate."""
     if surrogate is None:
@@ -384,15 +413,7 @@ def _surrogate_problems(
         )
     found: dict[str | None, str | None] = {}
     for route in () if problems else dict.fromkeys(same_branch(surrogate, route) for route in routes):
-        problem = _probe(surrogate, route, x, classes, "running")
-        if problem is None:
-            with attacked(surrogate, route=route) as predict:
-                points = x.clone().requires_grad_()
-                try:
-                    input_gradient(cross_entropy(predict(points), y), points)
-                except ConfigError as error:
-                    problem = str(error)
-        found[route] = problem
+        found[route] = _probe(surrogate, route, x, classes, "running", gradients=True)
     return [f"the surrogate: {problem}" for problem in [*problems, *_once(found)]]
 
 

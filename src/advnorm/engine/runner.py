@@ -19,6 +19,7 @@ from advnorm._core.precision import float32_as
 from advnorm._core.records import digest
 from advnorm.attacks import Attack, attacked
 from advnorm.attacks.autoattack import AutoAttack
+from advnorm.attacks.autoattack_checks import square_flags
 from advnorm.attacks.autoattack_record import AutoAttackResult
 from advnorm.attacks.base import Predict
 from advnorm.attacks.search import Halving, Search
@@ -280,16 +281,21 @@ class Runner:
         return lambda done: bar.update(task, completed=done, visible=done < total)
 
     def _cascade(self, job: Job, attack: AutoAttack, x: Tensor, y: Tensor, index: Tensor) -> AutoAttackResult:
+        case = self.case
         self.partial.begin(job.key)
         folder = self.partial.folder(job.key)
+        if attack.batch_size is None and case.statistics != "running":  # which are then those of the batches judged
+            attack = dataclasses.replace(attack, batch_size=case.batch_size)
         with writing(folder):
-            found = attack.evaluate(self.case.model, x, y, index=index, record=folder, bar=False)
-        for flag in found.warnings:
-            if flag.name not in _SAID:
-                self.partial.warn(job.key, f"{job.name}: {flag.message}")
+            found = attack.evaluate(case.model, x, y, index=index, record=folder, bar=False)
+        # Of all images, of which those that are wrong without an attack are not here.
+        flags = [flag for flag in found.warnings if flag.name not in (*_SAID, "square-better")]
+        for flag in flags + square_flags(found.stages, found.fooled_by, len(case.images)):
+            self.partial.warn(job.key, f"{job.name}: {flag.message}")
         self._warn_memory(job.key, job.name, found, "rows")
-        counts = {name: round(value * len(x)) for name, value in found.accuracy.items()}
-        self.partial.detail(job.key, {name: count / len(self.case.images) for name, count in counts.items()})
+        if attack.route == job.route:  # else they are those of the branch that is attacked, not of the one that judges
+            counts = {name: round(value * len(x)) for name, value in found.accuracy.items()}
+            self.partial.detail(job.key, {name: count / len(case.images) for name, count in counts.items()})
         return found
 
     def _right(self, x: Tensor, y: Tensor, route: str | None, *tags: Any) -> tuple[Tensor, Tensor]:

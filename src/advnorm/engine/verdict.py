@@ -41,6 +41,8 @@ DOUBT_RATIO = 0.5
 NONE_CLAIMED = 0.10
 #: ... and worst-case accuracy that goes with it, unless chance is more.
 NONE_LEFT = 0.05
+#: So many images more that withstood everything turn no gap into a sign.
+SLACK_IMAGES = 2
 #: Fewer images decide nothing: 95 % of the time an accuracy is then 18 points off or less.
 LEAST_IMAGES = 30
 
@@ -74,24 +76,34 @@ class Step:
     skipped: str = ""
 
 
-def weigh_gap(claimed: float, worst: float, evidence: Sequence[Evidence] = (), *, norm: Norm = "Linf") -> Evidence:
+def weigh_gap(
+    claimed: float,
+    worst: float,
+    evidence: Sequence[Evidence] = (),
+    *,
+    norm: Norm = "Linf",
+    images: int | None = None,
+) -> Evidence:
     """How far the worst case is below PGD-10, and what that weighs beside the other ``evidence``.
 
+    Of few ``images`` two more that withstood everything must not change it.
     Under L1 it decides nothing by itself: PGD is so weak there that it leaves 35 % of a linear model's images, of which
     the adaptive attacks leave 1 %.
     """
-    points, left = 100 * (claimed - worst), worst / claimed if claimed else 1.0
+    shown, share = 100 * (claimed - worst), worst / claimed if claimed else 1.0
+    least = min(claimed, (round(worst * images) + SLACK_IMAGES) / images) if images else worst
+    points, left = 100 * (claimed - least), least / claimed if claimed else 1.0
     false = left < FALSE_RATIO or (points > FALSE_POINTS and left < FALSE_POINTS_RATIO)
     zero = max((item.value for item in evidence if item.name == "zero gradients"), default=0.0)
     false |= zero >= BLIND_SHARE and points > BLIND_POINTS
     ok = points <= GAP_POINTS or not (false or left < DOUBT_RATIO)
     return Evidence(
         name="gap",
-        value=points,
+        value=shown,
         expected=f"at most {GAP_POINTS:g}, or {DOUBT_RATIO:g} of PGD-10 left",
         ok=ok,
         weight="decides" if false and norm != "L1" else "doubt",
-        text=f"points from PGD-10 ({100 * claimed:.1f}) to the worst case ({100 * worst:.1f}); {left:.2f} left",
+        text=f"points from PGD-10 ({100 * claimed:.1f}) to the worst case ({100 * worst:.1f}); {share:.2f} left",
     )
 
 
@@ -103,11 +115,12 @@ def decide(
     doubts = [item for item in rest if not item.ok and item.weight != "note"]
     signs = [f"{item.text}: {item.value:.3g}, expected {item.expected}" for item in doubts]
     numbers = f"PGD-10 leaves {claimed:.1%}, the worst case {worst:.1%} of {images} images"
-    if worst <= max(NONE_LEFT, chance):
-        if claimed <= NONE_CLAIMED:
-            return "none", [numbers]
-        if claimed <= chance and gap.ok:
-            return "none", [numbers, f"always answering the most frequent class gets {chance:.1%}"]
+    constant = f"always answering the most frequent class gets {chance:.1%}"
+    lost = worst <= max(NONE_LEFT, chance)
+    if lost and claimed <= NONE_CLAIMED:
+        return "none", [numbers]
+    if lost and claimed <= chance and (gap.ok or (gap.value <= FALSE_POINTS and not doubts)):
+        return "none", [numbers, constant]
     if images < LEAST_IMAGES:
         return "inconclusive", [numbers, f"fewer than {LEAST_IMAGES} images decide nothing", *signs]
     if any(item.name == "random" for item in doubts):
@@ -119,12 +132,14 @@ def decide(
         return "inconclusive", [f"{numbers}: a wide gap, but nothing else shows that gradients are masked"]
     if doubts:
         return "inconclusive", [numbers, *signs]
+    if lost:
+        return "none", [numbers, constant]
     return "real", [numbers, "accuracy levels off with more steps and falls with eps, and the gradients are sound"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Verdict:
-    """What an audit found. ``verdict``: real, false, inconclusive, or none: no robustness there, and none claimed."""
+    """What an audit found. ``verdict``: real, false, inconclusive, or none: no robustness, and none hidden either."""
 
     verdict: Word
     reasons: tuple[str, ...]
@@ -204,7 +219,8 @@ class Verdict:
             "inconclusive": "INCONCLUSIVE: what was found does not decide whether this robustness is real"
             if self.images >= LEAST_IMAGES
             else f"INCONCLUSIVE: {self.images} images are too few to decide",
-            "none": "NONE: this model is not robust at this eps, and PGD-10 says so too",
+            "none": "NONE: this model is not robust at this eps"
+            + (", and PGD-10 says so too" if self.claimed <= max(NONE_CLAIMED, self.chance) else ""),
         }[self.verdict]
         lines = [headline, *(f"  - {reason}" for reason in self.reasons)]
         if self.advice:
