@@ -645,3 +645,9 @@ def test_pixels_that_are_not_finite_are_left_as_they_were():
     x_adv = Broken(threat=LINF)(SMALL, x, y)
     assert_inside(LINF, x_adv, x)
     assert torch.equal(x_adv[x > 0.5], x[x > 0.5])
+
+
+def test_a_route_of_a_model_without_branches_is_refused(linf):
+    x, y = linf.first(2)
+    with pytest.raises(ConfigError, match="Sequential has no routed norms, and so no route 'adv'; leave route out"):
+        attacks.PGD(threat=linf.threat, steps=1, route="adv")(linf.model, x, y)

@@ -58,6 +58,8 @@ def attacked(model: nn.Module, *, route: str | None = None, statistics: Mode = "
         raise ConfigError(f"unknown statistics mode {statistics!r}{did_you_mean(statistics, MODES)}")
     if isinstance(model, DistributedDataParallel):
         model = model.module  # an attack reduces nothing over ranks
+    if route is not None and not routed_modules(model):
+        raise ConfigError(f"{type(model).__name__} has no routed norms, and so no route {route!r}; leave route out")
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(_cuda_devices(model)))
         stack.enter_context(torch.inference_mode(False))

@@ -353,8 +353,6 @@ def _probe(
     And which of the attacks do not go with it; with ``gradients``, those that need some where there are none, or
     that there are none where no attack is given.
     """
-    if route is not None and not routed_modules(model):
-        return f"{type(model).__name__} has no routed norms, and so no route {route!r}; leave route out"
     if route in domains(model) and mixture_norms(model) and not branches(model):
         return (
             "the norms weigh their statistics by the input, and a route changes nothing at test time; leave route out, "
