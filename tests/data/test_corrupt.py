@@ -59,6 +59,28 @@ def test_fourteen_of_the_fifteen_common_corruptions_are_made():
     assert all(len(levels) == 5 for _, levels in GENERATED.values())
 
 
+#: The published parameters once more, severity by severity, in the order of NAMES (zoom: how many zooms are averaged).
+# fmt: off
+PUBLISHED = (
+    [0.04, 500, 0.01, (0.3, 0.4), (0.05, 1), (6, 1), 7, (0.1, 0.2, 1, 0.6, 8, 3, 0.95), (0.2, 3), 0.05, 0.75,
+     (0, 0, 0.08), 0.95, 80],
+    [0.06, 250, 0.02, (0.4, 0.5), (0.25, 1), (6, 1.5), 12, (0.1, 0.2, 1, 0.5, 10, 4, 0.9), (0.5, 3), 0.1, 0.5,
+     (0.05, 0.2, 0.07), 0.9, 65],
+    [0.08, 100, 0.03, (0.5, 0.6), (0.4, 1), (6, 2), 16, (0.15, 0.3, 1.75, 0.55, 10, 4, 0.9), (0.75, 2.5), 0.15, 0.4,
+     (0.08, 0.06, 0.06), 0.85, 58],
+    [0.09, 75, 0.05, (1, 0.2), (0.25, 2), (8, 2), 21, (0.25, 0.3, 2.25, 0.6, 12, 6, 0.85), (1, 2), 0.2, 0.3,
+     (0.1, 0.04, 0.05), 0.75, 50],
+    [0.1, 50, 0.07, (1.5, 0.1), (0.4, 2), (9, 2.5), 26, (0.3, 0.3, 1.25, 0.65, 14, 12, 0.8), (1.5, 1.75), 0.3, 0.15,
+     (0.1, 0.03, 0.03), 0.65, 40],
+)
+# fmt: on
+
+
+def test_the_parameters_are_the_published_ones():
+    for place, published in enumerate(PUBLISHED):
+        assert [levels[place] for _, levels in GENERATED.values()] == published, f"severity {place + 1}"
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shape", [(3, 32, 32), (1, 8, 8), (3, 11, 17)])
 def test_images_stay_in_range_and_keep_shape_and_type(name, shape):
