@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog, minimize
-from torch import nn
+from torch import Tensor, nn
 
 from advnorm import attacks
 from advnorm._core.errors import ConfigError
@@ -114,6 +115,118 @@ def test_the_smallest_perturbation_is_no_larger_than_the_authors(trained, norm):
     ratio = found.distance / distance
     assert ratio.median().item() == pytest.approx(1, abs=0.005)
     assert (ratio <= 1.03).double().mean() > 0.95
+
+
+class Watched(Victim):
+    """Writes down where it is asked for gradients, and for logits."""
+
+    def __init__(self, predict) -> None:
+        super().__init__(predict)
+        self.slopes: list[np.ndarray] = []
+        self.moves: list[np.ndarray] = []
+
+    def gradient(self, x, value, samples=1):
+        self.slopes.append(x.flatten(1).numpy())
+        return super().gradient(x, value, samples)
+
+    def jacobian(self, x):
+        self.slopes.append(x.flatten(1).numpy())
+        return super().jacobian(x)
+
+    def logits(self, x):
+        self.moves.append(x.flatten(1).numpy())
+        return super().logits(x)
+
+
+def tiny() -> tuple[nn.Sequential, Tensor, Tensor]:
+    """A smooth network in float64, images of 8 pixels of which some lie on the border of the box, and their classes."""
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).double().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    x = (1.4 * ImageNoise(0, torch.arange(30)).uniform((1, 2, 4), "x").double() - 0.2).clamp(0, 1)
+    return model, x, model(x).argmax(1)
+
+
+def onto(point: np.ndarray, w: np.ndarray, value: float, norm: str) -> np.ndarray:
+    """The shortest d with w·d = -value that stays in the box; where there is none, to the corner."""
+    sign = -np.sign(w * value)
+    room, weight = np.where(sign > 0, 1 - point, point), abs(w)
+    if norm == "L1":
+        moved, left = np.zeros_like(w), abs(value)
+        for i in np.argsort(-weight):
+            moved[i] = min(room[i], left / weight[i])
+            left -= weight[i] * moved[i]
+        return sign * moved
+    pace = weight if norm == "L2" else np.ones_like(w)
+    low, high = 0.0, (room / pace).max()
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if weight @ np.minimum(middle * pace, room) < abs(value) else (low, middle)
+    return sign * np.minimum(high * pace, room)
+
+
+def published(model: nn.Sequential, x: np.ndarray, y: int, target: int | None, norm: str, steps: int):
+    """Croce & Hein 2020, algorithm 1 for one image: its points before and after a move, distance, and what happened."""
+    inner, bias, outer, offset = (parameter.numpy() for parameter in model.parameters())
+    order, dual = ORDER[norm], {"Linf": 1, "L2": 2, "L1": math.inf}[norm]
+    others = [target] if target is not None else [c for c in range(len(outer)) if c != y]
+    point, distance, before, after, happened = x, math.inf, [], [], Counter[str]()
+    for _ in range(steps):
+        before.append(point)
+        h = np.tanh(inner @ point + bias)
+        z, jacobian = outer @ h + offset, outer @ ((1 - h**2)[:, None] * inner)
+        s = min(others, key=lambda c: abs(z[c] - z[y]) / np.linalg.norm(jacobian[c] - jacobian[y], dual))
+        value, w = z[s] - z[y], jacobian[s] - jacobian[y]
+        d, d_image = onto(point, w, value, norm), onto(x, w, value + w @ (x - point), norm)
+        length, length_image = np.linalg.norm(d, order), np.linalg.norm(d_image, order)
+        alpha = min(length / (length + length_image), 0.1)
+        point = ((1 - alpha) * (point + 1.05 * d) + alpha * (x + 1.05 * d_image)).clip(0, 1)
+        after.append(point)
+        fooled = np.argmax(outer @ np.tanh(inner @ point + bias) + offset) != y
+        happened.update(["fooled" if fooled else "not yet", "drawn less" if alpha < 0.1 else "drawn most"])
+        if fooled:
+            distance = min(distance, np.linalg.norm(point - x, order))
+            point = 0.1 * x + 0.9 * point
+    return before, after, distance, happened
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("targets", [0, 2])
+def test_every_step_is_that_of_the_published_algorithm(norm, targets):
+    model, x, y = tiny()
+    victim = Watched(model)
+    attack = FAB(threat=ThreatModel(norm=norm, eps=0.3), targets=targets, steps=30, minimal=True)
+    found = attack.search(victim, x, y, ImageNoise(0, torch.arange(len(x))))
+    assert found.distance is not None
+    before, after, happened = np.stack(victim.slopes, 1), np.stack(victim.moves, 1), Counter[str]()
+    for image in range(len(x)):
+        distances = []
+        for rank in range(max(1, targets)):
+            likely = [c for c in model(x)[image].argsort(descending=True).tolist() if c != y[image]]
+            target = likely[rank] if targets else None
+            run = published(model, x[image].flatten().numpy(), int(y[image]), target, norm, 30)
+            row = image * max(1, targets) + rank
+            np.testing.assert_allclose(before[row], run[0], atol=1e-7)
+            np.testing.assert_allclose(after[row], run[1], atol=1e-7)
+            distances.append(run[2])
+            happened += run[3]
+        assert found.distance[image].item() == pytest.approx(min(distances), rel=1e-7)
+    assert happened.keys() == {"fooled", "not yet", "drawn less", "drawn most"}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_first_restart_begins_at_the_image_and_the_others_apart_at_half_the_way(norm):
+    model, x, y = tiny()
+    victim, threat = Watched(model), ThreatModel(norm=norm, eps=0.2)
+    attack = FAB(threat=threat, targets=2, restarts=3, steps=1, minimal=True)
+    attack.search(victim, x, y, ImageNoise(0, torch.arange(len(x))))
+    moved = victim.slopes[0].reshape(30, 6, 8) - x.flatten(1).numpy()[:, None]
+    assert (moved[:, [0, 3]] == 0).all()
+    later = moved[:, [1, 2, 4, 5]].reshape(120, 8)
+    assert len(np.unique(later.round(6), axis=0)) == 120
+    lengths = np.linalg.norm(later, ORDER[norm], axis=1)
+    assert (lengths <= 0.1 * (1 + 1e-6)).all() and lengths.mean() > 0.05  # the box cuts some off
 
 
 def test_a_success_is_a_point_within_eps(linf):
