@@ -938,6 +938,15 @@ def test_all_that_is_wrong_with_a_command_is_told_at_once(own_model):
     assert cli.evaluate(quiet, asked, attacks=["fgsm"]) == 0
 
 
+def test_on_a_gpu_the_fast_search_is_named_where_it_was_not_chosen():
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    told = cli.in_less_time(["pgd10", "autoattack-steps10"], cuda)
+    assert "autoattack-steps10-bf16 is many times as fast" in told
+    assert cli.in_less_time(["autoattack"], cpu) is None
+    for names in (["pgd10", "square"], ["autoattack-bf16"], ["autoattack-float32"]):
+        assert cli.in_less_time(names, cuda) is None
+
+
 def test_the_table_of_attacks_lists_every_one():
     console = Console(record=True, width=200, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(listing.attacks("*"))

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 import advnorm.data as data_sets
 from advnorm._core.errors import AdvnormError, ConfigError, did_you_mean, raise_all
-from advnorm.attacks.base import parse_name
+from advnorm._core.wrappers import device_of
+from advnorm.attacks.base import ATTACKS, parse_name
 from advnorm.data import FolderData, ImageData
 from advnorm.engine.audit import Budget, budget_problems
 from advnorm.engine.audit import audit as run_audit
@@ -85,9 +86,24 @@ def evaluate(
         route = known
         console.print(f"branches: {', '.join(known)}; --route chooses", highlight=False)
     names, routes = list(attacks), list(route) or None
+    if (faster := in_less_time(names, device_of(case.model))) is not None:
+        console.print(faster, style="dim", highlight=False)
     with told(console, asked.json, lambda result: console.print(result.table(console.width))) as tell:
         tell(benchmark(case.model, case.data, case.threat, names, routes, about=case.about, **asked.settings()))
     return 0
+
+
+def in_less_time(attacks: Sequence[str], device: torch.device) -> str | None:
+    """A word on the fast search of AutoAttack, where one is asked for that would gain by it."""
+    parsed = {name: parse_name(name) for name in attacks}
+    slow = [
+        name
+        for name, (family, settings) in parsed.items()
+        if family is ATTACKS.get("autoattack") and "precision" not in settings
+    ]
+    if device.type != "cuda" or not slow:
+        return None
+    return f"{slow[0]} searches in float32; {slow[0]}-bf16 is many times as fast, and float32 forwards decide there too"
 
 
 def audit(

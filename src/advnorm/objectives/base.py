@@ -152,7 +152,7 @@ class Objective(nn.Module):
         problems = []
         if not isinstance(model, nn.Module):
             problems.append(f"the model must be an nn.Module, got {type(model).__name__}")
-        problems += cls._attack_problem(attack)
+        problems += cls._unusable(attack)
         known = cls.options()
         problems += [f"unknown option {name!r}{did_you_mean(name, known)}" for name in options if name not in known]
         if isinstance(model, nn.Module):
@@ -192,11 +192,11 @@ class Objective(nn.Module):
 
     @attack.setter
     def attack(self, attack: Attack | None) -> None:
-        raise_all(self._attack_problem(attack), f"bad attack of {type(self).__name__}")
+        raise_all(self._unusable(attack), f"bad attack of {type(self).__name__}")
         self._attack = None if attack is None else self.prepared(attack)
 
     @classmethod
-    def _attack_problem(cls, attack: Any) -> list[str]:
+    def _unusable(cls, attack: Any) -> list[str]:
         """What speaks against this attack, whatever the network is."""
         if attack is None:
             example = "PGD(threat=ThreatModel(eps='8/255'), steps=10)"
