@@ -181,3 +181,135 @@ def test_an_average_of_weights_has_a_rule_for_the_banks(name):
     with route(average, "adv"):
         average.eval()(torch.rand(2, 3, 16, 16))
     assert all(isinstance(m, RoutedNorm) for n, m in average.module.named_modules() if n.startswith("bn"))
+
+
+def test_eps_and_momentum_go_from_norm_to_norm_and_back():
+    for momentum in (0.3, None):
+        model = nn.Sequential(nn.BatchNorm2d(4, eps=0.01, momentum=momentum))
+        convert_norm(model, "dual_bn")
+        assert (model[0].eps, model[0].momentum) == (0.01, momentum)
+        plain = strip(model, "adv")[0]
+        assert (plain.eps, plain.momentum) == (0.01, momentum)
+    assert strip(make_norm("gmm_bn", 4, eps=0.01)).eps == 0.01
+    assert strip(make_norm("gn", 4, eps=0.01)).eps == 0.01
+
+
+def test_an_asked_eps_or_momentum_wins_over_that_of_the_replaced_norm():
+    model = nn.Sequential(nn.BatchNorm2d(4, eps=0.01, momentum=0.3), make_norm("bn", 4, eps=0.01, momentum=0.3))
+    convert_norm(model, "dual_bn", eps=0.02, momentum=None)
+    assert [(norm.eps, norm.momentum) for norm in model] == [(0.02, None)] * 2
+
+
+@pytest.mark.parametrize("old", [nn.BatchNorm2d(4), make_norm("bn", 4)], ids=["built_in", "ours"])
+def test_every_bank_of_three_has_tensors_of_its_own_with_the_old_values(old):
+    with torch.no_grad():
+        for tensor in old.state_dict().values():
+            tensor.add_(2)
+    model = nn.Sequential(copy.deepcopy(old))
+    convert_norm(model, "triple_bn")
+    state = model[0].state_dict()
+    assert len({value.data_ptr() for value in state.values()}) == len(state) == 3 * 5
+    for key, value in old.state_dict().items():
+        assert all(torch.equal(state[f"{key}_{domain}"], value) for domain in ("clean", "adv", "adv2"))
+
+
+def test_every_head_of_three_has_tensors_of_its_own_with_the_old_values():
+    model = nn.Sequential(nn.Linear(3, 4))
+    old = copy.deepcopy(model[0].state_dict())
+    convert_head(model, domains=("a", "b", "c"))
+    state = model[0].state_dict()
+    assert len({value.data_ptr() for value in state.values()}) == len(state) == 3 * 2
+    assert all(torch.equal(state[f"{key}_{domain}"], old[key]) for key in old for domain in "abc")
+
+
+def test_a_head_adds_the_bias_of_its_own_domain():
+    model = nn.Sequential(nn.Linear(3, 4))
+    convert_head(model)
+    with torch.no_grad():
+        model[0].bias_adv.add_(1)
+    x = torch.rand(2, 3)
+    with route(model, "clean"):
+        clean = model(x)
+    with route(model, "adv"):
+        torch.testing.assert_close(model(x), clean + 1)
+
+
+@pytest.mark.parametrize("family", ["gn", "ln", "in"])
+def test_a_per_sample_norm_of_ours_goes_on_to_check_its_input_when_it_is_routed(family):
+    model = nn.Sequential(make_norm(family, 4))
+    assert list(convert_norm(model, f"dual_affine_{family}").replaced) == ["0"]
+    with route(model, "adv"), pytest.raises(ConfigError, match="takes inputs with 4 dimensions"):
+        model(torch.rand(2, 4, 5))
+
+
+def test_an_instance_norm_with_running_statistics_stays():
+    model = nn.Sequential(nn.InstanceNorm2d(4, affine=True, track_running_stats=True))
+    assert list(convert_norm(model, "in").kept) == ["0"]
+    assert type(model[0]) is nn.InstanceNorm2d
+
+
+@pytest.mark.parametrize("name", ["ln", "dual_affine_ln"])
+def test_layer_norms_of_the_last_dimensions_are_converted_once(name):
+    model = nn.Sequential(nn.LayerNorm((6, 6), bias=False))
+    convert_norm(model, name)
+    norm = model[0]
+    assert convert_norm(model, name).kept == {"0": "routed already"}
+    assert model[0] is norm
+
+
+def test_hooks_before_loading_are_given_the_plain_module_of_a_lone_norm_too():
+    norm, seen = make_norm("dual_bn", 4), []
+    norm.register_load_state_dict_pre_hook(lambda module, *_: seen.append(module))
+    plain = strip(norm, "adv")
+    plain.load_state_dict(plain.state_dict())
+    assert seen == [plain]
+
+
+def test_a_linked_copy_shares_every_tensor_of_its_branch():
+    model = create_model("small_cnn", norm="dual_bn")
+    own = {value.data_ptr() for value in model.state_dict().values()}
+    assert {value.data_ptr() for value in strip(model, "adv", linked=True).state_dict().values()} <= own
+    assert not {value.data_ptr() for value in strip(model, "adv").state_dict().values()} & own
+
+
+def test_settings_stay_when_another_module_is_refused():
+    class Mine(nn.BatchNorm2d):
+        pass
+
+    model = nn.Sequential(make_norm("dual_bn", 4), Mine(4))
+    with pytest.raises(SurgeryError, match="Mine is a subclass of BatchNorm2d"):
+        convert_norm(model, "dual_bn", momentum=0.5, sync=True)
+    assert model[0].momentum == 0.1 and not model[0].sync
+
+
+def test_a_head_is_the_last_linear_layer_or_the_one_that_is_named():
+    layers = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU())
+    assert list(convert_head(copy.deepcopy(layers)).replaced) == ["2"]
+    assert list(convert_head(copy.deepcopy(layers), name="0").replaced) == ["0"]
+
+
+def test_synchronization_ends_when_asked():
+    model = nn.Sequential(nn.SyncBatchNorm(4), make_norm("bn", 4, sync=True))
+    convert_norm(model, "dual_bn", sync=False)
+    assert [norm.sync for norm in model] == [False, False]
+
+
+def test_keep_takes_one_name_too():
+    model = nn.ModuleDict({"first": nn.BatchNorm2d(3), "second": nn.BatchNorm2d(3)})
+    report = convert_norm(model, "dual_bn", keep="first")
+    assert list(report.kept) == ["first"] and list(report.replaced) == ["second"]
+
+
+def test_a_batch_norm_becomes_as_many_groups_as_asked():
+    model = nn.Sequential(nn.BatchNorm2d(8))
+    convert_norm(model, "gn", num_groups=2)
+    assert model[0].num_groups == strip(model)[0].num_groups == 2
+
+
+@pytest.mark.parametrize("name", ["none", "gmm_bn", "dual_affine_ln"])
+def test_hooks_and_mode_of_every_kind_of_norm_are_those_of_its_plain_module(name):
+    norm, calls = make_norm(name, 4).eval(), []
+    norm.register_forward_hook(lambda module, args, out: calls.append(type(module)))
+    plain = strip(norm, "adv")
+    plain(torch.rand(2, 4, 3, 3))
+    assert calls == [type(plain)] and not plain.training

@@ -5,6 +5,7 @@ import io
 import os
 import pickle
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -299,6 +300,21 @@ def test_the_centre_of_a_resized_image_is_cut_out(picture_folder):
     part = data.take([4, 1])
     assert part.files == (data.files[4], data.files[1]) and torch.equal(part[0][0], data[4][0])
     assert len({data.fingerprint, part.fingerprint, load("imagefolder", "val", picture_folder).fingerprint}) == 3
+
+
+def test_the_shorter_side_is_eight_sevenths_of_the_image_unless_told(picture_folder):
+    assert load("imagefolder", "val", picture_folder).resize == 256
+    data = load("imagefolder", "val", picture_folder, image_size=14)
+    assert data.resize == 16 and load("imagefolder", "val", picture_folder, image_size=14, resize=14).resize == 14
+
+
+def test_the_fingerprint_of_images_on_disk_knows_files_labels_classes_and_sizes(picture_folder):
+    data = load("imagefolder", "val", picture_folder, image_size=8)
+    others = (
+        {"files": data.files[::-1]}, {"labels": 1 - data.labels}, {"classes": ("ant", "bee")}, {"image_size": 7},
+        {"resize": 11},
+    )  # fmt: skip
+    assert len({data.fingerprint, *(replace(data, **change).fingerprint for change in others)}) == 6
 
 
 def test_unlabelled_test_images_leave_the_validation_images_in_charge(picture_folder):

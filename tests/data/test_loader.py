@@ -214,6 +214,17 @@ def test_pictures_are_cropped_resized_and_flipped_as_by_hand(picture_folder):
     assert sorted(set(both)) == [(False, True), (True, False)]
 
 
+@pytest.mark.parametrize("augment", ["flip", "crop_flip"])
+def test_a_picture_is_augmented_anew_in_every_epoch_and_with_every_seed(picture_folder, augment):
+    data = load("imagefolder", "train", picture_folder, image_size=8)
+    views = []
+    for seed, epoch in ((0, 0), (0, 1), (1, 0)):
+        images = by_index(WorkerLoader(data, batch_size=12, workers=0, seed=seed, augment=augment), epoch)
+        views.append(torch.stack([images[i] for i in sorted(images)]))
+    for one, two in ((0, 1), (0, 2), (1, 2)):
+        assert (views[one] != views[two]).flatten(1).any(1).sum() > (8 if augment == "crop_flip" else 0)
+
+
 @given(
     width=st.integers(1, 400),
     height=st.integers(1, 400),
@@ -235,6 +246,19 @@ def test_random_boxes_cover_eight_to_a_hundred_percent_evenly():
     assert 0.075 < area.min() < 0.1 and area.max() > 0.95 and (boxes == boxes.round()).all()
     below = np.mean(area < 0.5)  # all ratios fit below 3/4 of the area, where it is uniform
     assert 0.45 < below < 0.55
+
+
+def test_random_boxes_have_every_ratio_and_lie_anywhere():
+    draws = ImageNoise(0, torch.arange(4000)).uniform((10, 4)).tolist()
+    left, top, right, bottom = np.array([random_box(300, 300, draw) for draw in draws]).T
+    width, height = right - left, bottom - top
+    small = width * height < 300**2 / 2  # there all ratios fit
+    ratio = np.log(width / height)[small] / np.log(4 / 3)
+    assert np.allclose(np.quantile(ratio, [0.05, 0.25, 0.5, 0.75, 0.95]), [-0.9, -0.5, 0, 0.5, 0.9], atol=0.07)
+    places = [start[small] / (300 - length[small]) for start, length in ((left, width), (top, height))]
+    for place in places:
+        assert np.allclose(np.quantile(place, [0.05, 0.25, 0.5, 0.75, 0.95]), [0.05, 0.25, 0.5, 0.75, 0.95], atol=0.04)
+    assert abs(np.corrcoef(*places)[0, 1]) < 0.08
 
 
 def test_a_damaged_picture_is_named_through_a_worker(picture_folder):

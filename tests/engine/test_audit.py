@@ -13,10 +13,12 @@ from torch import nn
 
 import advnorm
 from advnorm._core.errors import ConfigError
+from advnorm.attacks.base import Attack
 from advnorm.cli import evaluate as cli
 from advnorm.data import digits
-from advnorm.engine import Verdict, audit
+from advnorm.engine import Verdict, audit, benchmark
 from advnorm.engine.audit import _Audit
+from advnorm.engine.runner import Runner
 from advnorm.engine.verdict import Evidence, decide, weigh_gap
 
 THREAT = advnorm.ThreatModel(eps=0.2)
@@ -289,12 +291,18 @@ def test_advice_fits_the_model(undefended, data):
 
 
 def test_every_branch_is_reported_and_the_one_that_claims_most_is_judged(dual, data):
-    verdict = quick(dual, data, limit=40)
+    data = data[0][:40], data[1][:40]
+    verdict = quick(dual, data)
     assert verdict.route in ("clean", "adv") and len(verdict.others) == 1
     (other,) = verdict.others
     assert verdict.claimed >= verdict.others[other]["PGD-10"]
-    assert verdict.ladder[-1].attack == f"from {other}"
-    given = quick(dual, data, limit=40, route=other)
+    transfer = {"pgd50": advnorm.attacks.get("pgd50", threat=THREAT, route=other)}
+    transferred = benchmark(dual, data, THREAT, transfer, verdict.route).robust_accuracy()
+    assert verdict.ladder[-1].attack == f"from {other}" and verdict.ladder[-1].alone == transferred != verdict.claimed
+    found = benchmark(dual, data, THREAT, ["pgd10", "apgd-t-steps40"], other)
+    accuracies = found.clean_accuracy(), found.robust_accuracy("pgd10"), found.robust_accuracy()
+    assert tuple(verdict.others[other].values()) == accuracies and accuracies[1] > accuracies[2]
+    given = quick(dual, data, route=other)
     assert given.route == other and list(given.others) == [verdict.route]
     assert given.claimed == verdict.others[other]["PGD-10"]
 
@@ -315,7 +323,8 @@ def test_a_norm_that_chooses_by_input_is_attacked_through_the_choice():
     (choice,) = [item for item in verdict.evidence if item.name == "choice"]
     assert choice.value == 1 and verdict.route == "as called" and verdict.verdict == "none"
     assert list(verdict.others) == ["fixed clean", "fixed adv"] and "fixed adv" in str(verdict)
-    assert [row["clean"] for row in verdict.others.values()] == [0.75, 0.25]  # one class for all images
+    for found in ("clean", "PGD-10", "worst case"):  # one class for all images, and so near no other
+        assert [row[found] for row in verdict.others.values()] == [0.75, 0.25]
     with advnorm.component(model, "adv"):  # nothing is chosen any more
         verdict = quick(model, (images, labels), near)
     assert verdict.others == {} and verdict.conditions["scopes"] == {"component": "adv"}
@@ -350,6 +359,78 @@ def test_two_classes_and_other_norms(data):
     for norm, eps in (("L2", 0.5), ("L1", 1.0)):
         verdict = quick(model, (images, labels), advnorm.ThreatModel(norm=norm, eps=eps))
         assert verdict.eps_curve[-1][0] == {"L2": 4.0, "L1": 32.0}[norm]
+
+
+def test_rungs_that_do_not_stand_alone_attack_what_withstood_the_others(sound, data, monkeypatch):
+    attacked, robust = [], Runner.robust
+
+    def counted(runner, job, among, **more):
+        attacked.append((job.name, int(among.sum())))
+        return robust(runner, job, among, **more)
+
+    monkeypatch.setattr(Runner, "robust", counted)
+    verdict = quick(sound, data, limit=16)
+    right, *ladder = verdict.ladder
+    left = [round(16 * step.worst) for step in verdict.ladder]
+    expected = [left[0] if step.alone is not None else before for step, before in zip(ladder, left)]
+    start = attacked.index((ladder[0].attack, left[0]))
+    assert attacked[start : start + len(ladder)] == [(step.attack, n) for step, n in zip(ladder, expected)]
+    assert right.worst == right.alone and left == sorted(left, reverse=True) and left[-1] < left[0]
+    assert all(step.worst <= step.alone for step in ladder if step.alone is not None)
+
+
+def test_what_one_attack_fools_stays_fooled_though_a_stronger_one_fails():
+    """Noise leaves the valley of right answers, which gradients lead deeper into."""
+
+    def valley(x):
+        depth = 0.001 - (x.flatten(1) - 0.5).abs().mean(1)
+        return torch.stack([depth, -depth], 1) + 0 * x.flatten(1)[:, :2]
+
+    class Backwards(nn.Module):
+        def forward(self, x):
+            return valley(2 * x.detach() - x)  # the same number, with the opposite gradient
+
+    images, labels = torch.full((30, 1, 4, 4), 0.5), torch.zeros(30, dtype=torch.long)
+    verdict = quick(Backwards(), (images, labels))
+    worst = [step.worst for step in verdict.ladder]
+    assert verdict.clean == 1 and worst == sorted(worst, reverse=True) and verdict.worst_case == 0
+
+
+def test_what_is_transferred_counts_for_the_worst_case(undefended, data):
+    flat = nn.Sequential(nn.Unflatten(1, (1, 8, 8)), undefended)
+    detached = Masked(flat, before=lambda x: x.detach())
+    verdict = quick(detached, (data[0].flatten(1), data[1]), limit=30, surrogate=flat)
+    *_, before, transfer = verdict.ladder
+    assert transfer.attack == "from surrogate" and before.worst > 0.5 > transfer.alone
+    assert verdict.worst_case == transfer.worst <= transfer.alone
+
+
+def test_an_image_that_one_of_two_losses_fools_does_not_withstand_a_larger_eps(undefended, data):
+    verdict = quick(Masked(undefended, after=lambda z: z * 1e4), data, limit=30)
+    assert verdict.claimed > 0.9 and verdict.eps_curve[-1] == (0.5, 0.0) and "large eps" not in failed(verdict)
+
+
+def test_images_are_taken_evenly_from_the_data_and_keep_their_places(undefended, data, monkeypatch):
+    seen, call = [], Attack.__call__
+
+    def kept(attack, model, x, y, **more):
+        seen.append((x, more["index"]))
+        return call(attack, model, x, y, **more)
+
+    order = data[1].argsort(stable=True)  # as a folder has them
+    images, labels = data[0][order], data[1][order]
+    monkeypatch.setattr(Attack, "__call__", kept)
+    verdict = quick(undefended, (images, labels), limit=30)
+    assert verdict.chance < 0.15 and seen
+    assert all(torch.equal(x, images[index]) for x, index in seen)
+    assert labels[torch.cat([index for _, index in seen]).unique()].unique().tolist() == list(range(10))
+
+
+def test_what_more_steps_may_take_grows_with_what_is_claimed(sound_verdict, undefended, data):
+    for verdict in (sound_verdict, quick(undefended, data)):
+        (steps,) = [item for item in verdict.evidence if item.name == "pgd10 to pgd50"]
+        assert steps.expected == f"at most {max(5, 15 * verdict.claimed):.3g}"
+    assert sound_verdict.claimed > 0.4 > 0.1 > verdict.claimed
 
 
 # -- what comes out ----------------------------------------------------------------------------------------------------

@@ -224,6 +224,17 @@ def test_a_slow_attack_is_saved_in_small_parts_with_the_same_result(sound, data,
     assert len(saved) == 1  # where the others of its batch matter to an image, batches stay whole
 
 
+def test_the_seconds_of_an_attack_are_those_of_all_its_parts_and_attempts(tmp_path):
+    verdicts = torch.tensor([1, 0, -1], dtype=torch.int8)
+    first = Partial(tmp_path / "r.partial", "of this evaluation")
+    first.save("pgd10", verdicts, 2.0)
+    first.save("pgd10", verdicts, 1.0)
+    again = Partial(tmp_path / "r.partial", "of this evaluation")
+    again.save("pgd10", verdicts, 0.5)
+    assert again.seconds("pgd10") == 3.5 and again.seconds("fgsm") == 0
+    assert torch.equal(again.verdicts("pgd10", 3), verdicts)
+
+
 def test_a_log_gets_a_line_now_and_then(sound, data, monkeypatch, capsys):
     """Standard error is no terminal here."""
     benchmark(sound, some(data), THREAT, "pgd10", batch_size=10, progress=True)

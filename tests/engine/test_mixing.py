@@ -5,7 +5,9 @@ import pytest
 import torch
 
 import advnorm
+from advnorm.data import load, make_loader
 from advnorm.engine.mixing import mixed
+from advnorm.engine.run import build_model, described
 
 X = torch.rand(6, 3, 8, 10, generator=torch.Generator().manual_seed(0))
 Y = torch.tensor([0, 1, 2, 3, 0, 1])
@@ -44,6 +46,22 @@ def test_cutmix_takes_one_box_from_the_neighbour_and_weighs_labels_by_what_is_le
     torch.testing.assert_close(labels.sum(1), torch.ones(6))
 
 
+def test_a_box_of_cutmix_has_the_drawn_share_and_lies_anywhere():
+    covered, whole = torch.zeros(8, 10), 0
+    for step in range(300):
+        foreign = (draw("cutmix", step)[0] != X).any(1)[0]
+        covered += foreign
+        rows, columns = foreign.any(1).nonzero(), foreign.any(0).nonzero()
+        if len(rows) and rows.min() > 0 and rows.max() < 7 and columns.min() > 0 and columns.max() < 9:
+            side = np.sqrt(1 - np.random.default_rng([3, step]).beta(1.0, 1.0))  # nothing of the box is cut off
+            assert (len(rows), len(columns)) == (round(8 * side), round(10 * side))
+            whole += 1
+    assert whole > 20
+    for axis in (0, 1):
+        first, last = covered.sum(axis)[[0, -1]].tolist()
+        assert 0.7 < first / last < 1.4  # no side is favoured
+
+
 def test_draws_depend_on_seed_and_step_alone():
     torch.manual_seed(1)
     first = draw("mixup", 4)
@@ -72,6 +90,33 @@ def test_a_training_with_mixed_images_runs_and_repeats(settings, tmp_path):
     )
     rows = [advnorm.train(config, out=tmp_path / name).metrics() for name in ("a", "b")]
     assert rows[0] == rows[1] and rows[0][0]["loss"] > 0
+
+
+def test_mixed_images_and_labels_are_those_of_a_loop_by_hand(tmp_path):
+    settings = {"mix": "mixup", "mix_alpha": 0.5, "seed": 3, "held_out": 0, "validate_every": 0}
+    data = {"name": "synthetic", "size": 48, "image_size": 8, "channels": 1, "classes": 4}
+    config = advnorm.Config.from_dict(
+        {"objective": "standard", "model": "small_cnn", "data": data, "epochs": 2, "batch_size": 12, **settings}
+    )
+    run = advnorm.train(config, out=tmp_path, device="cpu")
+    images = load(split="train", **data)
+    torch.manual_seed(3)
+    model = build_model(config, described(images)).train()
+    objective = advnorm.objectives.Standard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
+    loader = make_loader(images, batch_size=12, seed=3, augment="none")
+    for epoch, row in enumerate(run.metrics()):
+        right = []
+        for place, batch in enumerate(loader.epoch(epoch)):
+            x, y = mixed("mixup", batch.x, batch.y, classes=4, alpha=0.5, seed=3, step=4 * epoch + place)
+            step = objective(x, y, index=batch.index)
+            optimizer.zero_grad()
+            step.loss.backward()
+            optimizer.step()
+            right.append((step.logits["clean"].argmax(1) == y.argmax(1)).double().mean().item())
+        assert row["clean_accuracy"] == pytest.approx(np.mean(right), rel=1e-12)
+    trained = run.model().state_dict()
+    assert all(torch.equal(trained[name], value) for name, value in model.state_dict().items())
 
 
 def test_a_budget_multiplies_epochs_and_all_that_counts_in_epochs():

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -31,11 +32,12 @@ from advnorm import Config, ConfigError, Run
 from advnorm.cli.app import app, spelled_out
 from advnorm.data import load, make_loader, split_held_out
 from advnorm.engine import PREEMPTED, TrainingError, checkpoint
+from advnorm.engine.ema import Ema
 from advnorm.engine.journal import Clock, Journal, folded, line
 from advnorm.engine.optim import norm_parameters
 from advnorm.engine.ranks import Ranks
 from advnorm.engine.run import build_model, described
-from advnorm.engine.validation import Validation
+from advnorm.engine.validation import BATCH, Validation
 from advnorm.objectives import OBJECTIVES
 
 SOURCE = str(Path(advnorm.__file__).parent.parent)
@@ -165,6 +167,90 @@ def test_hybrid_training_equals_its_objective_in_a_loop_by_hand(tmp_path):
     assert run.record["best"] is None and "held_out" not in run.metrics()[0]
 
 
+def test_seed_augmentation_decay_rates_and_average_are_those_of_a_loop_by_hand(tmp_path):
+    steps = {"lr": 0.05, "momentum": 0.8, "nesterov": True, "weight_decay": 0.1, "norm_weight_decay": False}
+    rates = {"milestones": [1.5], "gamma": 0.5, "warmup_epochs": 0.5}
+    config = small(objective="standard", seed=3, augment="crop_flip", ema=0.9, epochs=2, **steps, **rates)
+    found = tensors(train(config, tmp_path))
+    data = load("synthetic", "train", **config.data.options)
+    part, _ = split_held_out(data, 16, 3)
+    loader = make_loader(part, batch_size=12, seed=3, augment="crop_flip")
+    torch.manual_seed(3)
+    model = build_model(config, described(data)).train()
+    norms = set(norm_parameters(model))
+    groups = [{"params": [p for p in model.parameters() if (p in norms) == own]} for own in (False, True)]
+    groups[1]["weight_decay"] = 0.0
+    optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.8, nesterov=True, weight_decay=0.1)
+    average = Ema(model, 0.9)
+    batches = [batch for epoch in range(2) for batch in loader.epoch(epoch)]
+    for (x, y, _), share in zip(batches, (0.5, 1, 1, 1, 1, 1, 0.5, 0.5), strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 * share
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        average.update(model)
+    assert all(torch.equal(found[f"model.{name}"], value) for name, value in model.state_dict().items())
+    assert all(torch.equal(found[f"ema.{name}"], value) for name, value in average.state_dict()["average"].items())
+
+
+def test_a_regularizer_and_a_second_pass_are_those_of_a_loop_by_hand(tmp_path):
+    more = {"regularizer": {"name": "ligs", "weight": 0.5, "size": 0.1}, "second_pass": {"name": "apart", "samples": 6}}
+    config = small(objective="standard", seed=3, epochs=1, held_out=0, validate_every=0, **more)
+    run = train(config, tmp_path)
+    data = load("synthetic", "train", **config.data.options)
+    torch.manual_seed(3)
+    model = build_model(config, described(data)).train()
+    bare = advnorm.objectives.Standard(model)
+    bare.seed = 3
+    objective = advnorm.objectives.Apart(advnorm.objectives.Ligs(bare, weight=0.5, size=0.1), samples=6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
+    for x, y, index in make_loader(data, batch_size=12, seed=3, augment="none").epoch(0):
+        optimizer.zero_grad()
+        objective(x, y, index=index).loss.backward()
+        optimizer.step()
+    trained = run.model().state_dict()
+    assert all(torch.equal(trained[name], value) for name, value in model.state_dict().items())
+    assert {"ligs", "second_pass"} <= set(run.metrics()[0])
+
+
+def test_the_attack_grows_until_its_warm_up_is_over(tmp_path, monkeypatch):
+    seen, step = [], training.Loop.train_step
+    monkeypatch.setattr(
+        training.Loop, "train_step", lambda loop, batch: (seen.append(loop.objective.attack), step(loop, batch))
+    )
+    train(small(objective="classical", attack={"steps": 3}, eps_warmup_epochs=2, steps_warmup_epochs=1), tmp_path)
+    assert [attack.threat.eps for attack in seen[::4]] == pytest.approx([0.1 / 3, 0.2 / 3, 0.1])
+    assert [attack.steps for attack in seen[::4]] == [2, 3, 3] and seen[3] == seen[0]
+
+
+def test_the_peak_of_one_cycle_is_where_the_configuration_puts_it(tmp_path):
+    config = small(objective="standard", schedule="one_cycle", peak_share=0.75, epochs=4, validate_every=0)
+    rates = [row["lr"] for row in train(config, tmp_path).metrics()]
+    assert rates[2] == config.lr and rates[0] < rates[1] < rates[2] > rates[3]
+
+
+def test_what_a_model_draws_is_another_in_every_step_and_the_same_after_a_stop(tmp_path, monkeypatch):
+    class Drawing(nn.Module):
+        def forward(self, x):
+            if self.training:
+                draws.append(torch.rand(()).item())
+            return x
+
+    make = training.build_model
+    monkeypatch.setattr(training, "build_model", lambda *of: nn.Sequential(Drawing(), make(*of)))
+    seen = []
+    for name, limit, seed in (("alone", None, 0), ("a step at a time", 0, 0), ("of another seed", None, 1)):
+        draws, run = [], None
+        config = small(objective="standard", epochs=2, validate_every=0, seed=seed)
+        while run is None or not run.finished:
+            torch.manual_seed(len(draws))
+            run = train(config, tmp_path / name, max_minutes=limit)
+        seen.append(draws)
+    assert seen[0] == seen[1] and len(set(seen[0])) == len(seen[0]) == 8
+    assert not set(seen[0]) & set(seen[2])
+
+
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_every_objective_trains_by_its_name(tmp_path, name):
     config = small(objective=name, norm=norm_for(name), epochs=1, batch_size=24, held_out=16)
@@ -253,6 +339,32 @@ def test_some_held_out_images_are_of_every_class(tmp_path):
     assert Validation(data, small(), ranks, **common).images == 80
 
 
+def test_held_out_images_are_judged_alike_in_one_batch_and_in_many(monkeypatch):
+    class Recording(nn.Sequential):
+        def forward(self, x):
+            if not torch.is_grad_enabled():
+                seen.append(x)
+            return super().forward(x)
+
+    data, model = load("synthetic", "train", **small().data.options), Recording(nn.Flatten(), nn.Linear(64, 4))
+    common = {"trained": ("clean",), "precision": "float32", "channels_last": False, "workers": 0}
+    found = []
+    for size in (64, 5):
+        monkeypatch.setitem(BATCH, "cpu", size)
+        seen, validation = [], Validation(data, small(eps=0.03), Ranks(device=torch.device("cpu")), **common)
+        found.append((validation(model), torch.cat(seen[::2]), torch.cat(seen[1::2])))
+    (one, clean, adv), (many, *images) = found
+    assert one == many and 0 < one["pgd1"] < one["clean"]
+    assert torch.equal(clean, images[0]) and torch.equal(adv, images[1]) and not torch.equal(clean, adv)
+
+
+@pytest.mark.parametrize(("every", "judged"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (4, [4, 5]), (9, [5])])
+def test_held_out_images_judge_every_so_many_epochs_and_the_last(tmp_path, every, judged):
+    run = train(small(objective="standard", epochs=5, validate_every=every), tmp_path)
+    assert [row["epoch"] for row in run.metrics() if "held_out" in row] == judged
+    assert run.record["best"]["epoch"] in judged
+
+
 def test_held_out_images_are_judged_in_float32_whatever_the_attack_is_searched_in():
     data = load("synthetic", "train", **small().data.options)
     settings = {"trained": ("clean", "adv"), "precision": "bf16", "channels_last": False, "workers": 0}
@@ -329,6 +441,14 @@ def test_best_and_last_are_the_models_of_their_epochs(tmp_path, monkeypatch):
     assert not run.model().training
 
 
+def test_of_equal_scores_the_first_is_the_best(tmp_path, monkeypatch):
+    scores = iter([0.5, 0.9, 0.9])
+    score = lambda *_: {"clean": 0.1, "pgd1": 0.1, "score": next(scores)}  # noqa: E731
+    monkeypatch.setattr("advnorm.engine.validation.Validation.__call__", score)
+    run = train(small(), tmp_path)
+    assert run.record["best"]["epoch"] == 2 and checkpoint.load(run.checkpoints, "best")[1]["step"] == 8
+
+
 @pytest.mark.parametrize("ema", [None, 0.5])
 def test_snapshots_are_the_models_after_their_epochs(tmp_path, ema):
     whole = train(small(norm="dual_bn", ema=ema, snapshots=(1, 3)), tmp_path / "whole")
@@ -342,6 +462,16 @@ def test_snapshots_are_the_models_after_their_epochs(tmp_path, ema):
         whole.model("epoch2")
     twice = train(small(norm="dual_bn", epochs=2, budget=2, snapshots=(1, 2)), tmp_path / "twice")
     assert list(twice.snapshots) == [2, 4]
+
+
+def test_checkpoints_within_the_next_epoch_leave_a_snapshot_alone(tmp_path):
+    config = small(objective="standard", snapshots=(1, 2), validate_every=0)
+    often = train(config, tmp_path / "often", checkpoint_minutes=0)
+    rarely = train(config, tmp_path / "rarely")
+    for name, step in (("epoch1", 4), ("epoch2", 8)):
+        assert checkpoint.load(often.checkpoints, name)[1]["step"] == step
+        one, other = (tensors(run, name) for run in (often, rarely))
+        assert all(torch.equal(value, other[key]) for key, value in one.items())
 
 
 def test_a_run_that_died_before_its_snapshot_was_kept_keeps_it_then(tmp_path, monkeypatch):
@@ -514,6 +644,25 @@ def test_tensorboard_gets_the_numbers_of_every_epoch(tmp_path):
     assert "held_out/clean" in events.Tags()["scalars"]
 
 
+def test_events_of_a_run_that_goes_on_are_dropped_from_where_it_does(tmp_path, monkeypatch):
+    class Board:
+        def __init__(self, _folder, purge_step):
+            purged.append(purge_step)
+
+        def add_scalar(self, name, _value, epoch):
+            epochs.extend([epoch] if name == "loss" else [])
+
+        def close(self):
+            pass
+
+    purged, epochs, run = [], [], None
+    monkeypatch.setattr("advnorm.engine.journal._summary_writer", lambda: Board)
+    config = small(objective="standard", epochs=2, validate_every=0)
+    while run is None or not run.finished:
+        run = train(config, tmp_path, tensorboard=True, max_minutes=0)
+    assert purged == [1, 1, 1, 1, 2, 2, 2, 2] and epochs == [1, 2]
+
+
 # -- stopping before the end -------------------------------------------------------------------------------------------
 
 
@@ -530,6 +679,17 @@ def test_max_minutes_stops_at_a_checkpoint_and_the_same_call_goes_on(tmp_path):
     assert codes == [False] * 14 + [True], "a step at a time, or an epoch that is judged: 12 steps and 3 epochs"
     alone = train(config, tmp_path / "alone")
     assert state(run) == state(alone)
+
+
+def test_the_clock_of_a_run_that_goes_on_does_too(tmp_path):
+    config, clocks, run = small(objective="standard", epochs=2, validate_every=0), [], None
+    while run is None or not run.finished:
+        run = train(config, tmp_path, max_minutes=0)
+        clocks.append(checkpoint.load(run.checkpoints, "last")[1]["clock"])
+    totals = [clock["total"] for clock in clocks]
+    assert len(totals) == 8 and all(before < after for before, after in pairwise(totals))
+    assert {clock["first_step"] for clock in clocks} == {run.record["first_step_seconds"]}
+    assert run.record["seconds"] == totals[-1]
 
 
 def test_a_stop_does_not_wait_until_the_held_out_images_are_judged(tmp_path, monkeypatch):

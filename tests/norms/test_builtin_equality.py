@@ -31,6 +31,7 @@ OPTIONS = {
     "default": {},
     "cumulative": {"momentum": None},
     "momentum": {"momentum": 0.37, "eps": 1e-3},
+    "still": {"momentum": 0.0},
     "no_affine": {"affine": False},
     "no_bias": {"bias": False},
     "no_tracking": {"track_running_stats": False},
@@ -255,6 +256,15 @@ def test_a_parametrized_weight_scales_as_in_the_builtin_norm(place):
         torch.testing.assert_close(norm(x), 2 * nn.BatchNorm2d(4)(x))
 
 
+def test_a_parametrized_bias_beside_a_plain_weight_is_added():
+    norm, x = make_norm("dual_bn", 4), torch.rand(3, 4, 2, 2)
+    with route(norm, "adv"):
+        expected = norm(x) + 2
+        torch.nn.init.ones_(norm.bias_adv)
+        parametrize.register_parametrization(norm, "bias_adv", Doubled())
+        torch.testing.assert_close(norm(x), expected)
+
+
 def test_a_state_without_counts_leaves_them_as_in_the_builtin_norm():
     builtin, routed = (nn.Sequential(norm) for norm in (nn.BatchNorm2d(3, momentum=None), make_norm("bn", 3)))
     routed[0].momentum = None
@@ -277,3 +287,28 @@ def test_a_copy_of_a_compiled_norm_runs_itself_and_pickles():
     torch.nn.init.constant_(twin.weight, 7)
     torch.testing.assert_close(twin(x), 7 * nn.BatchNorm2d(4)(x))
     assert torch.equal(pickle.loads(pickle.dumps(norm)).weight, norm.weight)
+
+
+@pytest.mark.parametrize("mode", ["batch", "batch_frozen", "running"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_without_biases_scale_each_part_of_a_mixed_batch(mode, dtype):
+    norm = randomized(build("dual_affine_bn", bias=False))
+    builtin = nn.BatchNorm2d(4, affine=False).train(mode != "running")
+    builtin.load_state_dict({key: value for key, value in norm.state_dict().items() if "weight" not in key})
+    x = inputs("2d", seed=0, dtype=dtype)
+    with route(norm, {"clean": 2, "adv": len(x) - 2}), statistics(norm, mode=mode):
+        output = norm(x)
+    z = builtin(x).float()
+    weights = [getattr(norm, f"weight_{domain}").view(4, 1, 1) for domain in ("clean", "adv")]
+    expected = torch.cat([z[:2] * weights[0], z[2:] * weights[1]]).to(dtype)
+    assert output.dtype == dtype
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_a_state_without_counts_gives_a_norm_on_the_meta_device_counts_of_zero():
+    with torch.device("meta"):
+        norm = make_norm("dual_bn", 3)
+    state = {name: value for name, value in make_norm("dual_bn", 3).state_dict().items() if "num_batches" not in name}
+    norm.load_state_dict(state, assign=True)
+    assert norm.num_batches_tracked_clean.item() == norm.num_batches_tracked_adv.item() == 0

@@ -330,6 +330,20 @@ def test_forwarded_samples_are_any_samples_of_their_domain_to_a_norm_that_crosse
             torch.testing.assert_close(norm.get_buffer(key), value, **TIGHT)
 
 
+@pytest.mark.parametrize("name", ["bn", "dual_bn", "dual_affine_bn", "dual_stats_bn"])
+def test_samples_of_one_domain_that_lie_apart_are_normalized_and_counted_together(name):
+    norm = randomized(build(name).double())
+    twin = copy.deepcopy(norm)
+    first, middle, last = batch({"clean*": 3, "adv": 4, "clean": 2}).split([3, 4, 2])
+    with route(norm, {"adv": 4, "clean": 2}, forwarded={"clean": 3}):
+        found = norm(torch.cat([first, middle, last]))
+    with route(twin, {"clean": 5, "adv": 4}):
+        expected = twin(torch.cat([first, last, middle]))
+    torch.testing.assert_close(found, torch.cat([expected[:3], expected[5:], expected[3:5]]), **TIGHT)
+    for key, value in twin.named_buffers():
+        torch.testing.assert_close(norm.get_buffer(key), value, **TIGHT)
+
+
 # -- gmm_bn ----------------------------------------------------------------------------------------------------
 
 

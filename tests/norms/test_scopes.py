@@ -49,6 +49,8 @@ from advnorm.norms import (
     statistics,
     zero_perturbation,
 )
+from advnorm.norms.feeding import Flags, without_feeding
+from advnorm.norms.plan import Plan
 from advnorm.norms.routing import UNSCOPED
 
 #: Norms that treat their domains differently.
@@ -850,6 +852,14 @@ def test_recalibration_leaves_the_random_state_and_the_users_hooks_alone():
     assert list(model[1][1]._forward_pre_hooks) == [handle.id]
 
 
+def test_recalibration_cuts_a_tensor_into_equally_large_batches():
+    model, sizes = network("dual_bn"), []
+    model[0].register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
+    recalibrate(model, images({"all": 9}), route="adv", batch_size=4)
+    assert sizes == [3, 3, 3]
+    assert model[1].num_batches_tracked_adv == 3
+
+
 def test_recalibration_leaves_a_builtin_norm_beside_it_alone():
     model = nn.Sequential(nn.BatchNorm2d(3).double(), network("dual_bn")).train()
     before = snapshot(model)
@@ -978,6 +988,8 @@ def test_convert_sync_batchnorm_leaves_routed_norms_alone(name):
 @pytest.mark.parametrize("name", list_norms())
 def test_reset_parameters_is_a_fresh_norm(name):
     norm = randomized(build(name))
+    for key, buffer in norm.named_buffers():
+        buffer += "num_batches_tracked" in key
     norm.reset_parameters()
     assert changed(norm, snapshot(build(name))) == set()
 
@@ -1206,3 +1218,125 @@ def test_a_perturbation_is_where_the_model_is_also_for_norms_without_a_tensor():
     with torch.device("meta"):
         model = nn.Sequential(nn.Conv2d(3, 4, 1), make_norm("dual_bn", 4, affine=False, track_running_stats=False))
     assert {tensor.device.type for tensor in zero_perturbation(model).tensors} == {"meta"}
+
+
+# -- forwards that feed nothing --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [None, *MODES])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_without_feeding_a_norm_computes_what_it_would_and_stores_nothing(mode, training):
+    model, x = network("dual_bn").train(training), images({"all": 6})
+    with route(model, "adv"), statistics(model, mode=mode):
+        expected = copy.deepcopy(model).train(training)
+        before, outside = snapshot(model), settings_of(model)
+        with without_feeding(model):
+            output = model(x)
+        assert changed(model, before) == set() and settings_of(model) == outside
+    with route(expected, "adv"), statistics(expected, mode=mode):
+        assert torch.equal(output, expected(x))
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("kind", [nn.BatchNorm2d, nn.InstanceNorm2d])
+def test_without_feeding_a_builtin_norm_computes_what_it_would_and_stores_nothing(kind, training):
+    norm = randomized(kind(3, track_running_stats=True).double()).train(training)
+    before, x = snapshot(norm), images({"all": 6})
+    with without_feeding(norm):
+        output = norm(x)
+    assert changed(norm, before) == set() and norm.track_running_stats
+    assert torch.equal(output, norm(x))
+
+
+def test_flags_that_were_set_twice_go_back_to_the_first_value():
+    flags, owner = Flags(), SimpleNamespace(training=True)
+    flags.set(owner, "training", False)
+    flags.set(owner, "training", None)
+    flags.restore()
+    assert owner.training is True
+
+
+def test_a_perturbation_may_name_some_banks_and_leaves_the_others_as_they_are():
+    norm = randomized(make_norm("dual_bn", 3).double())
+    x, counts = images({"clean": 4, "adv": 3}), {"clean": 4, "adv": 3}
+    delta = (torch.full((3,), 0.5, dtype=torch.float64),) * 2
+    with route(norm, counts), statistics(norm, mode="batch_frozen"):
+        plain = norm(x)
+        with statistics(norm, perturbation={"": {"adv": delta}}):
+            moved = norm(x)
+    torch.testing.assert_close(moved[:4], plain[:4])
+    assert not torch.isclose(moved[4:], plain[4:]).all()
+
+
+def test_groups_are_formed_anew_for_a_batch_like_the_one_before():
+    norm, x = randomized(make_norm("bn", 3).double()), images({"clean": 4, "adv": 2})
+    fresh = copy.deepcopy(norm)
+    with route(norm, {"clean": 4, "adv": 2}), statistics(norm, mode="batch_frozen"):
+        norm(x)
+        with statistics(norm, groups=2):
+            found = norm(x)
+        whole = norm(x)
+    with route(fresh, {"clean": 4, "adv": 2}), statistics(fresh, mode="batch_frozen", groups=2):
+        assert torch.equal(found, fresh(x))
+    assert not torch.equal(found, whole)
+
+
+def test_a_mixture_that_evaluated_without_a_route_still_asks_for_one_to_train():
+    norm, x = make_norm("gmm_bn", 3).double(), images({"all": 4})
+    norm.eval()(x)
+    with pytest.raises(RouteError, match="no route is set"):
+        norm.train()(x)
+
+
+def test_forwarded_samples_belong_to_their_route_and_not_to_one_inside_or_before():
+    norm, x = randomized(make_norm("dual_bn", 3).double()).eval(), images({"all": 5})
+
+    def only(domain: str, rows: Tensor) -> Tensor:
+        with route(copied, domain):
+            return copied(rows)
+
+    copied = copy.deepcopy(norm)
+    adv, parts = only("adv", x), torch.cat([only("clean", x[:2]), only("adv", x[2:])])
+    with route(norm, "adv"):
+        assert torch.equal(norm(x), adv)
+    with route(norm, "adv", forwarded={"clean": 2}):
+        assert torch.equal(norm(x), parts)
+        with route(norm, "adv"):
+            assert torch.equal(norm(x), adv)
+        assert torch.equal(norm(x), parts)
+
+
+def test_the_perturbation_of_bfloat16_banks_is_in_float32():
+    assert {delta.dtype for delta in zero_perturbation(make_norm("dual_bn", 3).bfloat16()).tensors} == {torch.float32}
+
+
+def test_an_ascent_is_detached_even_from_gradients_with_a_graph():
+    norm = make_norm("bn", 3).double()
+    zero = zero_perturbation(norm)
+    with statistics(norm, perturbation=zero):
+        loss = norm(images({"all": 4})).pow(3).sum()
+    worst = zero.ascend(torch.autograd.grad(loss, zero.tensors, create_graph=True), radius=0.1)
+    assert not any(delta.requires_grad for delta in worst.tensors)
+
+
+def test_a_perturbation_takes_part_in_gradients_only_when_asked():
+    assert not any(delta.requires_grad for delta in zero_perturbation(make_norm("bn", 3), requires_grad=False).tensors)
+
+
+def test_only_what_is_not_routed_itself_must_be_forwarded():
+    plan = Plan(name="half", domains=("a", "b"), normalized_by=("a", "a"), feeds=("a", "b"), affine=("a", "b"))
+    assert plan.forwarded_for(["b"]) == ("a",)
+    assert plan.forwarded_for(["a", "b"]) == plan.forwarded_for(["a"]) == ()
+
+
+@pytest.mark.parametrize(("norm", "options"), [("dual_affine_bn", {}), ("bn", {"affine": False}), ("dual_bn", {})])
+def test_moments_of_half_precision_batches_are_float32_in_every_mode(norm, options):
+    """Without a float32 tensor beside them the kernel rounded the moments too."""
+    torch.manual_seed(0)
+    module = make_norm(norm, 4, **options)
+    x = (2 * torch.randn(6, 4, 3, 5) + 100).bfloat16()
+    parts = (x[:2], x[2:]) if norm == "dual_bn" else (x,)
+    expected = torch.cat([nn.functional.batch_norm(part.double(), None, None, training=True) for part in parts])
+    for mode in ("batch_frozen", "batch"):
+        with route(module, {"clean": 2, "adv": 4}), statistics(module, mode=mode):
+            assert (module(x).double() - expected).abs().max() < 0.01

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from advnorm._core.errors import AdvnormError, ConfigError, first_line, raise_all
 from advnorm._core.precision import float32_as, kernels
-from advnorm._core.records import model_fingerprint, write_json
+from advnorm._core.records import digest, model_fingerprint, write_json
 from advnorm.attacks import attacked
 from advnorm.data import FolderData, ImageData, load, make_loader, split_held_out
 from advnorm.data.loader import Batch
@@ -379,8 +379,9 @@ class Loop:
         lr = self._learning_rate()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        # What the model itself draws (dropout) depends on the step alone, so that there is no state to keep.
-        self._seed((config.seed << 32) + self.step * self.ranks.world + self.ranks.rank)
+        # What the model itself draws (dropout) depends on seed, step and rank alone, so that there is no state to keep;
+        # hashed, since of a seed the CPU's generator takes 32 bits.
+        self._seed(int(digest(config.seed, self.step, self.ranks.rank)[:15], 16))
         x, y = mixed(
             config.mix,
             batch.x,

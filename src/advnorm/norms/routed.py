@@ -201,14 +201,20 @@ class RoutedNorm(Routed):
         cudnn = torch.backends.cudnn.enabled
         if len(span.runs) == 1:
             weight, bias = self.affine_bank(span.runs[0].affine)
-            return torch.batch_norm(x, weight, bias, mean, var, True, factor, self.eps, cudnn)
-        normalized = torch.batch_norm(x, None, None, mean, var, True, factor, self.eps, cudnn)
+        else:
+            weight = bias = None
+        if mean is None and weight is None and x.dtype.itemsize < 4:
+            # The kernel computes in the widest type it is given: these two are for it alone.
+            mean, var = (x.new_full(x.shape[1:2], value, dtype=torch.float32) for value in (0.0, 1.0))
+        out = torch.batch_norm(x, weight, bias, mean, var, True, factor, self.eps, cudnn)
+        if len(span.runs) == 1:
+            return out
         weight_N, bias_N = self._affine_rows(span.runs, x.dim())
         if weight_N is None:
-            return normalized
+            return out
         if bias_N is None:
-            return (normalized * weight_N).to(x.dtype)
-        return torch.addcmul(bias_N, normalized, weight_N).to(x.dtype)
+            return (out * weight_N).to(x.dtype)
+        return torch.addcmul(bias_N, out, weight_N).to(x.dtype)
 
     def _affine_rows(self, runs: Sequence[Run], ndim: int) -> tuple[Tensor | None, Tensor | None]:
         """Weight and bias of every row, ``(rows, channels, 1, ...)``."""
