@@ -1112,10 +1112,12 @@ def test_stages_of_a_transferred_cascade_are_not_told_as_those_of_the_branch_tha
 
 
 def test_the_record_of_attacks_under_other_names_is_another_one(data, tmp_path):
-    attack = PGD(threat=THREAT, steps=1)
-    benchmark(Counting(), some(data), THREAT, {"mine": attack}, record=tmp_path / "r.json")
+    model, attack = Counting(), PGD(threat=THREAT, steps=1)
+    first = benchmark(model, some(data), THREAT, {"mine": attack}, record=tmp_path / "r.json")
+    again = benchmark(model, some(data), THREAT, {"mine": attack}, record=tmp_path / "r.json")
+    assert again.record() == first.record()
     with pytest.raises(ConfigError):
-        benchmark(Counting(), some(data), THREAT, {"other": attack}, record=tmp_path / "r.json")
+        benchmark(model, some(data), THREAT, {"other": attack}, record=tmp_path / "r.json")
 
 
 def test_a_surrogate_has_weights_of_its_own(own_model, sound):
