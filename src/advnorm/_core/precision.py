@@ -1,4 +1,4 @@
-"""How exact products of float32 numbers are, and by which of cuDNN's kernels: scopes over torch's switches."""
+"""How exact numbers are: float32 at least, and scopes over torch's switches for products and cuDNN's kernels."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ from functools import cache
 from typing import Any, Literal, cast
 
 import torch
+from torch import Tensor
+
+
+def wide(value: Tensor) -> Tensor:
+    """Float32 at least: half precision holds neither small steps nor the squares of small numbers."""
+    return value.to(torch.promote_types(value.dtype, torch.float32))
+
 
 #: Makes a scope, as often as it is called.
 Scope = Callable[[], AbstractContextManager[object]]

@@ -1,4 +1,4 @@
-"""Wrappers that hold a model: compiled and data-parallel ones."""
+"""Wrappers that hold a model, compiled and data-parallel ones, and where and how exact a model is."""
 
 from __future__ import annotations
 
@@ -27,3 +27,8 @@ def parallel_wrappers(model: nn.Module) -> list[str]:
 def device_of(model: nn.Module) -> torch.device:
     """Where a model's tensors are; the CPU for one without any."""
     return next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """The precision of a model's parameters, which images are brought into; float32 for one without any."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)

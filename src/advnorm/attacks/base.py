@@ -26,6 +26,7 @@ from advnorm._core.errors import ConfigError, did_you_mean, raise_all
 from advnorm._core.modes import evaluating
 from advnorm._core.registry import Registry
 from advnorm._core.seeding import ImageNoise
+from advnorm._core.wrappers import dtype_of
 from advnorm.norms import MODES, Mode, Routed, routed_modules
 from advnorm.norms import route as route_scope
 from advnorm.norms.feeding import Flags, stop_feeding
@@ -96,7 +97,7 @@ def _cuda_devices(model: nn.Module) -> list[int]:
 
 
 def _predictor(model: nn.Module) -> Predict:
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    dtype = dtype_of(model)
 
     def predict(x: Tensor) -> Tensor:
         return logits_of(model(x.to(dtype)), len(x)).float()

@@ -10,18 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from advnorm._core.errors import ConfigError
+from advnorm._core.precision import wide
 
 _TINY = 1e-12
 
 
 def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
     """``-log softmax(z)_y``."""
-    return F.cross_entropy(_wide(logits), y, reduction="none")
+    return F.cross_entropy(wide(logits), y, reduction="none")
 
 
 def cw_margin(logits: Tensor, y: Tensor) -> Tensor:
     """``max_{j≠y} z_j - z_y``, above 0 exactly where y does not win (Carlini & Wagner 2017, without their bound)."""
-    logits = _wide(logits)
+    logits = wide(logits)
     return logits.scatter(1, y[:, None], -torch.inf).amax(1) - _at(logits, y)
 
 
@@ -34,18 +35,13 @@ def dlr(logits: Tensor, y: Tensor) -> Tensor:
 def dlr_targeted(logits: Tensor, y: Tensor, target: Tensor) -> Tensor:
     """``-(z_y - z_t) / (z_π1 - (z_π3 + z_π4) / 2)`` (Croce & Hein 2020, eq. 7)."""
     top = _top(logits, 4, "targeted dlr")
-    logits = _wide(logits)
+    logits = wide(logits)
     return (_at(logits, target) - _at(logits, y)) / (top[:, 0] - 0.5 * (top[:, 2] + top[:, 3])).clamp_min(_TINY)
 
 
 def kl_to_clean(logits: Tensor, clean_log_probs: Tensor) -> Tensor:
     """``KL(p(clean) || p(adv))`` (TRADES), from log probabilities on both sides: no log of an underflown 0."""
-    return F.kl_div(_wide(logits).log_softmax(1), clean_log_probs, reduction="none", log_target=True).sum(1)
-
-
-def _wide(logits: Tensor) -> Tensor:
-    """Float32 at least."""
-    return logits if logits.dtype == torch.float64 else logits.float()
+    return F.kl_div(wide(logits).log_softmax(1), clean_log_probs, reduction="none", log_target=True).sum(1)
 
 
 def _at(logits: Tensor, y: Tensor) -> Tensor:
@@ -65,7 +61,7 @@ def too_few_classes(loss: str, least: int, classes: int) -> str:
 def _top(logits: Tensor, count: int, loss: str) -> Tensor:
     if logits.shape[1] < count:
         raise ConfigError(too_few_classes(loss, count, logits.shape[1]))
-    return _wide(logits).topk(count, dim=1).values
+    return wide(logits).topk(count, dim=1).values
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from advnorm._core.errors import did_you_mean, raise_all
+from advnorm._core.precision import wide
 from advnorm._core.wrappers import unwrapped
 from advnorm.engine.checkpoint import differences
 
@@ -35,7 +36,7 @@ class Ema:
         raise_all(problems, "bad moving average")
         self.decay, self.buffers, self.updates = decay, buffers, 0
         live = self._averaged(model)
-        averages = {value: _wide(value.detach()).clone() for value in live.values()}
+        averages = {value: wide(value.detach()).clone() for value in live.values()}
         self._average = {name: averages[value] for name, value in live.items()}
 
     def _averaged(self, model: nn.Module) -> dict[str, Tensor]:
@@ -60,7 +61,7 @@ class Ema:
         """Take in the live model, after each step of the optimizer. Waits for no device."""
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         average, live = self._matched(model)
-        live = [_wide(value) for value in live]
+        live = [wide(value) for value in live]
         torch._foreach_lerp_(average, live, 1 - decay)  # pyright: ignore[reportPrivateImportUsage]
         self.updates += 1
 
@@ -90,8 +91,3 @@ class Ema:
         for name, value in self._average.items():
             value.copy_(average[name])
         self.updates = int(state["updates"])
-
-
-def _wide(value: Tensor) -> Tensor:
-    """Float32 for shorter floats: bf16 holds no step of a thousandth."""
-    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from advnorm._core.errors import ConfigError
 from advnorm._core.precision import float32_as
 from advnorm._core.records import digest
+from advnorm._core.wrappers import dtype_of
 from advnorm.attacks import Attack, attacked
 from advnorm.attacks.autoattack import AutoAttack
 from advnorm.attacks.autoattack_checks import square_flags
@@ -93,11 +94,10 @@ class First:
         x, memory = case.images[:LOOKED_AT].to(case.device), Halving(least=case.least)
         with judging(case, route, "look") as predict:
             logits, again = (torch.cat(memory.over(len(x), lambda part: predict(x[part]))) for _ in range(2))
-        dtype = next((p.dtype for p in case.model.parameters() if p.is_floating_point()), torch.float32)
         return cls(
             logits=logits,
             varies=_difference(again, logits),
-            same=max(SAME, 4 * torch.finfo(dtype).eps),
+            same=max(SAME, 4 * torch.finfo(dtype_of(case.model)).eps),
             batch_size=memory.size,
         )
 

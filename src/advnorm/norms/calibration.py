@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from advnorm._core.distributed import all_gather_rows
 from advnorm._core.errors import ConfigError
 from advnorm._core.modes import evaluating, hooks_run
-from advnorm._core.wrappers import device_of
+from advnorm._core.wrappers import device_of, dtype_of
 from advnorm.norms import functional
 from advnorm.norms.plan import Plan
 from advnorm.norms.routed import RoutedNorm
@@ -77,7 +77,7 @@ def recalibrate(
 
     handles = [norm.register_forward_pre_hook(hook(name, norm)) for name, norm in norms.items()]
     device = device_of(model)
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    dtype = dtype_of(model)
     samples = batches = 0
     try:
         with evaluating(model), hooks_run(), chosen, plainly:

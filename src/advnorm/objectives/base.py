@@ -15,7 +15,9 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from advnorm._core.distributed import rank
 from advnorm._core.errors import AdvnormError, ConfigError, did_you_mean, raise_all
+from advnorm._core.precision import wide
 from advnorm._core.registry import Registry, keywords
+from advnorm._core.wrappers import dtype_of
 from advnorm.attacks.base import Attack, attacked, logits_of, range_problems
 from advnorm.norms import Mode, domains, make_plan, route, routed_modules, statistics
 from advnorm.norms.factory import MODULE_OPTIONS
@@ -271,13 +273,12 @@ class Objective(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits in float32 at least: losses in half precision lose what they are about."""
-        logits = logits_of(self.through(x.to(self.dtype)), len(x))
-        return logits if logits.dtype == torch.float64 else logits.float()
+        return wide(logits_of(self.through(x.to(self.dtype)), len(x)))
 
     @property
     def dtype(self) -> torch.dtype:
         """The precision of the model's parameters, which images are brought into."""
-        return next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
+        return dtype_of(self.model)
 
     def passed(self, images: Mapping[str, Tensor], layout: Layout = "concatenated") -> dict[str, Tensor]:
         """Logits of each domain's images in training, in one forward or in one after the other.

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from advnorm._core.distributed import mean_over_ranks, world_size
 from advnorm._core.errors import ConfigError, did_you_mean, raise_all
+from advnorm._core.precision import wide
 from advnorm._core.registry import Registry
 from advnorm._core.seeding import ImageNoise
 from advnorm.norms import statistics, zero_perturbation
@@ -278,9 +279,9 @@ class Awp(SecondPass):
         moved = {id(p) for p in self._attacked()}
         steps = []
         for parameter, gradient in zip(parameters, gradients):
-            length, own = _wide(gradient).norm(), _wide(parameter.detach()).norm()
+            length, own = wide(gradient).norm(), wide(parameter.detach()).norm()
             scale = torch.where(length > 0, self.gamma * own / length.clamp_min(_tiny(length)), 0)
-            step = scale * _wide(gradient) if id(parameter) in moved else torch.zeros_like(gradient)
+            step = scale * wide(gradient) if id(parameter) in moved else torch.zeros_like(gradient)
             steps.append(step.to(gradient.dtype))
         return steps
 
@@ -318,14 +319,9 @@ def check_second_pass(kind: type[Any], **settings: Any) -> None:
 
 def _sam_step(gradients: Sequence[Tensor], rho: float) -> list[Tensor]:
     """``ρ g / ||g||_2`` over all parameters together; 0 where there is no gradient."""
-    length = torch.stack([_wide(gradient).norm() for gradient in gradients]).norm()
+    length = torch.stack([wide(gradient).norm() for gradient in gradients]).norm()
     scale = torch.where(length > 0, rho / length.clamp_min(_tiny(length)), 0)
-    return [(scale.to(_wide(gradient).dtype) * gradient).to(gradient.dtype) for gradient in gradients]
-
-
-def _wide(value: Tensor) -> Tensor:
-    """Float32 at least: squares of small numbers are none in half precision."""
-    return value if value.dtype == torch.float64 else value.float()
+    return [(scale.to(wide(gradient).dtype) * gradient).to(gradient.dtype) for gradient in gradients]
 
 
 def _tiny(value: Tensor) -> float:
