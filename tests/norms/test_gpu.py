@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch._dynamo
-from norm_oracles import along, parts_of
+from norm_oracles import along, build, parts_of
 from torch import nn
 
 from advnorm.norms import list_norms, make_norm, route, statistics
@@ -54,7 +54,7 @@ def test_one_domain_equals_the_builtin_norm_bit_for_bit(name, dtype, channels_la
 @pytest.mark.parametrize("name", NAMES)
 def test_a_concatenated_batch_equals_float64_on_the_cpu(name, mode):
     torch.manual_seed(0)
-    cpu = make_norm(name, 16).double()
+    cpu = build(name, 16).double()
     with torch.no_grad():
         for value in cpu.state_dict().values():
             if value.is_floating_point():
@@ -77,7 +77,7 @@ def test_a_concatenated_batch_equals_float64_on_the_cpu(name, mode):
 def test_inductor_equals_eager(name):
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), make_norm(name, 16), nn.ReLU()).cuda()
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), build(name, 16), nn.ReLU()).cuda()
     eager = copy.deepcopy(model)
     compiled = torch.compile(model, fullgraph=True, dynamic=False)
     counts = dict.fromkeys(parts_of(name), 8)
