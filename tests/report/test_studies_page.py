@@ -192,16 +192,33 @@ def test_a_figure_without_printed_numbers_shows_ours_alone_as_table_and_lines():
 
 
 def test_lines_whose_names_differ_in_one_part_share_a_figure():
-    names = ["affine/AP_clean/weight", "affine/AP_adv/weight", "affine/AP_clean/bias", "loss"]
+    names = [
+        "affine/AP_clean/weight",
+        "affine/AP_adv/weight",
+        "affine/AP_clean/bias",
+        "loss",
+        "before/fog",
+        "after/fog",
+    ]
     series = [
         {"cell": "bn", "value": name, "over": "channel", "x": [1, 2, 3], "ours": [1.0, 2.0, 3.0]} for name in names
     ]
     html = render_studies({**SUMMARY, "studies": [study("A/fig5", [{**CURVES, "series": series}])]})
     figures = [part.partition("</figure")[0] for part in section(html, "A-fig5").split("<figure")[1:]]
-    titles = ["affine/weight", "affine/bias", "loss"]
-    assert [title in figure for title, figure in zip(titles, figures, strict=True)] == [True] * 3
-    assert ["AP_clean" in figure for figure in figures] == [True, True, False]
-    assert ["AP_adv" in figure for figure in figures] == [True, False, False]
+    titles = ["affine/weight", "affine/bias", "loss", "A/fig5: fog"]
+    assert [title in figure for title, figure in zip(titles, figures, strict=True)] == [True] * 4
+    assert ["AP_clean" in figure for figure in figures] == [True, True, False, False]
+    assert ["AP_adv" in figure for figure in figures] == [True, False, False, False]
+    assert ["before" in figure and "after" in figure for figure in figures] == [False, False, False, True]
+
+
+def test_cells_measured_for_other_studies_are_explained_where_there_are_any():
+    (one,) = (item for item in SUMMARY["studies"] if item["name"] == "D/fig4")
+    text = "For: the study that it was measured for."
+    for name, told in (("bn", False), ("dual_bn", True)):
+        cells = [cell(name, [0], 1.0)]
+        html = render_studies({**SUMMARY, "studies": [{**one, "results": [{**CURVES, "cells": cells}]}]})
+        assert (text in html) is told
 
 
 def test_problems_are_listed_and_other_folders_named():

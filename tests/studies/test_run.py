@@ -248,6 +248,25 @@ def test_images_that_some_cells_lack_stop_none_of_the_others(tmp_path):
     assert blocked([]) == [] and not (tmp_path / "out").exists()
 
 
+def test_settings_in_the_record_of_an_analysis_are_no_measurements(tmp_path):
+    settings = {"objective": "standard", "eps": 0.1, "data": "synthetic", "epochs": 1, "batch_size": 256}
+    run = train(Config.from_dict(settings), out=tmp_path, device="cpu")
+    task = Task(study="D/table7", cell="vgg16", seed=0, protocol="smoke", out=str(tmp_path), device="cpu")
+    options = {"corruptions": ["fog"], "severities": [1, 2], "limit": 40}
+    found = measured(run, Measure(name="corruptions", options=options, scale=100), task)
+    names = (
+        "clean",
+        "mean",
+        "adapted_mean",
+        *(f"{kind}/fog/{at}" for kind in ("accuracy", "adapted") for at in (0, 1)),
+    )
+    assert {*found} == {f"networks/run/{name}" for name in names}
+    mean, *levels = (found[f"networks/run/{name}"] for name in ("mean", "accuracy/fog/0", "accuracy/fog/1"))
+    assert mean == pytest.approx(sum(levels) / 2)
+    shift = measured(run, Measure(name="ligs", options={"shifts": ["gaussian"], "limit": 40}), task)
+    assert {*shift} == {f"networks/run/shifts/gaussian/{name}" for name in ("mean", "without_gradient")}
+
+
 def test_a_measurement_along_training_is_that_of_every_snapshot(tmp_path):
     settings = {"epochs": 3, "batch_size": 256, "attack": {"steps": 1}, "held_out": 0.1, "snapshots": [1, 3]}
     run = train(Config.from_dict({"objective": "standard", "eps": 0.1, **settings}), out=tmp_path, device="cpu")

@@ -404,12 +404,25 @@ def test_what_is_numbered_within_an_epoch_is_drawn_over_the_epochs(tmp_path):
     ]
 
 
+def test_a_line_that_the_check_reads_is_shown_though_it_does_not_change_and_no_network_is_called_run(tmp_path):
+    shifts = ("gaussian", "uniform", "fgsm", "pgd")
+    values = {f"{at}/networks/run/shifts/{shift}/mean": 0.5 for at in (1, 4, 15, 30) for shift in shifts}
+    values |= {f"{at}/networks/run/shifts/pgd/without_gradient": 0.0 for at in (1, 4, 15, 30)}
+    for cell in ("bn", "none"):
+        written(task(tmp_path, cell, study="D/fig2"), values | {"networks/run/clean": 0.9})
+    (result,) = of(summary(tmp_path), "D/fig2")["results"]
+    found = [(series["cell"], series["value"]) for series in result["series"]]
+    assert found == [(cell, f"shifts/{shift}/mean") for cell in ("bn", "none") for shift in shifts]
+    assert [(entry["column"], entry["value"]) for entry in result["entries"]] == [("clean", "networks/run/clean")] * 2
+
+
 def test_layers_are_a_row_and_what_the_check_reads_comes_first(tmp_path):
     values = {"sums/adv-noise": 9.0, "channels/0": 7, "channels/1": 8, "channels/2": 9}
     layers = {"AP": [5.0, 6.0, 4.0], "clean-adv": [1.0, 2.0, 3.0], "clean-noise": [1.0, 2.0, 2.0]}
     for kind, totals in layers.items():
         values |= {f"layers/{kind}/{name}/total": one for name, one in zip(("bn1", "layer1.0.bn1", "x"), totals)}
-    values |= {f"statistics/{place}": 1.0 for place in range(3)}
+    values |= {f"statistics/{place}": float(place) for place in range(3)}
+    values |= {f"same/{place}": 1.0 for place in range(3)}  # and read by no check: no line
     written(task(tmp_path, "standard/eps16", study="A/fig7"), values)
     (result,) = of(summary(tmp_path), "A/fig7")["results"]
     assert result["series"].pop() == {
@@ -417,7 +430,7 @@ def test_layers_are_a_row_and_what_the_check_reads_comes_first(tmp_path):
         "value": "statistics",
         "over": "channels that were drawn, in order",
         "x": [0, 1, 2],
-        "ours": [1.0] * 3,
+        "ours": [0.0, 1.0, 2.0],
     }
     assert result["answer"] == "confirmed"
     assert [entry["value"] for entry in result["entries"]] == ["sums/adv-noise"]

@@ -28,7 +28,7 @@ from advnorm.report.studies import decimals_of
 from advnorm.studies import STUDIES, Study, find
 from advnorm.studies.base import Conclusion, Values
 from advnorm.studies.run import Task
-from advnorm.studies.summary import cell_states, decisive
+from advnorm.studies.summary import cell_states, decisive, shown
 
 #: Numbers of a figure that a terminal shows.
 MOST = 12
@@ -175,9 +175,9 @@ def tasks(todo: Sequence[Task], rates: Mapping[str, float] | None = None) -> Gro
         state, flops = task.state, training_flops(task.found().config)
         if state != "done":
             left[f"{task.found().config.digest} {task.seed}"] = flops
-        shown = "–" if flops is None else f"{flops / 1e15:.3g}"
+        pflop = "–" if flops is None else f"{flops / 1e15:.3g}"
         table.add_row(
-            task.cell, str(task.seed), task.protocol, state if other is None else f"done, for {other.study}", shown
+            task.cell, str(task.seed), task.protocol, state if other is None else f"done, for {other.study}", pflop
         )
     return Group(table, Text(_cost(list(left.values()), rates or {}), style="dim"))
 
@@ -235,7 +235,7 @@ def study(
         if values is not None and protocol != "smoke":
             where = "; `advnorm report` shows ours"
             keys = sorted(decisive(found, values) & values.keys())
-            read = [f"{cell} {name}: {fmean(values[cell, name]):.4g}" for cell, name in keys]
+            read = [f"{cell} {shown(name)}: {fmean(values[cell, name]):.4g}" for cell, name in keys]
         more = [f"and {len(read) - MOST} more that the check reads"] if len(read) > MOST else []
         return Text("\n".join([title, said, f"The paper prints no numbers{where}.", *read[:MOST], *more]))
     columns = [column for column in found.printed["columns"] if any(column in row for row in rows.values())]

@@ -186,7 +186,7 @@ def _all_lines(study: StudySummary, result: Result) -> list[Lines]:
     groups: dict[str, list[tuple[str, Series]]] = {}
     for series in result["series"]:
         *before, part, last = ["", *series["value"].split("/")]
-        alone = several or not any(before)
+        alone = several or not part
         title = series["value"] if alone else "/".join([*filter(None, before), last])
         groups.setdefault(title, []).append((series["cell"] if alone else part, series))
     return [
@@ -260,6 +260,6 @@ def _cells(result: Result) -> Table:
             {"label": "minutes", "kind": "number"},
         ],
         "rows": rows,
-        "note": "Minutes of training over all seeds; a training that studies share is done once and shown in each. "
-        "For: the study whose record it is.",
+        "note": "Minutes of training over all seeds; a training that studies share is done once and shown in each."
+        + (" For: the study that it was measured for." if any(c["measured_for"] for c in result["cells"]) else ""),
     }

@@ -36,7 +36,7 @@ from advnorm.studies.record import FORMAT, Record, read_record, stands
 from advnorm.threat import ThreatModel
 
 #: Parts of an analysis' record that stay beside the run: settings, and a number for each image.
-NOT_VALUES = ("conditions", "per_image")
+NOT_VALUES = ("conditions", "per_image", "images", "seed", "severities", "size")
 State = Literal["done", "damaged", "started", "to do"]
 #: Between looks at what another process works on.
 BUSY_SECONDS = 2.0

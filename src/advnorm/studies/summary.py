@@ -379,7 +379,8 @@ def _unplaced(
 ) -> tuple[list[Entry], list[Series]]:
     """Numbers that stand alone, and those in a row: ``accuracy/0``, ``accuracy/1`` or ``1/loss``, ``2/loss``.
 
-    Layers are a row too: ``layers/AP/bn1/total``, ``layers/AP/layer1.0.bn1/total``. Those in ``first`` come first.
+    Layers are a row too: ``layers/AP/bn1/total``, ``layers/AP/layer1.0.bn1/total``. Those in ``first`` come first; of
+    the others those that are the same everywhere tell nothing and are left out.
     """
     rows: dict[tuple[str, str, str], dict[int, str]] = {}
     for cell, name in sorted(values, key=lambda key: key not in first):
@@ -399,11 +400,17 @@ def _unplaced(
     entries, series = [], []
     for (cell, family, over), names in rows.items():
         if len(names) < 3:
-            entries += [_entry(values, cell, name, cell, name, None) for name in names.values()]
-        else:
-            ours = [statistics.fmean(values[cell, names[x]]) for x in sorted(names)]
-            series.append(Series(cell=cell, value=family, over=over, x=sorted(names), ours=ours))
+            entries += [_entry(values, cell, shown(name), cell, name, None) for name in names.values()]
+            continue
+        ours = [statistics.fmean(values[cell, names[x]]) for x in sorted(names)]
+        if len(set(ours)) > 1 or any((cell, name) in first for name in names.values()):
+            series.append(Series(cell=cell, value=shown(family), over=over, x=sorted(names), ours=ours))
     return entries, series
+
+
+def shown(name: str) -> str:
+    """Without what every number of a cell's only network has in front (see :class:`Measure`)."""
+    return name.replace("networks/run/", "")
 
 
 def _axis(values: Mapping[tuple[str, str], Sequence[float]], cell: str, *, along: bool) -> str:
