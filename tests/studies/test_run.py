@@ -13,6 +13,7 @@ from PIL import Image
 from advnorm import Config, ConfigError, train
 from advnorm._core.records import write_json
 from advnorm.data import load
+from advnorm.engine import evaluate
 from advnorm.engine.lock import LOCK, locked
 from advnorm.studies import STUDIES, find, get, list_studies
 from advnorm.studies.base import Measure, mean, same_as
@@ -246,6 +247,25 @@ def test_images_that_some_cells_lack_stop_none_of_the_others(tmp_path):
     assert blocked(found) == []
     assert blocked(task for task in found if task.cell.startswith("cifar10")) != []
     assert blocked([]) == [] and not (tmp_path / "out").exists()
+
+
+def test_progress_shows_the_measuring_too(tmp_path, capsys, monkeypatch):
+    shown = []
+
+    def benchmark(*arguments, progress, **others):
+        shown.append(progress)
+        return evaluate.benchmark(*arguments, progress=progress, **others)
+
+    monkeypatch.setattr("advnorm.studies.run.benchmark", benchmark)
+    (one,) = tasks(STUDIES.get("A/table6"), cell="standard/eps8", protocol="smoke", out=tmp_path, device="cpu")
+    assert [outcome.error for outcome in run_all([one], progress=True)] == [None]
+    out, _ = capsys.readouterr()
+    images = one.found().measures[0].options["limit"]
+    *_, epoch, measuring = out.splitlines()
+    assert epoch.startswith("epoch")
+    assert measuring == f"standard/eps8: benchmark (noise-uniform, pgd2) on {images} images"
+    assert [outcome.error for outcome in run_all([one], progress=True)] == [None]  # nothing is left to measure
+    assert capsys.readouterr().out == "" and shown == [True]
 
 
 def test_settings_in_the_record_of_an_analysis_are_no_measurements(tmp_path):

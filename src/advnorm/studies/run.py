@@ -33,6 +33,7 @@ from advnorm.engine.train import train
 from advnorm.studies.base import IMAGES, STUDIES, Cell, Measure, Protocol, Study, same_as
 from advnorm.studies.protocols import under
 from advnorm.studies.record import FORMAT, Record, read_record, stands
+from advnorm.studies.summary import in_words
 from advnorm.threat import ThreatModel
 
 #: Parts of an analysis' record that stay beside the run: settings, and a number for each image.
@@ -227,7 +228,7 @@ def recorded(task: Task) -> Record:
 
 
 def work(task: Task, *, progress: bool = False) -> Record:
-    """Train and measure a cell, or go on with it; writes its record and returns it. ``progress`` shows the training.
+    """Train and measure a cell, or go on with it; writes its record and returns it. ``progress`` shows how far it is.
 
     A record of another study that has the same numbers stands for it.
     """
@@ -248,7 +249,10 @@ def work(task: Task, *, progress: bool = False) -> Record:
         raise Stopped(f"{cell.name} was stopped before its end; the same command goes on")
     values: dict[str, float] = {}
     for measure in cell.measures:
-        values |= measured(run, measure, task)
+        if progress:
+            with suppress(OSError, ValueError):  # nobody reads any more: no reason to stop
+                print(f"{cell.name}: {in_words(asdict(measure))}", flush=True)
+        values |= measured(run, measure, task, progress=progress)
     record = {
         "format": FORMAT,
         **asdict(task),
@@ -288,13 +292,13 @@ def make_features_of(task: Task) -> None:
     add_split(folder, test_data)  # what is there is not written again
 
 
-def measured(run: Run, measure: Measure, task: Task) -> dict[str, float]:
+def measured(run: Run, measure: Measure, task: Task, *, progress: bool = False) -> dict[str, float]:
     """The numbers of a measurement by name, accuracies in percent; kept beside the run and not taken twice."""
     if measure.checkpoint == "along":
         return {
             f"{epoch}/{name}": value
             for epoch, which in run.snapshots.items()
-            for name, value in measured(run, replace(measure, checkpoint=which), task).items()
+            for name, value in measured(run, replace(measure, checkpoint=which), task, progress=progress).items()
         }
     path = run.folder / "measures" / f"{measure.key}.json"
     options = dict(measure.options)
@@ -311,9 +315,8 @@ def measured(run: Run, measure: Measure, task: Task) -> dict[str, float]:
             name: named_attack(spec, where, threat=threat, seed=task.seed) for name, spec in options["attacks"].items()
         }
         routes = options.get("route") or None
-        result = benchmark(
-            subject.model, (subject.images, subject.labels), threat, attacks, routes, seed=task.seed, record=path
-        )
+        data = subject.images, subject.labels
+        result = benchmark(subject.model, data, threat, attacks, routes, seed=task.seed, record=path, progress=progress)
         return {
             f"{'shared' if routes is None else branch}/{name}": 100 * value
             for branch, accuracy in result.accuracy.items()

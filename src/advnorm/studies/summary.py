@@ -313,7 +313,7 @@ def _result(
         settings=settings,
         outdated=[f"{r['cell']} seed {r['seed']}" for r in records if changed(r, cells[r["cell"]])],
         minutes=_minutes(records),
-        measures=_distinct(_told(one) for record in records for one in _measures(record)),
+        measures=_distinct(in_words(one) for record in records for one in _measures(record)),
         torch=_distinct(part.get("torch") for record in records for part in (record["run"], record)),
         precision=_distinct(record["run"].get("precision") for record in records),
         commits=_distinct(part.get("commit") for record in records for part in (record["run"], record)),
@@ -328,7 +328,7 @@ def _measures(record: Record) -> list[Mapping[str, Any]]:
     return [one for one in found if isinstance(one.get("options"), Mapping)]
 
 
-def _told(measure: Mapping[str, Any]) -> str:
+def in_words(measure: Mapping[str, Any]) -> str:
     """``benchmark (pgd10-step2, autoattack) on all images``, ``channels on 1000 images``."""
     options = measure["options"]
     attacks = options.get("attacks") or options.get("inputs")
