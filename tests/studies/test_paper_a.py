@@ -67,6 +67,16 @@ def test_a_number_that_contradicts_the_claim_is_not_confirmed(as_printed, name, 
     assert STUDIES.get(name).answer({**values, (cell, value): [other]}) == "not confirmed"
 
 
+@pytest.mark.parametrize(("missing", "left"), [("setup1/eps16", "8"), ("dual_bn/eps8", "16"), ("single/eps16", "8")])
+def test_what_is_measured_at_one_eps_is_judged_though_a_cell_of_the_other_is_missing(as_printed, missing, left):
+    values = {place: value for place, value in as_printed("A/table3").items() if place[0] != missing}
+    study, alone = STUDIES.get("A/table3"), f"single/eps{left}"
+    assert study.answer(values) == "not run"
+    found = study.concluded({**values, (alone, "shared/autoattack"): [47.0]})
+    assert found.answer == "not confirmed"
+    assert any(f"far above a single BN at {left}/255" in clause.text and not clause.held for clause in found.clauses)
+
+
 NO_ROBUSTNESS = [("", "shared/autoattack", 0.0), ("dual_affine_", "adv/autoattack", 0.01)]
 
 
@@ -115,7 +125,7 @@ CHANNELS = {
 LAYERS = {
     (DUAL, f"relative_layers/{kind}/{layer}/total"): values
     for layer in ("bn1", "layer1.0.bn2")
-    for kind, values in {"AP": [0.5, 0.7], "NS under adv": [0.01, 0.02]}.items()
+    for kind, values in {"AP": [0.5, 0.7], "NS under adv": [0.001, 0.002]}.items()
 }
 CURVES = {
     (f"{name}/eps16", f"{epoch}/held_out/pgd10-step2"): [value]
@@ -136,6 +146,8 @@ GAPS = {
         ("A/fig4", CHANNELS, {(DUAL, "statistics/NS^adv_adv/mean/1"): [4.0, -4.0]}),
         ("A/fig5", CHANNELS, {(DUAL, f"affine/AP_adv/weight/{channel}"): [1.01, 0.99] for channel in range(3)}),
         ("A/fig6", LAYERS, {(DUAL, "relative_layers/NS under adv/bn1/total"): [0.9, 0.9]}),
+        ("A/fig6", LAYERS, {(DUAL, "relative_layers/NS under adv/bn1/total"): [0.1, 0.1]}),  # less, and not almost zero
+        ("A/fig6", LAYERS, {(DUAL, f"relative_layers/{kind}/bn1/total"): [0.0] for kind in ("AP", "NS under adv")}),
         ("A/fig2", CURVES, {(f"{name}/eps16", "10/held_out/pgd10-step2"): [0.0] for name in ("classical", "cross_at")}),
         ("A/fig7", GAPS, {(STANDARD, "layers/clean-noise/bn1/total"): [1.0]}),  # in one layer of two
         ("A/fig7", GAPS, {(STANDARD, "layers/clean-noise/bn1/total"): [30.0]}),  # noise makes the larger gap

@@ -205,6 +205,21 @@ def test_what_adversarial_training_does_to_corruptions_is_part_of_the_claim(name
     assert study.answer({place: [value] for place, value in values.items() if place not in there}) == "not run"
 
 
+def test_ligs_with_bn_must_be_lower_at_every_moment():
+    values = {place: [value] for place, value in fig2().items()}
+    between = {(cell, f"75/{LIGS.format('fgsm')}"): [value] for cell, value in (("none", 0.8), ("bn", 0.5))}
+    study = STUDIES.get("D/fig2")
+    assert study.answer(values | between) == "confirmed"
+    assert study.answer(values | between | {("bn", f"75/{LIGS.format('fgsm')}"): [0.81]}) == "not confirmed"
+
+
+@pytest.mark.parametrize(("gain", "answer"), [(7.5, "confirmed"), (20.0, "confirmed"), (0.5, "not confirmed")])
+def test_the_boost_by_adapted_statistics_may_be_larger_than_printed(as_printed, gain, answer):
+    values = as_printed("D/table7")
+    (before,) = values["vgg16", "networks/run/mean"]
+    assert STUDIES.get("D/table7").answer(values | {("vgg16", "networks/run/adapted_mean"): [before + gain]}) == answer
+
+
 def test_every_study_without_printed_numbers_has_made_up_ones():
     assert {*MADE_UP} == {name for name in STUDIES.names("D/*") if not list(STUDIES.get(name).numbers())}
 

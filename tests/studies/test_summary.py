@@ -318,6 +318,18 @@ def test_no_verdict_is_by_a_record_of_other_settings(tmp_path):
     assert {cell for cell, _ in now} == {"dual_bn/eps16", "single/eps16"}
 
 
+def test_an_accuracy_that_is_none_makes_no_verdict(tmp_path):
+    table2(tmp_path)
+    one = task(tmp_path, "single/eps16")
+    for value in (174.84, -0.5):
+        record = json.loads(one.record.read_text())
+        write_json(one.record, {**record, "values": {**record["values"], "shared/pgd10": value}})
+        found = summary(tmp_path)
+        (problem,) = found["problems"]
+        assert problem.endswith(f"no record of a cell: shared/pgd10 is no accuracy in percent: {value:g}")
+        assert of(found, "A/table2")["results"][0]["answer"] == "not run" and one.state == "damaged"
+
+
 def test_a_record_without_numbers_or_settings_is_none(tmp_path):
     one, other = task(tmp_path, "single/eps16"), task(tmp_path, "dual_bn/eps16")
     written(one, {})

@@ -136,6 +136,7 @@ def _among(
 def _check1(values: Values) -> Iterator[Clause]:
     """APART significantly beats standard training at either budget, APART-SAM beats APART, and both beat SAM.
 
+    Significant is half a point: the paper calls "over 0.70" so (sec. 4.2).
     With mixup APART beats standard training but for one case, and APART-SAM "slightly degenerates": it is comparable.
     """
 
@@ -147,7 +148,8 @@ def _check1(values: Values) -> Iterator[Clause]:
     def part(place: str) -> Iterator[Clause]:
         apart, once, twice = accuracies(place, "apart/2x", "standard/1x", "standard/2x")
         told = (
-            f"on {place} APART is significantly above the better standard training: {_beside(apart, max(once, twice))}"
+            f"on {place} APART is significantly ({SIGNIFICANT_ON_CIFAR:g} points) above the better standard training: "
+            f"{_beside(apart, max(once, twice))}"
         )
         yield Clause(told, apart >= max(once, twice) + SIGNIFICANT_ON_CIFAR)
         with_sam, sam = accuracies(place, "apart_sam/2x", "sam/2x")

@@ -127,11 +127,11 @@ def _gap(values: Values, name: str) -> float:
 
 
 def _false(name: str, gap: float) -> Clause:
-    return Clause(f"{name} is falsely robust: {_takes(gap)}", gap > FALSE)
+    return Clause(f"{name} is falsely robust (a gap above {FALSE:g}): {_takes(gap)}", gap > FALSE)
 
 
 def _real(name: str, gap: float) -> Clause:
-    return Clause(f"{name} is really robust: {_takes(gap)}", gap < FALSE)
+    return Clause(f"{name} is really robust (a gap below {FALSE:g}): {_takes(gap)}", gap < FALSE)
 
 
 def _takes(gap: float) -> str:

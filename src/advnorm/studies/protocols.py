@@ -91,15 +91,16 @@ def smoke(cell: Cell) -> Cell:
     small = {"width": 0.125} if not config.model.name.startswith("small") else {}
     name = "imagenet_resnet18" if config.model.name.startswith("imagenet_resnet") else config.model.name
     held_out = 4 if config.held_out else 0
+    epochs = 2 if config.running_epochs else 1  # one that estimates statistics and one that uses them
     smaller = replace(
         config,
         model=Named(name, **{**config.model.options, **small}),
         # Instance norm needs more than one position at the end of an ImageNet network.
-        data=Named("synthetic", size=16 + held_out, image_size=64 if name.startswith("imagenet_") else 32),
+        data=Named("synthetic", size=16 // epochs + held_out, image_size=64 if name.startswith("imagenet_") else 32),
         augment="none",
         held_out=held_out,
         validation_images=None,
-        epochs=1,
+        epochs=epochs,
         batch_size=8,
         lr=1e-3,  # batches of 8 diverge at the papers' rates
         schedule="constant",
@@ -108,7 +109,7 @@ def smoke(cell: Cell) -> Cell:
         warmup_epochs=0.0,
         eps_warmup_epochs=0,
         steps_warmup_epochs=0,
-        running_epochs=0,
+        running_epochs=epochs - 1,
         snapshots=(1,) if config.snapshots else (),
         budget=1,
         attack=replace(config.attack, steps=2, restarts=1),

@@ -51,12 +51,34 @@ def _check(record: Record, place: str, cells: Mapping[str, Mapping[str, Cell]]) 
     values, run = record.get("values"), record.get("run")
     if not isinstance(values, dict) or not values or not all(_finite(value) for value in values.values()):
         wrong.append("values must be finite numbers by name")
+    else:
+        wrong += _judged_problems(record)
     config = run.get("config") if isinstance(run, dict) else None
     if not isinstance(run, dict) or not isinstance(config, dict) or not {"model", "data", "norm"} <= config.keys():
         wrong.append("run must have its config")
     elif not _finite(run.get("seconds")) or not _finite(run.get("processes")):
         wrong.append("run must have its seconds and its processes")
     raise_all(wrong, "no record of a cell")
+
+
+def _judged_problems(record: Record) -> list[str]:
+    """Numbers of the benchmarks among a record's own measurements that are no accuracies."""
+    benchmarks = [one["options"] for one in measures_of(record) if one.get("name") == "benchmark"]
+    judged = {"clean"}.union(
+        *(options["attacks"] for options in benchmarks if isinstance(options.get("attacks"), dict))
+    )
+    return [
+        f"{name} is no accuracy in percent: {value:g}"
+        for name, value in record["values"].items()
+        if benchmarks and name.rpartition("/")[2] in judged and not 0 <= value <= 100
+    ]
+
+
+def measures_of(record: Record) -> list[Mapping[str, Any]]:
+    """What was measured, as far as a record says it."""
+    measures = record.get("measures")
+    found = [one for one in measures if isinstance(one, Mapping)] if isinstance(measures, list) else []
+    return [one for one in found if isinstance(one.get("options"), Mapping)]
 
 
 def _finite(value: object) -> bool:

@@ -19,7 +19,7 @@ from advnorm.engine.cost import training_flops
 from advnorm.studies.base import IMAGES, STUDIES, Answer, Cell, Conclusion, Protocol, Study, Values, same_as
 from advnorm.studies.claims import WORDS
 from advnorm.studies.protocols import under
-from advnorm.studies.record import Record, changed, flat, read_record, stands, whole
+from advnorm.studies.record import Record, changed, flat, measures_of, read_record, stands, whole
 
 PAPERS = {
     "A": "Towards Understanding Dual BN in Hybrid Adversarial Training",
@@ -313,19 +313,12 @@ def _result(
         settings=settings,
         outdated=[f"{r['cell']} seed {r['seed']}" for r in records if changed(r, cells[r["cell"]])],
         minutes=_minutes(records),
-        measures=_distinct(in_words(one) for record in records for one in _measures(record)),
+        measures=_distinct(in_words(one) for record in records for one in measures_of(record)),
         torch=_distinct(part.get("torch") for record in records for part in (record["run"], record)),
         precision=_distinct(record["run"].get("precision") for record in records),
         commits=_distinct(part.get("commit") for record in records for part in (record["run"], record)),
     )
     return result, problem
-
-
-def _measures(record: Record) -> list[Mapping[str, Any]]:
-    """What was measured, as far as a record says it."""
-    measures = record.get("measures")
-    found = [one for one in measures if isinstance(one, Mapping)] if isinstance(measures, list) else []
-    return [one for one in found if isinstance(one.get("options"), Mapping)]
 
 
 def in_words(measure: Mapping[str, Any]) -> str:
