@@ -435,6 +435,8 @@ def test_progress_is_told_at_every_step():
         ({"restarts": 1.5}, "restarts must be an integer"),
         ({"step_size": 2}, "step_size is in pixel scale.*did you mean '2/255'"),
         ({"step_size": "a"}, "step_size: cannot read 'a'"),
+        ({"step_size": 0}, "step_size must be above 0"),
+        ({"step_size": "0/255"}, "step_size must be above 0"),
         ({"start": "unifrom"}, "unknown start 'unifrom', did you mean 'uniform'"),
         ({"start": 1.5}, "probability of a clean start"),
         ({"start": None}, "probability of a clean start"),

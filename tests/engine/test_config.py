@@ -149,6 +149,15 @@ def test_milestones_move_with_epochs_that_alone_are_changed(tmp_path):
             config.with_overrides([wrong])
 
 
+#: Without these a setting has no effect and is refused.
+WITH = {
+    "gamma": {"milestones": (5.0,)},
+    "peak_share": {"schedule": "one_cycle"},
+    "mix_alpha": {"mix": "mixup", "objective": Named("standard")},
+    "ema_buffers": {"ema": 0.9},
+}
+
+
 def test_the_cases_cover_every_setting():
     assert set(GOOD) == set(SETTINGS)
     assert set(LIMITS) < set(SETTINGS)
@@ -156,7 +165,7 @@ def test_the_cases_cover_every_setting():
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in GOOD.items() for value in values])
 def test_a_good_value_is_kept_as_it_is_and_survives_every_round_trip(name, value):
-    config = Config(**{name: value})
+    config = Config(**{name: value}, **WITH.get(name, {}))
     assert getattr(config, name) == value and type(getattr(config, name)) is type(value)
     check_round_trips(config)
 
@@ -269,6 +278,14 @@ def test_the_message_reads_as_documented():
     ("wrong", "part"),
     [
         ({"schedule": "cosine", "milestones": [5]}, "milestones belong to schedule='step'"),
+        (
+            {"schedule": "cosine", "gamma": 0.5},
+            "gamma belongs to milestones, and so to schedule='step', and has no eff",
+        ),
+        ({"gamma": 0.3}, "gamma belongs to milestones"),
+        ({"schedule": "cosine", "peak_share": 0.9}, "peak_share belongs to schedule='one_cycle'"),
+        ({"mix_alpha": 0.4}, "mix_alpha belongs to mix='mixup' or 'cutmix'"),
+        ({"ema_buffers": "average"}, "ema_buffers belongs to ema"),
         ({"schedule": "one_cycle", "warmup_epochs": 1}, "peak_share"),
         ({"nesterov": True, "momentum": 0}, "nesterov needs a momentum"),
         ({"nesterov": True, "optimizer": "adam"}, "nesterov belongs to optimizer='sgd'"),
@@ -410,7 +427,7 @@ def test_the_digest_is_of_what_determines_the_result():
     assert config.digest == replace(config, name="other").digest == replace(config, seed=7).digest
     assert config.digest == replace(config, eps=8 / 255, attack={"step_size": 2 / 255}).digest
     changed = [
-        replace(config, **{name: values[0]})
+        replace(config, **{name: values[0]}, **WITH.get(name, {}))
         for name, values in GOOD.items()
         if name not in ("name", "seed", "train_only")
     ]

@@ -841,6 +841,16 @@ def test_recalibration_changes_nothing_when_the_data_break_off():
     assert all(not module._forward_pre_hooks for module in model.modules())
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_recalibration_stores_nothing_of_what_is_no_number(bad):
+    model = network("dual_bn").train()
+    before, x = snapshot(model), images({"all": 4})
+    x[1, 0, 0, 0] = bad
+    with pytest.raises(ConfigError, match="has no finite mean and variance, and nothing was changed"):
+        recalibrate(model, [images({"all": 4}), x], route="adv")
+    assert changed(model, before) == set()
+
+
 def test_recalibration_leaves_the_random_state_and_the_users_hooks_alone():
     calls = []
     model = nn.Sequential(nn.Dropout(0.5), network("dual_bn")).train()

@@ -152,7 +152,7 @@ def test_a_training_pass_on_running_statistics_sees_the_images_of_the_same_attac
 
 
 def test_images_with_an_index_get_their_own_noise_and_without_one_fresh_noise():
-    objective = built("hybrid", attack=pgd(steps=1, step_size=0.0))
+    objective = built("hybrid", attack=pgd(steps=1, step_size=1e-30))
     seen: list[Tensor] = []
     objective.model.register_forward_pre_hook(lambda m, args: seen.append(args[0][5:]) if m.training else None)
     for index in (INDEX, INDEX, None, None):

@@ -197,6 +197,38 @@ def test_images_that_an_attack_would_cut_to_its_box_are_refused_at_the_first_bat
     assert Ligs(standard, shift="gaussian")(X - 0.5, Y).loss.isfinite()
 
 
+@pytest.mark.parametrize("name", ["hybrid", "standard", "trades"])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda y: y.float(), "labels must be int64, got torch.float32; use y.long()"),
+        (lambda y: y.int(), "labels must be int64, got torch.int32; use y.long()"),
+        (lambda y: y[:, None], f"labels must have shape ({len(Y)},), one per image, got ({len(Y)}, 1)"),
+        (lambda y: y[:3], f"labels must have shape ({len(Y)},), one per image, got (3,)"),
+        (lambda y: y.tolist(), "labels must be a tensor of class numbers, got list"),
+        (lambda y: 0 * y - 100, "labels must be at least 0, got -100; drop or relabel ignored samples"),
+        (lambda y: y + 7, "and the model has"),
+    ],
+)
+def test_labels_that_are_none_are_told(name, change, words):
+    objective = OBJECTIVES.get(name)(tiny("dual_bn"), *([] if name == "standard" else [pgd()]))
+    with pytest.raises(ConfigError) as found:
+        objective(X, change(Y))
+    assert words in str(found.value)
+    assert objective(X, Y).loss.isfinite()
+
+
+def test_probabilities_by_class_are_labels_where_nothing_is_attacked():
+    classes = OBJECTIVES.get("standard")(tiny("bn"))(X, Y).logits["clean"].shape[1]
+    soft = torch.nn.functional.one_hot(Y, classes).float()
+    standard = OBJECTIVES.get("standard")(tiny("bn"))
+    torch.testing.assert_close(standard(X, soft).loss, OBJECTIVES.get("standard")(tiny("bn"))(X, Y).loss)
+    with pytest.raises(ConfigError, match=r"labels must be int64, got torch.float32; use y.argmax\(1\)"):
+        OBJECTIVES.get("hybrid")(tiny("bn"), pgd())(X, soft)
+    with pytest.raises(ConfigError, match="images must be a tensor of floats"):
+        standard(X.numpy(), Y)
+
+
 def test_half_precision_is_refused_in_any_batch_and_bytes_by_any_objective():
     objective = OBJECTIVES.get("hybrid")(tiny("dual_bn"), pgd())
     assert objective(X, Y).loss.isfinite()

@@ -84,6 +84,8 @@ class PGD(Attack):
         if self.step_size is not None:
             problem = length_problem("step_size", self.step_size, getattr(self.threat, "norm", ""))
             problems += [problem] if problem else []
+            if problem is None and parse_length(self.step_size) == 0:
+                problems.append("step_size must be above 0: without a step there is no attack; leave it out")
         if isinstance(self.start, str):
             if self.start not in get_args(Start):
                 hint = did_you_mean(self.start, get_args(Start))

@@ -363,6 +363,7 @@ class Config:
                     f"milestones must increase and lie between 0 and epochs ({self.epochs}), "
                     f"got {shown(list(self.milestones))}; set milestones too, or another schedule"
                 )
+        problems += self._idle_problems(fine)
         if fine("schedule", "warmup_epochs") and self.schedule == "one_cycle" and self.warmup_epochs:
             problems.append(
                 "schedule='one_cycle' warms up by itself; use warmup_epochs=0, and peak_share for its length"
@@ -375,6 +376,20 @@ class Config:
             elif not self.momentum:
                 problems.append("nesterov needs a momentum above 0; give one, or use nesterov=False")
         return problems
+
+    def _idle_problems(self, fine: Callable[..., bool]) -> list[str]:
+        """Settings that were changed and have no effect with the others: a run would be another by its name alone."""
+        needs = {
+            "gamma": (("schedule", "milestones"), bool(self.milestones), "milestones, and so to schedule='step'"),
+            "peak_share": (("schedule",), self.schedule == "one_cycle", "schedule='one_cycle'"),
+            "mix_alpha": (("mix",), self.mix != "none", "mix='mixup' or 'cutmix'"),
+            "ema_buffers": (("ema",), self.ema is not None, "ema"),
+        }
+        return [
+            f"{name} belongs to {to}, and has no effect here; drop it"
+            for name, (others, used, to) in needs.items()
+            if fine(name, *others) and not used and getattr(self, name) != getattr(Config, name)
+        ]
 
     def _held_out_problems(self, fine: Callable[..., bool]) -> list[str]:
         problems = []

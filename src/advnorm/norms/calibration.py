@@ -91,11 +91,19 @@ def recalibrate(
         raise ConfigError("recalibrate got no data: an iterator that was used up already, or an empty data set")
     if not pooled:
         raise ConfigError("none of the model's norms ran in its forward; recalibrate the model that they are used in")
+    for name, norm in norms.items():
+        if name in pooled and norm.synchronized:
+            packed = all_gather_rows(torch.cat(pooled[name], 1), norm.process_group)
+            channels = norm.shape[0]
+            pooled[name] = functional.pool_moments(*packed.split([channels, channels, 1], -1))
+    bad = [name for name, values in pooled.items() if not all(bool(value.isfinite().all()) for value in values)]
+    if bad:
+        raise ConfigError(
+            f"what reaches {bad[0]} has no finite mean and variance, and nothing was changed; check the images and the "
+            "model's weights for NaN"
+        )
     for name, (mean, var, count) in pooled.items():
         norm = norms[name]
-        if norm.synchronized:
-            packed = all_gather_rows(torch.cat([mean, var, count], 1), norm.process_group)
-            mean, var, count = functional.pool_moments(*packed.split([mean.shape[1], var.shape[1], 1], -1))
         running_mean, running_var, seen = norm.statistics_bank(_bank(norm.plan, route, into))
         running_mean.copy_(mean[0])
         running_var.copy_((var * count / (count - 1).clamp(min=1))[0])

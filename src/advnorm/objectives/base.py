@@ -56,8 +56,25 @@ class Images(NamedTuple):
 
 
 def _check_floats(x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise ConfigError(f"images must be a tensor of floats in [0, 1], got {type(x).__name__}")
     if not x.is_floating_point():
         raise ConfigError(f"images must be floats in [0, 1], got {x.dtype}; use x.float() / 255")
+
+
+def _check_labels(x: Tensor, y: Tensor, *, soft: bool) -> None:
+    """Refuse labels that are none, by what waits for no device; ``soft``: probabilities by class are ones too."""
+    if not isinstance(y, Tensor):
+        raise ConfigError(f"labels must be a tensor of class numbers, got {type(y).__name__}")
+    if soft and y.is_floating_point() and y.dim() == 2 and len(y) == len(x):
+        return
+    problems = []
+    if y.dtype != torch.int64:
+        cure = "y.argmax(1)" if y.dim() == 2 else "y.long()"
+        problems.append(f"labels must be int64, got {y.dtype}; use {cure}")
+    if y.dim() != 1 or len(y) != len(x):
+        problems.append(f"labels must have shape ({len(x)},), one per image, got {tuple(y.shape)}")
+    raise_all(problems, "bad batch")
 
 
 class Objective(nn.Module):
@@ -104,6 +121,8 @@ class Objective(nn.Module):
         self.seed = 0
         self._drawn = 0
         self._looked = False  # at the first batch of images, which waits for the device
+        self._labelled = False  # likewise its labels
+        self._classes: int | None = None  # that the labels of the first batch need, until logits were seen
 
     @classmethod
     def problems(
@@ -273,7 +292,14 @@ class Objective(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits in float32 at least: losses in half precision lose what they are about."""
-        return wide(logits_of(self.through(x.to(self.dtype)), len(x)))
+        logits = wide(logits_of(self.through(x.to(self.dtype)), len(x)))
+        if self._classes is not None and not torch.compiler.is_compiling():
+            needed, self._classes = self._classes, None
+            if needed > logits.shape[1]:
+                raise ConfigError(
+                    f"labels go up to {needed - 1} and the model has {logits.shape[1]} classes; labels count from 0"
+                )
+        return logits
 
     @property
     def dtype(self) -> torch.dtype:
@@ -339,6 +365,12 @@ class Objective(nn.Module):
     def images(self, x: Tensor, y: Tensor, index: Tensor | None = None) -> Images:
         """The images of a step, attacked where the objective attacks. Without an ``index`` the noise is fresh."""
         _check_floats(x)
+        _check_labels(x, y, soft=not self.needs_attack)
+        if not self._labelled and not y.is_floating_point() and y.numel() and not torch.compiler.is_compiling():
+            least, most = (int(value) for value in y.aminmax())
+            if least < 0:
+                raise ConfigError(f"labels must be at least 0, got {least}; drop or relabel ignored samples")
+            self._labelled, self._classes = True, most + 1
         if self.needs_attack:
             self.look(x)
         index = self._fresh_index(x) if index is None else index
