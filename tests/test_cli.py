@@ -1,6 +1,7 @@
 """The command line: what it prints, what it refuses, and its exit status."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -125,6 +126,76 @@ def test_a_crash_is_no_verdict(monkeypatch, capsys):
     with pytest.raises(SystemExit) as left:
         commands.main()
     assert left.value.code == 70 and "RuntimeError: a bug" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device", "a.json"), PermissionError(13, "Denied", "b")]
+)
+def test_what_a_machine_refuses_is_one_line_and_no_crash(monkeypatch, capsys, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(commands, "app", fail)
+    with pytest.raises(SystemExit) as out:
+        commands.main()
+    assert out.value.code == 2
+    assert capsys.readouterr().err.strip() == f"error: {error.filename}: {error.strerror}"
+
+
+OWN = """
+import torch
+from torch import nn
+import advnorm
+from advnorm import data
+from advnorm.models import MODELS, ModelSpec
+
+def stripes(split):
+    labels = torch.arange(64) % 2
+    images = (torch.arange(8) % 2).expand(64, 1, 8, 8).float()
+    images = torch.where(labels.view(-1, 1, 1, 1).bool(), images, images.mT)
+    return data.ImageData(name="own_stripes", split=split, images=images, labels=labels, num_classes=2)
+
+def net(layers):
+    model = nn.Sequential(nn.Conv2d(layers.in_channels, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    model.append(nn.Linear(4, layers.num_classes))
+    advnorm.convert_norm(model, layers.norm_name, **layers.norm_options)
+    return model
+
+data.DATASETS.add("own_stripes", data.DataSource(read=stripes, summary="lines", needs_root=False))
+MODELS.add("own_net", ModelSpec(build=net, mean=None, std=None))
+config = advnorm.Config(model="own_net", norm="dual_bn", data="own_stripes", epochs=1, batch_size=16, eps=0.2, name="x")
+"""
+
+
+def test_a_run_with_a_model_and_a_data_set_of_ones_own_is_judged_by_the_command_that_is_told(tmp_path):
+    """In processes of their own: what is registered stays."""
+    (tmp_path / "mine.py").write_text(OWN)
+
+    def advnorm_(*arguments, **environ):
+        command = [sys.executable, "-m", "advnorm", *arguments]
+        env = {**os.environ, "COLUMNS": "300", **environ}
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+
+    trained = advnorm_("train", "mine.py")
+    told = "advnorm --import mine.py evaluate runs/x-seed0"
+    assert trained.returncode == 0 and f"judge it: {told}" in trained.stdout, trained.stderr
+    judged = advnorm_(*told.split()[1:], "--attacks", "pgd2")
+    assert judged.returncode == 0 and "data own_stripes, test" in judged.stdout, judged.stderr
+    named = advnorm_("evaluate", "runs/x-seed0", "--attacks", "pgd2", ADVNORM_IMPORT="mine")
+    assert named.returncode == 0, named.stderr
+    unknown = advnorm_("evaluate", "runs/x-seed0")
+    assert unknown.returncode == 2 and "on which images" not in unknown.stderr
+    assert "unknown model 'own_net'" in unknown.stderr and "advnorm --import FILE.py" in unknown.stderr
+    for wrong, message in (("no.py", "there is no such file"), ("no_such", "no module 'no_such'")):
+        out = advnorm_("--import", wrong, "ls", "norms")
+        assert out.returncode == 2 and message in out.stderr
+    (tmp_path / "bad.py").write_text("1 / 0")
+    assert "importing bad.py raised ZeroDivisionError" in advnorm_("--import", "bad.py", "ls", "norms").stderr
+    run = tmp_path / "runs" / "x-seed0" / "run.json"
+    before = run.read_bytes()
+    refused = advnorm_(*told.split()[1:], "--attacks", "pgd2", "--json", str(run))
+    assert refused.returncode == 2 and "is no record of an evaluation; choose another file" in refused.stderr
+    assert run.read_bytes() == before
 
 
 def test_a_builder_that_fails_and_a_figure_of_no_kind_are_usage_errors(tmp_path):

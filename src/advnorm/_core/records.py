@@ -59,7 +59,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError:
         data = None
     if not isinstance(data, dict):
-        raise ConfigError(f"{path} is damaged or no record of ours; delete it, or choose another record")
+        raise ConfigError(f"{path} is damaged or no record of ours; choose another file")
     return data
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import sys
 import time
@@ -75,7 +76,21 @@ class Kind(StrEnum):
 
 
 @app.callback(invoke_without_command=True)
-def version(show: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False) -> None:
+def first_of_all(
+    show: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+    own: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--import",
+            envvar="ADVNORM_IMPORT",
+            help="A .py file or a module with models or data sets of your own, before the verb; one or several.",
+        ),
+    ] = None,
+) -> None:
+    for source in own or ():
+        from advnorm.cli.evaluate import run_code
+
+        run_code(source)
     if show:
         from advnorm import __version__
 
@@ -185,6 +200,7 @@ def train(
     code = run(
         console,
         configured(source, overrides or ()),
+        source=source,
         seed=seed,
         out=out,
         data_dir=data_dir,
@@ -563,6 +579,8 @@ def spelled_out(arguments: Sequence[str]) -> list[str]:
     return spelled
 
 
+#: What a machine does to a command, which is no defect of it: no room, no rights, a file too large, a broken disk.
+OUTSIDE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOENT)
 #: Exit status of a crash, EX_SOFTWARE of sysexits.h; 1 would read as the verdict "false" of an audit.
 CRASHED = 70
 
@@ -574,6 +592,10 @@ def main() -> None:
     except AdvnormError as error:
         Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in OUTSIDE:
+            where = f"{error.filename}: " if error.filename else ""
+            Console(stderr=True).print(f"[bold red]error:[/] {escape(f'{where}{error.strerror}')}", soft_wrap=True)
+            sys.exit(2)
         traceback.print_exc()
         sys.exit(CRASHED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import runpy
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -235,7 +236,7 @@ def subject(asked: Asked, problems: Problems) -> Subject:
             images = load_data(asked.data, asked.data_dir)
         elif config is not None:
             images = data_sets.load(config.data.name, "test", asked.data_dir, **config.data.options)
-        else:
+        elif run is None:  # else its images are not known for the reason that was told
             raise ConfigError("on which images? --data, for example --data cifar10:FOLDER or --data digits")
         name = asked.data.partition(":")[0] if asked.data else config.data.name if config else ""
         about["data"] = f"{name}, test" if name in data_sets.DATASETS else Path(str(asked.data)).name
@@ -266,17 +267,8 @@ def load_model(target: str, weights: Path | None = None, device: str | None = No
         raise ConfigError(
             f"cannot read {target!r}: no folder of a run, and no module:function such as my_models:build_model"
         )
-    sys.path.insert(0, str(Path.cwd()))
-    try:
+    with _from_here(target):
         module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"no module {error.name!r} for {target!r}; run from the folder that holds it, or install it"
-        ) from error
-    except (Exception, SystemExit) as error:
-        raise _raised(f"importing {name}", error) from error
-    finally:
-        sys.path.pop(0)
     build = getattr(module, function, None)
     if build is None:
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -290,6 +282,36 @@ def load_model(target: str, weights: Path | None = None, device: str | None = No
     if weights is not None:
         load_weights(model, weights)
     return model.to(where)
+
+
+@contextmanager
+def _from_here(target: str) -> Iterator[None]:
+    """Scope: modules are looked up from the working directory; what the user's code raises is told with its place."""
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"no module {error.name!r} for {target!r}; run from the folder that holds it, or install it"
+        ) from error
+    except (Exception, SystemExit) as error:
+        raise _raised(f"importing {target.partition(':')[0]}", error) from error
+    finally:
+        sys.path.pop(0)
+
+
+def run_code(source: str) -> None:
+    """Run a ``.py`` file or import a module of the user's own, for the models and data sets that it registers."""
+    if not source.endswith(".py"):
+        with _from_here(source):
+            importlib.import_module(source)
+        return
+    if not Path(source).is_file():
+        raise ConfigError(f"--import {source}: there is no such file")
+    with _from_here(source):
+        runpy.run_path(source)
 
 
 def _raised(what: str, error: BaseException) -> ConfigError:

@@ -11,9 +11,10 @@ from typing import Any
 from rich.console import Console
 
 from advnorm._core.errors import ConfigError
-from advnorm.data import MissingFiles
+from advnorm.data import DATASETS, MissingFiles
 from advnorm.engine import PREEMPTED, Config, load_config
 from advnorm.engine import train as train_by
+from advnorm.models import MODELS
 from advnorm.studies import STUDIES, Cell, Study, find, get
 
 #: Exit status of a command that was ended by Ctrl-C: 128 and the number of SIGINT.
@@ -39,8 +40,10 @@ def configured(source: str | None, overrides: Sequence[str]) -> Config:
     return Config().with_overrides(overrides) if source is None else load_config(source, overrides)
 
 
-def run(console: Console, config: Config, *, data_dir: Path | None = None, **settings: Any) -> int:
-    """Train, say what came out and how to judge it; the exit status."""
+def run(
+    console: Console, config: Config, *, source: str | None = None, data_dir: Path | None = None, **settings: Any
+) -> int:
+    """Train, say what came out and how to judge it; the exit status. ``source``: the file of the configuration."""
     try:
         result = train_by(config, data_dir=data_dir, progress=True, **settings)
     except MissingFiles as error:
@@ -60,6 +63,14 @@ def run(console: Console, config: Config, *, data_dir: Path | None = None, **set
             accuracy = ", ".join(f"{key} {value:.1%}" for key, value in row["held_out"].items() if key != "score")
             console.print(f"{name}: epoch {row['epoch']}, held-out {accuracy}", highlight=False)
     console.print(f"run: {result.folder}", highlight=False, soft_wrap=True)
-    words = ["advnorm", "evaluate", str(result.folder), *(["--data-dir", str(data_dir)] if data_dir else [])]
+    first = ["--import", source] if source is not None and source.endswith(".py") and _own(config) else []
+    words = ["advnorm", *first, "evaluate", str(result.folder), *(["--data-dir", str(data_dir)] if data_dir else [])]
     console.print(f"judge it: {shlex.join(words)}", highlight=False, soft_wrap=True)
     return 0
+
+
+def _own(config: Config) -> bool:
+    """Whether the model or the data set is registered by code of the user's."""
+    makers = MODELS.get(config.model.name).build, DATASETS.get(config.data.name).read
+    names = [getattr(getattr(maker, "func", maker), "__module__", "") for maker in makers]
+    return not all(name.startswith("advnorm.") for name in names)

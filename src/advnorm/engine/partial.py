@@ -184,6 +184,8 @@ def finished(record: Path | str | None, fingerprint: str, known_by: Mapping[str,
     if record is None or not Path(record).exists():
         return None
     data = read_json(Path(record))
+    if "fingerprint" not in data:
+        raise ConfigError(f"{record} is no record of an evaluation; choose another file")
     if data.get("fingerprint") != fingerprint or _other_model(data, known_by):
         raise ConfigError(
             f"{record} holds the record of another evaluation (other data, model, threat, attacks, routes or seed); "

@@ -69,8 +69,10 @@ class Run:
         try:
             return Config.from_dict(data["config"])
         except ConfigError as error:
+            own = "; where code of your own registers it: advnorm --import FILE.py, or import it first"
             raise ConfigError(
-                f"{self.folder} is a run of {_version(data)}, which this one cannot read: {error}"
+                f"{self.folder} is a run of {_version(data)}, which cannot be read here: {error}"
+                + (own if "unknown " in str(error) else "")
             ) from None
 
     @property
