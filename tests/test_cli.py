@@ -72,7 +72,8 @@ def test_bench_norms_prints_ratios_and_writes_a_record(tmp_path):
     assert set(data["rows"]) == {"plain nn.BatchNorm2d", "dual_bn", "none"}
     assert data["rows"]["plain nn.BatchNorm2d"]["eval"]["ratio"] == 1.0
     assert data["rows"]["dual_bn"]["train"]["seconds"] > 0
-    assert {"device", "torch", "rounds", "batch_size", "precision", "threads"} <= set(data)
+    assert {"device", "torch", "rounds", "batch_size", "precision", "threads", "commit"} <= set(data)
+    assert data["advnorm"] == __version__
 
 
 @pytest.mark.parametrize(

@@ -511,6 +511,8 @@ def test_strip_works_inside_a_scope_and_on_a_plain_model():
     with route(model, "adv"):
         assert torch.equal(plain(X), model(X))
     assert torch.equal(strip(plain)(X), plain(X))
+    with pytest.raises(ConfigError, match="the model has no routed modules, so no route 'adv'"):
+        strip(plain, "adv")
 
 
 @pytest.mark.parametrize("name", ["bn", "dual_bn", "cross_bn", "gmm_bn", "dual_affine_gn"])

@@ -224,6 +224,8 @@ def strip(
     for module in mixtures:
         if component is not None and component not in module.plan.domains:
             problems.append(f"unknown component {component!r}{did_you_mean(component, module.plan.domains)}")
+    if route is not None and not routed:
+        problems.append(f"the model has no routed modules, so no route {route!r}; convert it first, or leave route out")
     if component is None and mixtures:
         component = mixtures[0].state.component
     if linked and mixtures and component is None:

@@ -72,7 +72,7 @@ def test_every_case_is_measured_and_the_table_says_what_the_record_says(tmp_path
         assert float(epoch.replace(",", "")) == pytest.approx(row.epoch_seconds, abs=0.5)
         assert float(share.rstrip("%")) == pytest.approx(100 * row.share_of_peak, abs=0.5)
         assert float(speedup) == pytest.approx(row.speedup, abs=0.005) and memory == "–"
-    assert {"norm", "eps", "data", "device", "torch", "steps", "notes"} <= set(data)
+    assert {"norm", "eps", "data", "device", "torch", "steps", "notes", "advnorm", "commit"} <= set(data)
 
 
 def test_rates_epochs_and_operations_belong_together():

@@ -154,7 +154,6 @@ WITH = {
     "gamma": {"milestones": (5.0,)},
     "peak_share": {"schedule": "one_cycle"},
     "mix_alpha": {"mix": "mixup", "objective": Named("standard")},
-    "ema_buffers": {"ema": 0.9},
 }
 
 
@@ -285,7 +284,6 @@ def test_the_message_reads_as_documented():
         ({"gamma": 0.3}, "gamma belongs to milestones"),
         ({"schedule": "cosine", "peak_share": 0.9}, "peak_share belongs to schedule='one_cycle'"),
         ({"mix_alpha": 0.4}, "mix_alpha belongs to mix='mixup' or 'cutmix'"),
-        ({"ema_buffers": "average"}, "ema_buffers belongs to ema"),
         ({"schedule": "one_cycle", "warmup_epochs": 1}, "peak_share"),
         ({"nesterov": True, "momentum": 0}, "nesterov needs a momentum"),
         ({"nesterov": True, "optimizer": "adam"}, "nesterov belongs to optimizer='sgd'"),

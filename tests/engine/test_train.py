@@ -723,7 +723,7 @@ def test_judging_held_out_images_leaves_no_trace_in_the_model(tmp_path, statisti
 @pytest.mark.parametrize("lost", ["a line", "half a line", "all"])
 def test_metrics_that_a_loss_of_power_took_come_back(tmp_path, lost):
     config, alone = small(), train(small(), tmp_path / "alone")
-    run = Run(tmp_path / alone.folder.name)
+    run = Run(str(tmp_path / alone.folder.name))  # a name does as well as a path
     while len(run.metrics()) < 2:
         train(config, tmp_path, max_minutes=0)
     path = run.folder / "metrics.jsonl"

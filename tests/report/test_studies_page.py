@@ -212,6 +212,15 @@ def test_lines_whose_names_differ_in_one_part_share_a_figure():
     assert ["before" in figure and "after" in figure for figure in figures] == [False, False, False, True]
 
 
+def test_a_line_has_one_colour_in_every_figure_of_a_study():
+    names = ["near/AP/total", "near/NS/total", "far/NS/total", "far/AP/total", "far/AP/mean"]
+    series = [{"cell": "bn", "value": name, "over": "layer", "x": [1, 2, 3], "ours": [1.0, 2.0, 3.0]} for name in names]
+    html = render_studies({**SUMMARY, "studies": [study("A/fig6", [{**CURVES, "series": series}])]})
+    figures = [part.partition("</figure")[0] for part in section(html, "A-fig6").split("<figure")[1:]]
+    colours = [re.findall(r'class="line (s\d)"', figure) for figure in figures]
+    assert colours == [["s0", "s1"], ["s1", "s0"], ["s0"]]
+
+
 def test_cells_measured_for_other_studies_are_explained_where_there_are_any():
     (one,) = (item for item in SUMMARY["studies"] if item["name"] == "D/fig4")
     text = "For: the study that it was measured for."

@@ -22,6 +22,7 @@ from advnorm.attacks.autoattack import AutoAttack
 from advnorm.attacks.base import Progress
 from advnorm.bench.timing import synchronize
 from advnorm.data import cifar10, digits
+from advnorm.engine.partial import own_version
 from advnorm.models import create_model
 from advnorm.threat import ThreatModel
 
@@ -56,7 +57,7 @@ class AutoAttackBenchmark:
 
     def record(self) -> dict[str, Any]:
         """As plain data, for JSON."""
-        return asdict(self)
+        return {**asdict(self), **own_version()}
 
 
 def subject(

@@ -14,6 +14,7 @@ from torch import nn
 from advnorm._core.errors import did_you_mean, raise_all
 from advnorm._core.precision import float32_as
 from advnorm.bench.timing import Timing, side_by_side
+from advnorm.engine.partial import own_version
 from advnorm.engine.ranks import checked_device
 from advnorm.models import create_model, list_models
 from advnorm.norms import domains, list_norms, route, routed_modules
@@ -43,7 +44,7 @@ class NormBenchmark:
 
     def record(self) -> dict[str, Any]:
         """As plain data, for JSON."""
-        return asdict(self)
+        return {**asdict(self), **own_version()}
 
 
 def bench_norms(

@@ -28,6 +28,7 @@ from advnorm.data import ImageData, load
 from advnorm.engine.config import AttackConfig, Config, Named
 from advnorm.engine.cost import ATTACK_PASSES, TRAINING_PASSES, forward_flops
 from advnorm.engine.journal import Journal
+from advnorm.engine.partial import own_version
 from advnorm.engine.ranks import Ranks, placed
 from advnorm.engine.run import Run
 from advnorm.engine.train import Loop
@@ -82,7 +83,7 @@ class TrainBenchmark:
 
     def record(self) -> dict[str, Any]:
         """As plain data, for JSON."""
-        return asdict(self)
+        return {**asdict(self), **own_version()}
 
 
 @dataclass(frozen=True)

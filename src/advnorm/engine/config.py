@@ -383,7 +383,6 @@ class Config:
             "gamma": (("schedule", "milestones"), bool(self.milestones), "milestones, and so to schedule='step'"),
             "peak_share": (("schedule",), self.schedule == "one_cycle", "schedule='one_cycle'"),
             "mix_alpha": (("mix",), self.mix != "none", "mix='mixup' or 'cutmix'"),
-            "ema_buffers": (("ema",), self.ema is not None, "ema"),
         }
         return [
             f"{name} belongs to {to}, and has no effect here; drop it"

@@ -196,14 +196,18 @@ def finished(record: Path | str | None, fingerprint: str, known_by: Mapping[str,
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Versions and device, as a record carries them."""
-    package = sys.modules["advnorm"]  # its version, without importing upwards
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "advnorm": getattr(package, "__version__", None),
-        "commit": _commit(),
+        **own_version(),
     }
+
+
+def own_version() -> dict[str, Any]:
+    """Version and commit of this package."""
+    package = sys.modules["advnorm"]  # without importing upwards
+    return {"advnorm": getattr(package, "__version__", None), "commit": _commit()}
 
 
 @cache  # asked for by every record; what a process runs is what it found at first

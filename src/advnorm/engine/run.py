@@ -37,6 +37,9 @@ class Run:
 
     folder: Path
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", Path(self.folder))
+
     @classmethod
     def open(cls, folder: Path | str) -> Run:
         """A run that exists; anything else is refused with the reason."""

@@ -189,8 +189,10 @@ def _all_lines(study: StudySummary, result: Result) -> list[Lines]:
         alone = several or not part
         title = series["value"] if alone else "/".join([*filter(None, before), last])
         groups.setdefault(title, []).append((series["cell"] if alone else part, series))
+    labels = dict.fromkeys(label for rows in groups.values() for label, _ in rows)
+    colours = {label: place for place, label in enumerate(labels)}  # of a line in every figure of the study
     return [
-        _lines(f"{study['name']}: {title}", rows[start : start + LINES_EACH])
+        _lines(f"{study['name']}: {title}", rows[start : start + LINES_EACH], colours)
         for title, rows in groups.items()
         for start in range(0, len(rows), LINES_EACH)
     ]
@@ -229,7 +231,7 @@ def _dots(study: StudySummary, result: Result) -> Dots:
     return {"kind": "dots", "title": f"{study['name']}: paper and ours", "groups": groups, "note": note}
 
 
-def _lines(title: str, named: Sequence[tuple[str, Series]]) -> Lines:
+def _lines(title: str, named: Sequence[tuple[str, Series]], colours: Mapping[str, int]) -> Lines:
     x = sorted({place for _, row in named for place in row["x"]})
     values = {label: dict(zip(row["x"], row["ours"])) for label, row in named}
     return {
@@ -238,7 +240,10 @@ def _lines(title: str, named: Sequence[tuple[str, Series]]) -> Lines:
         "x": x,
         "x_label": named[0][1]["over"],
         "plain": True,
-        "rows": [{"label": label, "values": [found.get(i) for i in x]} for label, found in values.items()],
+        "rows": [
+            {"label": label, "values": [found.get(i) for i in x], "colour": colours[label]}
+            for label, found in values.items()
+        ],
         "note": "Ours, the mean over seeds; the paper prints no numbers.",
     }
 
