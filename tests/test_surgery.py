@@ -589,3 +589,18 @@ def test_head_errors_are_explained():
         convert_head(model, domains=("adv", "adv"))
     with pytest.raises(ConfigError, match="domains is a list of names, got the string 'adv'"):
         convert_head(model, domains="adv")
+
+
+def test_norms_of_domains_that_a_routed_head_does_not_know_are_refused():
+    model = create_model("small_cnn", norm="bn")
+    plain = strip(model)
+    convert_head(plain)
+    before = {name: type(module) for name, module in plain.named_modules()}
+    with pytest.raises(
+        SurgeryError, match=r"routed over clean, adv and the norms would be over a, b.*domains=\['clean'"
+    ):
+        convert_norm(plain, "dual_bn", domains=("a", "b"))
+    assert before == {name: type(module) for name, module in plain.named_modules()}
+    convert_norm(plain, "triple_bn")
+    with route(plain, "adv"):
+        plain.eval()(X)

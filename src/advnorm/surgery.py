@@ -130,6 +130,13 @@ def convert_norm(
         for layer_name, layer in layers.items()
         if not layer.self_attn.batch_first
     ]
+    for head_name, head in model.named_modules():
+        if isinstance(head, RoutedLinear) and plan.routed and not {*head.plan.domains} & {*plan.domains}:
+            heads, norms = (", ".join(one.domains) for one in (head.plan, plan))
+            raise SurgeryError(
+                f"{head_name} is routed over {heads} and the norms would be over {norms}, so that no route fits both; "
+                f"convert the norms first, or use domains={[*head.plan.domains]}"
+            )
     if refused:
         raise SurgeryError(
             f"cannot convert to {name}: {'; '.join(refused)}. To leave modules alone, pass keep=['their.name', ...]"
