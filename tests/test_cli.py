@@ -1,7 +1,6 @@
 """The command line: what it prints, what it refuses, and its exit status."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -15,6 +14,8 @@ from advnorm import __version__, list_models, list_norms
 from advnorm._core.errors import AdvnormError
 from advnorm.cli import app as commands
 from advnorm.cli.app import app, spelled_out
+from advnorm.data import DATASETS
+from advnorm.models import MODELS
 
 
 def invoke(*arguments):
@@ -168,35 +169,40 @@ config = advnorm.Config(model="own_net", norm="dual_bn", data="own_stripes", epo
 """
 
 
-def test_a_run_with_a_model_and_a_data_set_of_ones_own_is_judged_by_the_command_that_is_told(tmp_path):
-    """In processes of their own: what is registered stays."""
-    (tmp_path / "mine.py").write_text(OWN)
+def test_a_run_with_a_model_and_a_data_set_of_ones_own_is_judged_by_the_command_that_is_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("own_code.py").write_text(OWN)
+    Path("bad.py").write_text("1 / 0")
+    registered = [(registry, dict(registry._entries)) for registry in (DATASETS, MODELS)]
 
-    def advnorm_(*arguments, **environ):
-        command = [sys.executable, "-m", "advnorm", *arguments]
-        env = {**os.environ, "COLUMNS": "300", **environ}
-        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    def run(*arguments, **environ):
+        """As in a process of its own: what is registered does not stay."""
+        for registry, entries in registered:
+            monkeypatch.setattr(registry, "_entries", dict(entries))
+        sys.modules.pop("own_code", None)
+        return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "300", **environ})
 
-    trained = advnorm_("train", "mine.py")
-    told = "advnorm --import mine.py evaluate runs/x-seed0"
-    assert trained.returncode == 0 and f"judge it: {told}" in trained.stdout, trained.stderr
-    judged = advnorm_(*told.split()[1:], "--attacks", "pgd2")
-    assert judged.returncode == 0 and "data own_stripes, test" in judged.stdout, judged.stderr
-    named = advnorm_("evaluate", "runs/x-seed0", "--attacks", "pgd2", ADVNORM_IMPORT="mine")
-    assert named.returncode == 0, named.stderr
-    unknown = advnorm_("evaluate", "runs/x-seed0")
-    assert unknown.returncode == 2 and "on which images" not in unknown.stderr
-    assert "unknown model 'own_net'" in unknown.stderr and "advnorm --import FILE.py" in unknown.stderr
-    for wrong, message in (("no.py", "there is no such file"), ("no_such", "no module 'no_such'")):
-        out = advnorm_("--import", wrong, "ls", "norms")
-        assert out.returncode == 2 and message in out.stderr
-    (tmp_path / "bad.py").write_text("1 / 0")
-    assert "importing bad.py raised ZeroDivisionError" in advnorm_("--import", "bad.py", "ls", "norms").stderr
-    run = tmp_path / "runs" / "x-seed0" / "run.json"
-    before = run.read_bytes()
-    refused = advnorm_(*told.split()[1:], "--attacks", "pgd2", "--json", str(run))
-    assert refused.returncode == 2 and "is no record of an evaluation; choose another file" in refused.stderr
-    assert run.read_bytes() == before
+    trained = run("train", "own_code.py", "--device", "cpu")
+    told = "advnorm --import own_code.py evaluate runs/x-seed0"
+    assert trained.exit_code == 0 and f"judge it: {told}" in trained.output
+    judge = [*told.split()[1:], "--attacks", "pgd2", "--device", "cpu"]
+    judged = run(*judge)
+    assert judged.exit_code == 0 and "data own_stripes, test" in judged.output
+    named = run(*judge[2:], ADVNORM_IMPORT="own_code")
+    assert named.exit_code == 0
+    unknown = str(run(*judge[2:]).exception)
+    assert "unknown data set 'own_stripes'" in unknown and "advnorm --import FILE.py" in unknown
+    assert "on which images" not in unknown
+    for wrong, message in (
+        ("no.py", "there is no such file"),
+        ("no_such", "no module 'no_such'"),
+        ("bad.py", "importing bad.py raised ZeroDivisionError"),
+    ):
+        assert message in str(run("--import", wrong, "ls", "norms").exception)
+    record = Path("runs/x-seed0/run.json")
+    before = record.read_bytes()
+    assert "is no record of an evaluation; choose another file" in str(run(*judge, "--json", str(record)).exception)
+    assert record.read_bytes() == before
 
 
 def test_a_builder_that_fails_and_a_figure_of_no_kind_are_usage_errors(tmp_path):
