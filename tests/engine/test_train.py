@@ -149,6 +149,15 @@ def test_standard_training_equals_a_loop_by_hand(tmp_path):
     assert all(torch.equal(trained[name], value) for name, value in model.state_dict().items())
 
 
+def an_epoch_by_hand(objective, data, *, seed):
+    """With the settings of ``small``, which are the defaults."""
+    optimizer = torch.optim.SGD(objective.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
+    for x, y, index in make_loader(data, batch_size=12, seed=seed, augment="none").epoch(0):
+        optimizer.zero_grad()
+        objective(x, y, index=index).loss.backward()
+        optimizer.step()
+
+
 def test_hybrid_training_equals_its_objective_in_a_loop_by_hand(tmp_path):
     config = small(norm="dual_bn", epochs=1, eps_warmup_epochs=1, label_smoothing=0.1, held_out=0, validate_every=0)
     run = train(config, tmp_path)
@@ -156,12 +165,7 @@ def test_hybrid_training_equals_its_objective_in_a_loop_by_hand(tmp_path):
     torch.manual_seed(0)
     model = build_model(config, described(data))
     attack = advnorm.attacks.PGD(threat=advnorm.ThreatModel(eps=0.05), steps=2)
-    objective = advnorm.objectives.Hybrid(model, attack, label_smoothing=0.1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
-    for x, y, index in make_loader(data, batch_size=12, seed=0, augment="none").epoch(0):
-        optimizer.zero_grad()
-        objective(x, y, index=index).loss.backward()
-        optimizer.step()
+    an_epoch_by_hand(advnorm.objectives.Hybrid(model, attack, label_smoothing=0.1), data, seed=0)
     trained = run.model().state_dict()
     assert all(torch.equal(trained[name], value) for name, value in model.state_dict().items())
     assert run.record["best"] is None and "held_out" not in run.metrics()[0]
@@ -203,12 +207,8 @@ def test_a_regularizer_and_a_second_pass_are_those_of_a_loop_by_hand(tmp_path):
     model = build_model(config, described(data)).train()
     bare = advnorm.objectives.Standard(model)
     bare.seed = 3
-    objective = advnorm.objectives.Apart(advnorm.objectives.Ligs(bare, weight=0.5, size=0.1), samples=6)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
-    for x, y, index in make_loader(data, batch_size=12, seed=3, augment="none").epoch(0):
-        optimizer.zero_grad()
-        objective(x, y, index=index).loss.backward()
-        optimizer.step()
+    regularized = advnorm.objectives.Ligs(bare, weight=0.5, size=0.1)
+    an_epoch_by_hand(advnorm.objectives.Apart(regularized, samples=6), data, seed=3)
     trained = run.model().state_dict()
     assert all(torch.equal(trained[name], value) for name, value in model.state_dict().items())
     assert {"ligs", "second_pass"} <= set(run.metrics()[0])

@@ -252,11 +252,7 @@ def check_images(x: Tensor, y: Tensor) -> int:
         problems.append(f"images must be float32, got {x.dtype}; use {cure}")
     if x.dim() < 2:
         problems.append(f"images must have shape (N, ...), got {tuple(x.shape)}; add a batch dimension: x[None]")
-    if y.dtype != torch.int64:
-        cure = "class numbers, for example y.argmax(1)" if y.dim() == 2 else "y.long()"
-        problems.append(f"labels must be int64, got {y.dtype}; use {cure}")
-    if y.dim() != 1 or x.dim() == 0 or len(y) != len(x):
-        problems.append(f"labels must have shape ({len(x) if x.dim() else 'N'},), one per image, got {tuple(y.shape)}")
+    problems += label_problems(x, y)
     if x.device != y.device:
         problems.append(f"images are on {x.device} and labels on {y.device}; use y.to(x.device)")
     if x.numel() == 0:
@@ -264,10 +260,33 @@ def check_images(x: Tensor, y: Tensor) -> int:
     raise_all(problems, "bad batch")
     low, high, least, most = torch.stack([v.double() for v in (*x.detach().aminmax(), *y.aminmax())]).tolist()
     problems += range_problems(low, high)
-    if least < 0:
-        problems.append(f"labels must be at least 0, got {least:g}; drop or relabel ignored samples")
+    problems += ignored_problems(least)
     raise_all(problems, "bad batch")
     return int(most)
+
+
+def label_problems(x: Tensor, y: Tensor) -> list[str]:
+    """What is wrong with the labels of images, by what waits for no device."""
+    problems = []
+    if y.dtype != torch.int64:
+        cure = "y.argmax(1)" if y.dim() == 2 else "y.long()"
+        problems.append(f"labels must be int64, got {y.dtype}; use {cure}")
+    if y.dim() != 1 or x.dim() == 0 or len(y) != len(x):
+        problems.append(f"labels must have shape ({len(x) if x.dim() else 'N'},), one per image, got {tuple(y.shape)}")
+    return problems
+
+
+def ignored_problems(least: float) -> list[str]:
+    """What is wrong with labels of which this is the least."""
+    return [f"labels must be at least 0, got {least:g}; drop or relabel ignored samples"] if least < 0 else []
+
+
+def check_classes(largest_label: int, logits: Tensor) -> None:
+    """Refuse labels that the model has no logit for."""
+    if largest_label >= logits.shape[1]:
+        raise ConfigError(
+            f"labels go up to {largest_label} and the model has {logits.shape[1]} classes; labels count from 0"
+        )
 
 
 def checked(predict: Predict, largest_label: int, clean: Tensor | None = None) -> Predict:
@@ -282,10 +301,7 @@ def checked(predict: Predict, largest_label: int, clean: Tensor | None = None) -
         logits = predict(x)
         if first:
             first = False
-            if largest_label >= logits.shape[1]:
-                raise ConfigError(
-                    f"labels go up to {largest_label} and the model has {logits.shape[1]} classes; labels count from 0"
-                )
+            check_classes(largest_label, logits)
             if bool(logits.isnan().any()) and (clean is None or bool(predict(clean).isnan().any())):
                 raise ConfigError(
                     "the model returns NaN logits; check its weights, and its statistics (was it ever trained?)"

@@ -11,6 +11,8 @@ import math
 import torch
 from torch import Tensor
 
+from advnorm._core.precision import wide
+
 
 def accumulate_dtype(x: Tensor) -> torch.dtype:
     """Float32, or float64 for float64 inputs: a half-precision mean is too coarse to normalize with."""
@@ -35,7 +37,7 @@ def channelwise(value_GC: Tensor, ndim: int) -> Tensor:
 def moments(x_GNC: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and biased variance per group and channel (paper C, eq. 8 and 9; paper A, eq. 3)."""
     dims = [1, *range(3, x_GNC.ndim)]
-    var_GC, mean_GC = torch.var_mean(x_GNC.to(accumulate_dtype(x_GNC)), dim=dims, correction=0)
+    var_GC, mean_GC = torch.var_mean(wide(x_GNC), dim=dims, correction=0)
     return mean_GC, var_GC
 
 

@@ -18,7 +18,15 @@ from advnorm._core.errors import AdvnormError, ConfigError, did_you_mean, raise_
 from advnorm._core.precision import wide
 from advnorm._core.registry import Registry, keywords
 from advnorm._core.wrappers import dtype_of
-from advnorm.attacks.base import Attack, attacked, logits_of, range_problems
+from advnorm.attacks.base import (
+    Attack,
+    attacked,
+    check_classes,
+    ignored_problems,
+    label_problems,
+    logits_of,
+    range_problems,
+)
 from advnorm.norms import Mode, domains, make_plan, route, routed_modules, statistics
 from advnorm.norms.factory import MODULE_OPTIONS
 from advnorm.norms.plan import Plan
@@ -68,13 +76,7 @@ def _check_labels(x: Tensor, y: Tensor, *, soft: bool) -> None:
         raise ConfigError(f"labels must be a tensor of class numbers, got {type(y).__name__}")
     if soft and y.is_floating_point() and y.dim() == 2 and len(y) == len(x):
         return
-    problems = []
-    if y.dtype != torch.int64:
-        cure = "y.argmax(1)" if y.dim() == 2 else "y.long()"
-        problems.append(f"labels must be int64, got {y.dtype}; use {cure}")
-    if y.dim() != 1 or len(y) != len(x):
-        problems.append(f"labels must have shape ({len(x)},), one per image, got {tuple(y.shape)}")
-    raise_all(problems, "bad batch")
+    raise_all(label_problems(x, y), "bad batch")
 
 
 class Objective(nn.Module):
@@ -121,8 +123,7 @@ class Objective(nn.Module):
         self.seed = 0
         self._drawn = 0
         self._looked = False  # at the first batch of images, which waits for the device
-        self._labelled = False  # likewise its labels
-        self._classes: int | None = None  # that the labels of the first batch need, until logits were seen
+        self._largest_label: int | None = None  # of that batch
 
     @classmethod
     def problems(
@@ -293,12 +294,9 @@ class Objective(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """Logits in float32 at least: losses in half precision lose what they are about."""
         logits = wide(logits_of(self.through(x.to(self.dtype)), len(x)))
-        if self._classes is not None and not torch.compiler.is_compiling():
-            needed, self._classes = self._classes, None
-            if needed > logits.shape[1]:
-                raise ConfigError(
-                    f"labels go up to {needed - 1} and the model has {logits.shape[1]} classes; labels count from 0"
-                )
+        if self._largest_label is not None and self._largest_label >= logits.shape[1]:
+            largest, self._largest_label = self._largest_label, None  # the next batch is looked at anew
+            check_classes(largest, logits)
         return logits
 
     @property
@@ -366,11 +364,11 @@ class Objective(nn.Module):
         """The images of a step, attacked where the objective attacks. Without an ``index`` the noise is fresh."""
         _check_floats(x)
         _check_labels(x, y, soft=not self.needs_attack)
-        if not self._labelled and not y.is_floating_point() and y.numel() and not torch.compiler.is_compiling():
-            least, most = (int(value) for value in y.aminmax())
-            if least < 0:
-                raise ConfigError(f"labels must be at least 0, got {least}; drop or relabel ignored samples")
-            self._labelled, self._classes = True, most + 1
+        hard = y.numel() and not y.is_floating_point()
+        if self._largest_label is None and hard and not torch.compiler.is_compiling():
+            least, largest = (int(value) for value in y.aminmax())
+            raise_all(ignored_problems(least), "bad batch")
+            self._largest_label = largest
         if self.needs_attack:
             self.look(x)
         index = self._fresh_index(x) if index is None else index

@@ -145,8 +145,8 @@ def _robust(values: Values, cell: str) -> float:
     return _at(values, cell, "shared/pgd10", AT_LAST)
 
 
-def _ligs(values: Values, cell: str, shift: str = "gaussian", moment: int = AT_LAST) -> float:
-    return _at(values, cell, f"networks/run/shifts/{shift}/mean", moment)
+def _ligs(values: Values, cell: str, moment: int = AT_LAST) -> float:
+    return _at(values, cell, "networks/run/shifts/gaussian/mean", moment)
 
 
 def _smoothness(values: Values, cell: str) -> float:
