@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+pytest_plugins = ["support.networks", "support.printed_tables"]
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell starts what runs in its background so
     signal.signal(signal.SIGINT, signal.default_int_handler)

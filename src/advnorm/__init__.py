@@ -4,12 +4,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from advnorm import bench, engine, models, norms, report, surgery, threat  # noqa: F401
+    from advnorm import bench, config, evaluation, models, norms, papers, report, surgery, threat, training  # noqa: F401
     from advnorm._public import *  # noqa: F403
 
 __version__ = "0.1.0"
 #: Parts of the package beside those among the public names.
-_PARTS = ("bench", "engine", "models", "norms", "report", "surgery", "threat")
+_PARTS = (
+    "bench",
+    "config",
+    "evaluation",
+    "models",
+    "norms",
+    "papers",
+    "report",
+    "surgery",
+    "threat",
+    "training",
+)
 
 
 if not TYPE_CHECKING:  # a checker knows the names, and that there are no others

@@ -2,16 +2,8 @@
 
 from advnorm import analysis, attacks, data, objectives, studies
 from advnorm._core.errors import AdvnormError, ConfigError, RouteError, SurgeryError
-from advnorm.engine import (
-    Config,
-    Run,
-    accuracy_against_eps,
-    accuracy_against_steps,
-    audit,
-    benchmark,
-    load_config,
-    train,
-)
+from advnorm.config import Config, load_config
+from advnorm.evaluation import accuracy_against_eps, accuracy_against_steps, audit, benchmark
 from advnorm.models import create_model, list_models
 from advnorm.norms import (
     Perturbation,
@@ -29,6 +21,7 @@ from advnorm.norms import (
 )
 from advnorm.surgery import SurgeryReport, convert_head, convert_norm, strip
 from advnorm.threat import ThreatModel
+from advnorm.training import Run, train
 
 __all__ = [
     "AdvnormError",

@@ -7,7 +7,7 @@ from PIL import Image
 
 from advnorm import Config, train
 from advnorm.analysis.subject import subject_of
-from advnorm.engine.config import Named
+from advnorm.config.config import Named
 
 CLASSES, EACH = ("ant", "bee", "cat"), 4
 

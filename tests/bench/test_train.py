@@ -21,9 +21,9 @@ from advnorm.bench.profile import kind_of
 from advnorm.bench.train import Row, TrainBenchmark, bench_train
 from advnorm.cli.app import app
 from advnorm.cli.listing import train_benchmark
+from advnorm.config.config import AttackConfig, Config, Named
 from advnorm.data import load
-from advnorm.engine.config import AttackConfig, Config, Named
-from advnorm.engine.ranks import Ranks
+from advnorm.training.ranks import Ranks
 
 SMALL = {"models": ("small_cnn",), "batch_sizes": (8,), "attack_steps": (1,), "device": "cpu", "steps": 1}
 

@@ -9,11 +9,11 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from norm_oracles import BANKED, PAPER, along, batch, build, changed, domains_of, randomized, shares, snapshot
 from torch import nn
 from torch.nn.utils import parametrize
 
 from advnorm.norms import RoutedNorm, list_norms, make_norm, route, statistics
+from support.norm_oracles import BANKED, PAPER, along, batch, build, changed, domains_of, randomized, shares, snapshot
 
 #: A bank normalizes the samples that feed it.
 SELF = [name for name in BANKED if PAPER[name].statistics in ("mixed", "own")]

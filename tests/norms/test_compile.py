@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from norm_oracles import BANKED, PAPER, along, batch, build, changed, domains_of, randomized, shares, snapshot
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
@@ -27,6 +26,7 @@ from advnorm.norms import (
     statistics,
     zero_perturbation,
 )
+from support.norm_oracles import BANKED, PAPER, along, batch, build, changed, domains_of, randomized, shares, snapshot
 
 TIGHT = {"rtol": 1e-8, "atol": 1e-10}
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from norm_oracles import MODES, batch, changed, randomized, snapshot
 from torch import nn
 
 import advnorm
 from advnorm._core.errors import ConfigError
 from advnorm.norms import component, make_norm, mixture_norms, pair, route, statistics
+from support.norm_oracles import MODES, batch, changed, randomized, snapshot
 
 COUNTS = {"clean": 5, "adv": 3}
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import rank_worker
 import torch
-from norm_oracles import Oracle, parts_of
-from rank_worker import CASES, WORLD, Case, Objective, half, shares_of_data, small_network
 from torch import Tensor
 
 from advnorm.norms import recalibrate, route
+from support import norm_ranks
+from support.norm_oracles import Oracle, parts_of
+from support.norm_ranks import CASES, WORLD, Case, Objective, half, shares_of_data, small_network
 
 pytestmark = [
     pytest.mark.world_size(WORLD),
@@ -22,7 +22,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def ranks(launch_ranks) -> list[dict[str, Any]]:
     """What each rank saw, from one launch of all ranks."""
-    return launch_ranks(rank_worker.__file__, WORLD)
+    return launch_ranks(norm_ranks.__file__, WORLD)
 
 
 def seen(ranks: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
@@ -107,7 +107,7 @@ def test_an_attack_with_the_statistics_of_its_batch_asks_no_other_rank(ranks):
     assert [(result["attack"], result["forward"]) for result in (first, second)] == [(0, 1), (0, 1)]
     model = small_network(sync=False).float().train()
     for mode, images in first["made"].items():
-        torch.testing.assert_close(images, rank_worker.adversarial(model, mode), rtol=0, atol=0)
+        torch.testing.assert_close(images, norm_ranks.adversarial(model, mode), rtol=0, atol=0)
 
 
 def test_a_concatenated_batch_works_under_ddp_with_its_defaults(ranks):

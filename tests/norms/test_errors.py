@@ -8,19 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from norm_oracles import (
-    BANKED,
-    FORWARDED,
-    PAPER,
-    along,
-    build,
-    changed,
-    domains_of,
-    parts_of,
-    randomized,
-    shares,
-    snapshot,
-)
 from torch import nn
 
 from advnorm import create_model, strip
@@ -39,6 +26,19 @@ from advnorm.norms import (
     route,
     statistics,
     zero_perturbation,
+)
+from support.norm_oracles import (
+    BANKED,
+    FORWARDED,
+    PAPER,
+    along,
+    build,
+    changed,
+    domains_of,
+    parts_of,
+    randomized,
+    shares,
+    snapshot,
 )
 
 ROUTED = [name for name, row in PAPER.items() if row.statistics in ("own", "other", "mixture") or row.affine == "own"]

@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 import torch._dynamo
-from norm_oracles import along, build, parts_of
 from torch import nn
 
 from advnorm.norms import list_norms, make_norm, route, statistics
+from support.norm_oracles import along, build, parts_of
 
 pytestmark = [
     pytest.mark.gpu,

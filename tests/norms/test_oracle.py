@@ -10,7 +10,11 @@ import pytest
 import scipy.special
 import scipy.stats
 import torch
-from norm_oracles import (
+from torch import Tensor, nn
+from torch.autograd.gradcheck import GradcheckError
+
+from advnorm.norms import RoutedNorm, likelihood, list_norms, make_norm, route, statistics, zero_perturbation
+from support.norm_oracles import (
     BANKED,
     FORWARDED,
     MODES,
@@ -25,10 +29,6 @@ from norm_oracles import (
     snapshot,
     turned,
 )
-from torch import Tensor, nn
-from torch.autograd.gradcheck import GradcheckError
-
-from advnorm.norms import RoutedNorm, likelihood, list_norms, make_norm, route, statistics, zero_perturbation
 
 TIGHT = {"rtol": 1e-9, "atol": 1e-11}
 #: (name, options of its own): every registered norm, cross_bn with and without the gradient of its statistics.

@@ -17,20 +17,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from norm_oracles import (
-    BANKED,
-    MODES,
-    PAPER,
-    along,
-    batch,
-    build,
-    changed,
-    domains_of,
-    parts_of,
-    randomized,
-    shares,
-    snapshot,
-)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -52,6 +38,20 @@ from advnorm.norms import (
 from advnorm.norms.feeding import Flags, without_feeding
 from advnorm.norms.plan import Plan
 from advnorm.norms.routing import UNSCOPED
+from support.norm_oracles import (
+    BANKED,
+    MODES,
+    PAPER,
+    along,
+    batch,
+    build,
+    changed,
+    domains_of,
+    parts_of,
+    randomized,
+    shares,
+    snapshot,
+)
 
 #: Norms that treat their domains differently.
 ROUTED = [name for name, row in PAPER.items() if row.statistics in ("own", "other", "mixture") or row.affine == "own"]

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from objective_oracles import (
+from torch import Tensor, nn
+
+from advnorm._core.errors import ConfigError
+from advnorm.attacks import APGD, PGD, AutoAttack
+from advnorm.objectives import OBJECTIVES, Objective, base, list_objectives
+from advnorm.threat import ThreatModel
+from support.objective_oracles import (
     CONCATENATED,
     Given,
     Network,
@@ -19,12 +25,6 @@ from objective_oracles import (
     pgd,
     tiny,
 )
-from torch import Tensor, nn
-
-from advnorm._core.errors import ConfigError
-from advnorm.attacks import APGD, PGD, AutoAttack
-from advnorm.objectives import OBJECTIVES, Objective, base, list_objectives
-from advnorm.threat import ThreatModel
 
 X, Y = images(5)
 INDEX = torch.tensor([7, 3, 11, 2, 5])

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from norm_oracles import randomized
-from objective_oracles import Given, crafted
 from torch import Tensor, nn
 
 import advnorm
 from advnorm.attacks import PGD
 from advnorm.data.digits import digits
-from advnorm.engine.banks import leaves_banks_unused, routing
 from advnorm.norms import make_norm, routed_modules
 from advnorm.objectives import Cross, Hybrid, Objective
 from advnorm.threat import ThreatModel
+from advnorm.training.banks import leaves_banks_unused, routing
+from support.norm_oracles import randomized
+from support.objective_oracles import Given, crafted
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 LAYERS, CHANNELS = 6, 5

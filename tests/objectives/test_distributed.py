@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import objective_ranks
 import pytest
 import torch
-from objective_ranks import CASES, STEPS, WORLD, data, descend
+
+from support import objective_ranks
+from support.objective_ranks import CASES, STEPS, WORLD, data, descend
 
 pytestmark = [
     pytest.mark.world_size(WORLD),

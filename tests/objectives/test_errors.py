@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from objective_oracles import Given, images, pgd, tiny
 
 from advnorm._core.errors import AdvnormError, ConfigError
 from advnorm.objectives import OBJECTIVES, Ligs, list_objectives
+from support.objective_oracles import Given, images, pgd, tiny
 
 X, Y = images(4)
 

@@ -8,11 +8,8 @@ from typing import Any, get_args
 import pytest
 import torch
 import torch.nn.functional as F
-from digits_training import accuracy, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from norm_oracles import changed, needed, snapshot
-from objective_oracles import Given, Network, Tiny, cross_entropy, images, pgd, tiny
 from torch import Tensor, nn
 
 import advnorm
@@ -24,6 +21,9 @@ from advnorm.norms import list_norms
 from advnorm.norms.routing import UNSCOPED, routed_modules
 from advnorm.objectives import Classical, Cross, Hybrid, Ligs, Objective, Standard, Trades
 from advnorm.objectives.ligs import Shift, shifted
+from support.digits_training import accuracy, train
+from support.norm_oracles import changed, needed, snapshot
+from support.objective_oracles import Given, Network, Tiny, cross_entropy, images, pgd, tiny
 
 M = 6
 X32, Y = images(M)

@@ -10,8 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from norm_oracles import FORWARDED
-from objective_oracles import (
+from torch import Tensor
+
+from advnorm.objectives import OBJECTIVES, Objective, Step, list_objectives
+from support.norm_oracles import FORWARDED
+from support.objective_oracles import (
     CONCATENATED,
     SEQUENTIAL,
     Given,
@@ -27,9 +30,6 @@ from objective_oracles import (
     pgd,
     tiny,
 )
-from torch import Tensor
-
-from advnorm.objectives import OBJECTIVES, Objective, Step, list_objectives
 
 X, Y = images(5)
 EXACT = {"rtol": 1e-9, "atol": 1e-11}

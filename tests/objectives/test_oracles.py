@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from objective_oracles import (
+
+from support.objective_oracles import (
     CONCATENATED,
     Network,
     convolution,

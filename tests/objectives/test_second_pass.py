@@ -9,26 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import second_pass_ranks
 import torch
-from digits_training import batches, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from norm_oracles import Oracle, changed, snapshot, statistics_names
-from objective_oracles import (
-    Given,
-    Network,
-    Tiny,
-    crafted,
-    cross_entropy,
-    forwards,
-    images,
-    kl,
-    pgd,
-    routed,
-    tiny,
-)
-from objective_ranks import STEPS, WORLD, data, descend
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -37,7 +20,6 @@ from advnorm._core.errors import ConfigError
 from advnorm._core.seeding import ImageNoise
 from advnorm.attacks import StatisticsAttack
 from advnorm.data.digits import digits
-from advnorm.engine.ema import Ema
 from advnorm.norms import zero_perturbation
 from advnorm.norms.routing import UNSCOPED, routed_modules
 from advnorm.objectives import (
@@ -55,6 +37,24 @@ from advnorm.objectives import (
     Step,
 )
 from advnorm.objectives.ligs import shifted
+from advnorm.training.averaging import Ema
+from support import second_pass_ranks
+from support.digits_training import batches, train
+from support.norm_oracles import Oracle, changed, snapshot, statistics_names
+from support.objective_oracles import (
+    Given,
+    Network,
+    Tiny,
+    crafted,
+    cross_entropy,
+    forwards,
+    images,
+    kl,
+    pgd,
+    routed,
+    tiny,
+)
+from support.objective_ranks import STEPS, WORLD, data, descend
 
 M = 8
 X, Y = images(M)

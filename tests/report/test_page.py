@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from page_reader import Reader
 
 import advnorm
 from advnorm._core.errors import ConfigError
 from advnorm.report import draw, render, shown, terminal
+from support.page_reader import Reader
 
 TABLE = {
     "title": "Accuracy (%)",

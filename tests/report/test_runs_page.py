@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import advnorm
 from advnorm.cli.app import app, spelled_out
-from advnorm.engine.overview import overview
+from advnorm.evaluation.overview import overview
 from advnorm.report.runs import readable, runs_page
 
 SMALL = {"model": "small_cnn", "eps": 0.1, "epochs": 2, "batch_size": 256, "attack": {"steps": 1}, "held_out": 0.1}

@@ -10,7 +10,6 @@ from html import unescape
 from pathlib import Path
 
 import pytest
-from page_reader import Reader
 from rich.console import Console
 
 import advnorm
@@ -18,6 +17,7 @@ from advnorm._core.errors import ConfigError
 from advnorm.cli.report import report
 from advnorm.report import draw, render_studies
 from advnorm.report.studies import MOST_ENTRIES, cost, counts
+from support.page_reader import Reader
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

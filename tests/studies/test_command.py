@@ -13,11 +13,11 @@ from advnorm import ConfigError
 from advnorm._core.records import write_json
 from advnorm.cli import listing
 from advnorm.cli.app import app, spelled_out
-from advnorm.engine import PREEMPTED
 from advnorm.studies import STUDIES
 from advnorm.studies.record import FORMAT
 from advnorm.studies.run import tasks
 from advnorm.studies.summary import decisive
+from advnorm.training import PREEMPTED
 
 
 def invoke(*arguments):
@@ -84,7 +84,7 @@ def test_a_figure_which_prints_no_numbers_is_told_in_whole_lines():
 TERMINATED = """
 import importlib, os, signal
 from advnorm.cli import main
-loop = importlib.import_module("advnorm.engine.train").Loop
+loop = importlib.import_module("advnorm.training.loop").Loop
 step = loop.train_step
 loop.train_step = lambda self, batch: (os.kill(os.getpid(), signal.SIGTERM), step(self, batch))
 main()

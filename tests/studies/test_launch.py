@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from advnorm import ConfigError
+from advnorm._core.locks import locked
 from advnorm._core.records import read_json
-from advnorm.engine.lock import locked
 from advnorm.studies import STUDIES
 from advnorm.studies import launch as launching
 from advnorm.studies.launch import chains, launch

@@ -11,10 +11,10 @@ import torch
 from PIL import Image
 
 from advnorm import Config, ConfigError, train
+from advnorm._core.locks import LOCK, locked
 from advnorm._core.records import write_json
 from advnorm.data import load
-from advnorm.engine import evaluate
-from advnorm.engine.lock import LOCK, locked
+from advnorm.evaluation import benchmark as evaluate
 from advnorm.studies import STUDIES, find, get, list_studies
 from advnorm.studies.base import Measure, mean, same_as
 from advnorm.studies.record import FORMAT

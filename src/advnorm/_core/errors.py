@@ -1,29 +1,116 @@
-"""Errors meant for users: each says what came, what is allowed and what to do."""
+"""Errors for users. A problem is data; its text is made here and nowhere else."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+
+class _Nothing:
+    """Marks a problem for which no value was received; ``None`` is a value."""
+
+    def __repr__(self) -> str:
+        return "NOTHING"
+
+
+NOTHING: Any = _Nothing()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One thing that is wrong: a stable code, the setting or argument, what is required, what came, and the fix.
+
+    Code and tests compare ``code`` and ``field``. The sentence is ``message[, got GOT][; HINT]``; ``{field}`` in the
+    message stands for the field's full name, which may grow: ``steps`` of an attack becomes ``attack.steps``.
+    """
+
+    code: str
+    message: str
+    field: str = ""
+    got: Any = NOTHING
+    hint: str = ""
+
+    def __str__(self) -> str:
+        got = "" if self.got is NOTHING else f", got {shown(self.got)}"
+        message = self.message.replace("{field}", self.field)
+        return f"{message}{got}{f'; {self.hint}' if self.hint else ''}"
+
+    def inside(self, parent: str) -> Problem:
+        """The same problem of a part of ``parent``: field ``steps`` inside ``attack`` becomes ``attack.steps``."""
+        return replace(self, field=f"{parent}.{self.field}" if self.field else parent)
 
 
 class AdvnormError(Exception):
-    """Base of every error that advnorm raises on purpose."""
+    """Base of every error that advnorm raises on purpose. ``problems`` lists all that is wrong.
+
+    >>> raise ConfigError("out_of_range", "{field} must be at least 1", field="epochs", got=0)
+    """
+
+    problems: tuple[Problem, ...]
+    heading: str
+
+    def __init__(
+        self, code: str, message: str = "", *, field: str = "", got: Any = NOTHING, hint: str = "", heading: str = ""
+    ) -> None:
+        if not message:  # a text alone, until every caller names its code
+            code, message = "unnamed", code
+        self._set((Problem(code=code, message=message, field=field, got=got, hint=hint),), heading)
+
+    @classmethod
+    def listing(cls, problems: Iterable[Problem], heading: str = "") -> Self:
+        """One error for several problems."""
+        error = cls.__new__(cls)
+        error._set(tuple(problems), heading)
+        return error
+
+    def _set(self, problems: tuple[Problem, ...], heading: str) -> None:
+        self.problems, self.heading = problems, heading
+        text = "; ".join(map(str, problems))
+        Exception.__init__(self, f"{heading}: {text}" if heading else text)
+
+    @property
+    def code(self) -> str:
+        """The code of the first problem."""
+        return self.problems[0].code
+
+    def __reduce__(self) -> Any:  # raised again from worker processes
+        return _rebuilt, (type(self), self.problems, self.heading)
+
+
+def _rebuilt(kind: type[AdvnormError], problems: tuple[Problem, ...], heading: str) -> AdvnormError:
+    return kind.listing(problems, heading)
 
 
 class ConfigError(AdvnormError, ValueError):
-    """A setting or a name that is not allowed."""
+    """A setting, a name or a file that is not allowed."""
 
 
 class RouteError(AdvnormError, RuntimeError):
-    """A forward whose samples cannot be assigned to statistics and affine banks."""
+    """A forward whose samples cannot be assigned to statistics banks and affine banks."""
 
 
 class SurgeryError(AdvnormError, TypeError):
     """A model that cannot be converted or stripped without changing what it computes."""
 
 
+def raise_problems(problems: Iterable[Problem], heading: str = "", kind: type[AdvnormError] = ConfigError) -> None:
+    """Raise one error that lists every problem, or return if there is none."""
+    found = tuple(problems)
+    if found:
+        raise kind.listing(found, heading)
+
+
+def unknown_name(kind: str, name: object, allowed: Iterable[str], field: str = "") -> Problem:
+    """The problem of a name that is not registered, with the nearest name that is."""
+    hint = did_you_mean(name, allowed)
+    message = f"unknown {kind} {shown(name)}{hint}"
+    return Problem(code="unknown_name", message=message, field=field or kind.replace(" ", "_"))
+
+
 def did_you_mean(name: object, allowed: Iterable[str]) -> str:
-    """A hint for a misspelt name: ``, did you mean 'dual_bn'?`` or the list of what is allowed."""
+    """A hint for a misspelt name: ``, did you mean 'dual_bn'?`` or the list of allowed names."""
     allowed = list(allowed)
     folded = {option.lower(): option for option in allowed}
     close = difflib.get_close_matches(str(name).lower(), folded, n=1, cutoff=0.6)
@@ -32,12 +119,26 @@ def did_you_mean(name: object, allowed: Iterable[str]) -> str:
     return f"; allowed: {', '.join(map(repr, allowed)) or 'nothing'}"
 
 
+def shown(value: object) -> str:
+    """A value as a message shows it: its repr, at most 80 characters."""
+    if isinstance(value, Description):
+        return str(value)
+    try:
+        text = repr(value)
+    except Exception:  # an integer of 5000 digits, a very deep list, a foreign object
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+class Description(str):
+    """A received value in words, shown without quotes: ``got=Description(f"dtype {x.dtype}")``."""
+
+
 def first_line(error: BaseException) -> str:
-    """What an error of somebody else's says, without the pages below; its name where it says nothing."""
+    """The first line of another library's error message; the error's name if it has no message."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def raise_all(problems: Sequence[str], heading: str, kind: type[AdvnormError] = ConfigError) -> None:
-    """Raise one error that lists every problem, or return when there is none."""
-    if problems:
-        raise kind(f"{heading}: " + "; ".join(problems))
+def raise_all(problems: Iterable[str], heading: str, kind: type[AdvnormError] = ConfigError) -> None:
+    """Raise one error for problems that are texts; superseded by :func:`raise_problems`."""
+    raise_problems([Problem(code="unnamed", message=text) for text in problems], heading, kind)

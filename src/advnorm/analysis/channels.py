@@ -38,7 +38,7 @@ from advnorm.analysis.moments import (
     watch,
 )
 from advnorm.attacks.base import Progress
-from advnorm.engine.case import branches
+from advnorm.evaluation.plan import branches
 from advnorm.norms import Mode, RoutedNorm, domains, functional, mixture_norms, routed_modules
 from advnorm.norms.plan import SHARED
 from advnorm.objectives.base import OBJECTIVES, Layout

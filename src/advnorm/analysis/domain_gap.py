@@ -37,8 +37,8 @@ from advnorm.analysis.moments import (
 )
 from advnorm.attacks import Attack
 from advnorm.attacks.base import Progress
-from advnorm.engine.case import branches
-from advnorm.engine.evaluate import benchmark
+from advnorm.evaluation.benchmark import benchmark
+from advnorm.evaluation.plan import branches
 from advnorm.norms import Mode, RoutedNorm, pair, recalibrate, route, routed_modules
 
 if TYPE_CHECKING:

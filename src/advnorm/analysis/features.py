@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError, did_you_mean, raise_all
 from advnorm._core.modes import hooks_run
+from advnorm._core.provenance import environment
 from advnorm._core.records import model_fingerprint
 from advnorm._core.seeding import ImageNoise
 from advnorm._core.wrappers import device_of, unwrapped
@@ -24,11 +25,10 @@ from advnorm.attacks import PGD, attacked, input_gradient
 from advnorm.attacks.base import Predict, Progress, check_images
 from advnorm.data import FeatureFolder, FolderData, ImageData, add_split, load
 from advnorm.data.features import shards_of
-from advnorm.engine.case import branches
-from advnorm.engine.partial import environment
-from advnorm.engine.run import Run
+from advnorm.evaluation.plan import branches
 from advnorm.norms.head import RoutedLinear
 from advnorm.threat import ThreatModel
+from advnorm.training.run import Run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

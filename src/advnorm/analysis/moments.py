@@ -21,7 +21,7 @@ from advnorm.analysis.base import COLOURS, DOMAIN_COLOURS, LINES, MARKERS, Findi
 from advnorm.analysis.views import one_domain_problems, setting_problems
 from advnorm.attacks import Attack, AutoAttack, attacked
 from advnorm.attacks.base import Progress
-from advnorm.engine.case import branches
+from advnorm.evaluation.plan import branches
 from advnorm.norms import Mode, RoutedNorm, functional, routed_modules
 from advnorm.norms import pair as pair_scope
 from advnorm.norms import route as route_scope

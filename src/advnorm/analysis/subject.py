@@ -9,10 +9,10 @@ import torch
 
 import advnorm.attacks as attack_names
 import advnorm.data as data_sets
+from advnorm._core.provenance import environment
 from advnorm.analysis.base import Subject
-from advnorm.engine.partial import environment
-from advnorm.engine.run import Run, Which
 from advnorm.threat import ThreatModel
+from advnorm.training.run import Run, Which
 
 
 def default_device(device: str | torch.device | None) -> torch.device:

@@ -12,7 +12,7 @@ from torch import nn
 
 from advnorm._core.errors import ConfigError, did_you_mean
 from advnorm.analysis.base import COLOURS, LINES, MARKERS, Subject
-from advnorm.engine.case import branches
+from advnorm.evaluation.plan import branches
 from advnorm.norms import routed_modules
 from advnorm.objectives.base import needs_both
 

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError
 from advnorm._core.modes import evaluating
+from advnorm._core.provenance import own_version
 from advnorm.attacks import PGD
 from advnorm.attacks.autoattack import AutoAttack
 from advnorm.attacks.base import Progress
 from advnorm.bench.timing import synchronize
 from advnorm.data import cifar10, digits
-from advnorm.engine.partial import own_version
 from advnorm.models import create_model
 from advnorm.threat import ThreatModel
 

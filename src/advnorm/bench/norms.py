@@ -13,12 +13,12 @@ from torch import nn
 
 from advnorm._core.errors import did_you_mean, raise_all
 from advnorm._core.precision import float32_as
+from advnorm._core.provenance import own_version
 from advnorm.bench.timing import Timing, side_by_side
-from advnorm.engine.partial import own_version
-from advnorm.engine.ranks import checked_device
 from advnorm.models import create_model, list_models
 from advnorm.norms import domains, list_norms, route, routed_modules
 from advnorm.surgery import strip
+from advnorm.training.ranks import checked_device
 
 Precision = Literal["float32", "tf32", "bf16"]
 PLAIN = "plain nn.BatchNorm2d"

@@ -21,20 +21,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from advnorm._core.errors import did_you_mean, raise_all
 from advnorm._core.precision import float32_as, kernels
+from advnorm._core.provenance import own_version
 from advnorm._core.records import write_json
 from advnorm.bench.profile import step_parts
 from advnorm.bench.timing import side_by_side, synchronize
+from advnorm.config.config import AttackConfig, Config, Named
 from advnorm.data import ImageData, load
-from advnorm.engine.config import AttackConfig, Config, Named
-from advnorm.engine.cost import ATTACK_PASSES, TRAINING_PASSES, forward_flops
-from advnorm.engine.journal import Journal
-from advnorm.engine.partial import own_version
-from advnorm.engine.ranks import Ranks, placed
-from advnorm.engine.run import Run
-from advnorm.engine.train import Loop
 from advnorm.models import create_model
 from advnorm.surgery import strip
 from advnorm.threat import ThreatModel
+from advnorm.training.cost import ATTACK_PASSES, TRAINING_PASSES, forward_flops
+from advnorm.training.journal import Journal
+from advnorm.training.loop import Loop
+from advnorm.training.ranks import Ranks, placed
+from advnorm.training.run import Run
 
 #: A loop as most public code has it, float32 with TF32 products; the engine as it is; the engine compiled.
 Mode = Literal["plain", "eager", "compiled"]

@@ -14,10 +14,10 @@ from advnorm.analysis import ANALYSES
 from advnorm.analysis.base import Subject
 from advnorm.analysis.subject import subject_of
 from advnorm.cli import listing
-from advnorm.engine.partial import unwritable
-from advnorm.engine.run import Run, Which
-from advnorm.engine.text import parse_yaml
-from advnorm.engine.values import Named, with_options
+from advnorm.config.text import parse_yaml
+from advnorm.config.values import Named, with_options
+from advnorm.evaluation.partial_record import unwritable
+from advnorm.training.run import Run, Which
 
 
 def analyze(

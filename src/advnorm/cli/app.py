@@ -549,7 +549,7 @@ def _measuring() -> Iterator[Callable[[str], None]]:
 def _check_writable(path: Path | None) -> None:
     """Refuse a place for a record before the work that it is for."""
     if path is not None:
-        from advnorm.engine.partial import unwritable
+        from advnorm.evaluation.partial_record import unwritable
 
         raise_all(unwritable(path), "bad command")
 

@@ -21,16 +21,16 @@ from advnorm._core.errors import AdvnormError, ConfigError, did_you_mean, raise_
 from advnorm._core.wrappers import device_of
 from advnorm.attacks.base import ATTACKS, parse_name
 from advnorm.data import FolderData, ImageData
-from advnorm.engine.audit import Budget, budget_problems
-from advnorm.engine.audit import audit as run_audit
-from advnorm.engine.case import branches, statistics_problems
-from advnorm.engine.checkpoint import load_weights
-from advnorm.engine.evaluate import benchmark
-from advnorm.engine.partial import Unwritten, unwritable, writing
-from advnorm.engine.run import Run, Which
-from advnorm.engine.verdict import Verdict, plot_problems
+from advnorm.evaluation.audit import Budget, budget_problems
+from advnorm.evaluation.audit import audit as run_audit
+from advnorm.evaluation.benchmark import benchmark
+from advnorm.evaluation.partial_record import Unwritten, unwritable, writing
+from advnorm.evaluation.plan import branches, statistics_problems
+from advnorm.evaluation.verdict import Verdict, plot_problems
 from advnorm.norms import Mode
 from advnorm.threat import NORMS, Norm, ThreatModel
+from advnorm.training.checkpoint import load_weights
+from advnorm.training.run import Run, Which
 
 _NAMES = ("x", "images"), ("y", "labels")
 

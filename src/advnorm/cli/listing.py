@@ -18,9 +18,8 @@ from advnorm.attacks import ATTACKS, list_attacks
 from advnorm.bench.autoattack import AutoAttackBenchmark
 from advnorm.bench.norms import LIMITS, NormBenchmark
 from advnorm.bench.train import Row, TrainBenchmark
+from advnorm.config.config import Config, explain
 from advnorm.data import DATASETS
-from advnorm.engine.config import Config, explain
-from advnorm.engine.cost import training_flops
 from advnorm.models import create_model, list_models
 from advnorm.norms import NORMS
 from advnorm.objectives import OBJECTIVES, REGULARIZERS, SECOND_PASSES, Objective
@@ -29,6 +28,7 @@ from advnorm.studies import STUDIES, Study, find
 from advnorm.studies.base import Conclusion, Values
 from advnorm.studies.run import Task
 from advnorm.studies.summary import cell_states, decisive, shown
+from advnorm.training.cost import training_flops
 
 #: Numbers of a figure that a terminal shows.
 MOST = 12

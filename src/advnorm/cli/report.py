@@ -9,8 +9,8 @@ from rich.console import Console
 from advnorm._core.errors import ConfigError, raise_all
 from advnorm._core.records import write_whole
 from advnorm.cli.listing import tell
-from advnorm.engine.overview import overview
-from advnorm.engine.partial import unwritable
+from advnorm.evaluation.overview import overview
+from advnorm.evaluation.partial_record import unwritable
 from advnorm.report.page import render
 from advnorm.report.runs import readable, runs_page
 from advnorm.report.studies import counts, render_studies

@@ -12,11 +12,11 @@ from rich.console import Console
 
 from advnorm._core.errors import ConfigError, did_you_mean, raise_all
 from advnorm.cli import listing
-from advnorm.engine import PREEMPTED
 from advnorm.studies.base import Protocol, find
 from advnorm.studies.launch import Launcher, check, launch
 from advnorm.studies.run import Outcome, Stopped, Task, blocked, run_all, tasks
 from advnorm.studies.summary import concluded, rates
+from advnorm.training import PREEMPTED
 
 
 def run(

@@ -11,11 +11,12 @@ from typing import Any
 from rich.console import Console
 
 from advnorm._core.errors import ConfigError
+from advnorm.config import Config, load_config
 from advnorm.data import DATASETS, MissingFiles
-from advnorm.engine import PREEMPTED, Config, load_config
-from advnorm.engine import train as train_by
 from advnorm.models import MODELS
 from advnorm.studies import STUDIES, Cell, Study, find, get
+from advnorm.training import PREEMPTED
+from advnorm.training import train as train_by
 
 #: Exit status of a command that was ended by Ctrl-C: 128 and the number of SIGINT.
 INTERRUPTED = 130

@@ -20,6 +20,13 @@ from advnorm._core.wrappers import unwrapped
 from advnorm.norms.plan import Plan
 
 Mode = Literal["batch", "batch_frozen", "running"]
+
+
+def unmoving(statistics: Mode) -> Mode:
+    """The mode of an evaluation: batch statistics where they are asked for, without updates of the running ones."""
+    return "batch_frozen" if statistics == "batch" else statistics
+
+
 Route = str | Mapping[str, int]
 
 MODES: tuple[Mode, ...] = get_args(Mode)

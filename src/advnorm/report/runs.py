@@ -10,7 +10,7 @@ from advnorm.report.page import Page
 from advnorm.report.tables import Cell, Column, Table
 
 if TYPE_CHECKING:
-    from advnorm.engine.overview import Judged, Overview, Trained
+    from advnorm.evaluation.overview import Judged, Overview, Trained
 
 #: Runs whose accuracy is drawn: more lines are none.
 LINES = 6

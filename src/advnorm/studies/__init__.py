@@ -1,6 +1,5 @@
 """Every table and figure of the papers by name: configurations, what is measured, and the printed numbers."""
 
-from advnorm.studies import paper_a, paper_b, paper_c, paper_d, paper_e
 from advnorm.studies.base import STUDIES, Cell, Measure, Number, Study, find, get, list_studies, printed
 
 __all__ = [
@@ -12,10 +11,5 @@ __all__ = [
     "find",
     "get",
     "list_studies",
-    "paper_a",
-    "paper_b",
-    "paper_c",
-    "paper_d",
-    "paper_e",
     "printed",
 ]

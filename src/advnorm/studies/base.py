@@ -7,13 +7,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
+from importlib import import_module
 from importlib.resources import files
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from advnorm._core.errors import ConfigError, did_you_mean, first_line
 from advnorm._core.records import digest
 from advnorm._core.registry import Registry
-from advnorm.engine.config import Config
+from advnorm.config.config import Config
 
 #: As printed, by a shortened schedule, or two steps on synthetic images.
 Protocol = Literal["paper", "fast", "smoke"]
@@ -193,7 +194,40 @@ def _placed(study: Study) -> Iterator[Number]:
                 yield Number(row=label, column=column, cell=placed[0], value=placed[1], printed=value)
 
 
-STUDIES: Registry[Study] = Registry("study")
+#: The module that defines the studies of a paper; it is imported when one of its studies is asked for.
+PAPERS = {letter.upper(): f"advnorm.papers.{letter}" for letter in "abcde"}
+
+
+class Studies(Registry[Study]):
+    """Studies by name. Naming one of paper A imports paper A alone."""
+
+    def get(self, name: str) -> Study:
+        self._import(name)
+        return super().get(name)
+
+    def names(self, pattern: str = "*") -> list[str]:
+        self._import(pattern)
+        return super().names(pattern)
+
+    def __contains__(self, name: object) -> bool:
+        self._import(name)
+        return super().__contains__(name)
+
+    def __iter__(self) -> Iterator[str]:
+        self._import("*")
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        self._import("*")
+        return super().__len__()
+
+    def _import(self, name: object) -> None:
+        paper = str(name).partition("/")[0]
+        for module in (PAPERS[paper],) if paper in PAPERS else PAPERS.values():
+            import_module(module)
+
+
+STUDIES = Studies("study")
 
 
 def study(
@@ -271,7 +305,7 @@ def get(name: str) -> Config:
 @lru_cache
 def _papers() -> dict[str, Any]:
     entries: dict[str, Any] = {}
-    for path in sorted(files("advnorm.studies").joinpath("printed").iterdir(), key=lambda path: path.name):
+    for path in sorted(files("advnorm.papers").joinpath("printed").iterdir(), key=lambda path: path.name):
         if path.name.endswith(".json"):
             entries |= json.loads(path.read_text(encoding="utf-8"))
     return entries

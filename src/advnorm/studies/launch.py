@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from advnorm._core.errors import ConfigError, did_you_mean, raise_all
-from advnorm.engine.lock import LOCK, busy
+from advnorm._core.locks import LOCK, busy
 from advnorm.studies.run import Outcome, Task, work
 
 Launcher = Literal["local", "ray"]

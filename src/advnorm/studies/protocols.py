@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from advnorm.engine.config import Config, Named
+from advnorm.config.config import Config, Named
 from advnorm.studies.base import IMAGES, Cell, Measure, Protocol
 
 #: Of the shortened schedule.

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from advnorm._core.errors import AdvnormError, ConfigError, did_you_mean, raise_all
 from advnorm._core.records import read_json
-from advnorm.engine.config import Config
+from advnorm.config.config import Config
 from advnorm.studies.base import Cell, Protocol
 from advnorm.studies.protocols import fast_search, under
 

@@ -18,23 +18,24 @@ from pathlib import Path
 from typing import Any, Literal
 
 from advnorm._core.errors import AdvnormError, ConfigError
+from advnorm._core.locks import LOCK, Busy, busy
+from advnorm._core.provenance import environment
 from advnorm._core.records import digest, read_json, write_json
 from advnorm.analysis import ANALYSES, extract_features
 from advnorm.analysis.moments import named_attack
 from advnorm.analysis.subject import default_device, subject_of
+from advnorm.config.config import Config, Named
 from advnorm.data import FolderData, add_split, load
 from advnorm.data.catalogue import ENVIRONMENT
-from advnorm.engine.config import Config, Named
-from advnorm.engine.evaluate import benchmark
-from advnorm.engine.lock import LOCK, Busy, busy
-from advnorm.engine.partial import environment, unwritable
-from advnorm.engine.run import Run
-from advnorm.engine.train import train
+from advnorm.evaluation.benchmark import benchmark
+from advnorm.evaluation.partial_record import unwritable
 from advnorm.studies.base import IMAGES, STUDIES, Cell, Measure, Protocol, Study, same_as
 from advnorm.studies.protocols import under
 from advnorm.studies.record import FORMAT, Record, read_record, stands
 from advnorm.studies.summary import in_words
 from advnorm.threat import ThreatModel
+from advnorm.training.loop import train
+from advnorm.training.run import Run
 
 #: Parts of an analysis' record that stay beside the run: settings, and a number for each image.
 NOT_VALUES = ("conditions", "per_image", "images", "seed", "severities", "size")

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, TypedDict, get_args
 
 from advnorm._core.errors import ConfigError
-from advnorm.engine.config import Config
-from advnorm.engine.cost import training_flops
+from advnorm.config.config import Config
 from advnorm.studies.base import IMAGES, STUDIES, Answer, Cell, Conclusion, Protocol, Study, Values, same_as
 from advnorm.studies.claims import WORDS
 from advnorm.studies.protocols import under
 from advnorm.studies.record import Record, changed, flat, measures_of, read_record, stands, whole
+from advnorm.training.cost import training_flops
 
 PAPERS = {
     "A": "Towards Understanding Dual BN in Hybrid Adversarial Training",

@@ -1,0 +1,93 @@
+"""An exponential moving average of a model, with a rule for the statistics of its norms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from advnorm._core.errors import did_you_mean, raise_all
+from advnorm._core.precision import wide
+from advnorm._core.wrappers import unwrapped
+from advnorm.training.checkpoint import differences
+
+BUFFERS = ("copy", "average")
+
+
+class Ema:
+    """average ← d · average + (1 - d) · live, with d = min(decay, (1 + t) / (10 + t)) after t updates.
+
+    The smaller d of the first updates forgets the initialization. Parameters are averaged, in float32 at least. For
+    floating buffers, which are the running statistics of norms, ``buffers`` decides: ``"copy"`` uses those of the live
+    model, ``"average"`` averages them too. Neither are the statistics that the averaged weights would produce;
+    ``recalibrate`` inside :meth:`swapped` gives those. Integer buffers, and those that are in no state dict, are always
+    the live model's.
+    """
+
+    def __init__(self, model: nn.Module, decay: float, *, buffers: str = "copy") -> None:
+        problems = []
+        if not 0 <= decay < 1:
+            problems.append(f"decay must be at least 0 and below 1, got {decay}")
+        if buffers not in BUFFERS:
+            problems.append(f"unknown rule for buffers {buffers!r}{did_you_mean(buffers, BUFFERS)}")
+        raise_all(problems, "bad moving average")
+        self.decay, self.buffers, self.updates = decay, buffers, 0
+        live = self._averaged(model)
+        averages = {value: wide(value.detach()).clone() for value in live.values()}
+        self._average = {name: averages[value] for name, value in live.items()}
+
+    def _averaged(self, model: nn.Module) -> dict[str, Tensor]:
+        """The tensors that have an average, by their names in the state dict; a shared one has several names."""
+        state = unwrapped(model).state_dict(keep_vars=True)
+        return {
+            name: value
+            for name, value in state.items()
+            if isinstance(value, nn.Parameter) or (self.buffers == "average" and value.is_floating_point())
+        }
+
+    def _matched(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+        """Averages and live tensors side by side, each once."""
+        live = self._averaged(model)
+        problems = differences(live, self._average, "the model", "the average")
+        raise_all(problems, "the average is of another model; after surgery make a new Ema")
+        pairs = {average: live[name] for name, average in self._average.items()}
+        return list(pairs), list(pairs.values())
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        """Take in the live model, after each step of the optimizer. Waits for no device."""
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
+        average, live = self._matched(model)
+        live = [wide(value) for value in live]
+        torch._foreach_lerp_(average, live, 1 - decay)  # pyright: ignore[reportPrivateImportUsage]
+        self.updates += 1
+
+    @contextmanager
+    def swapped(self, model: nn.Module) -> Iterator[None]:
+        """Scope: the model holds the average, in the same tensors; afterwards its own bits again, buffers too."""
+        average, live = self._matched(model)
+        inner = unwrapped(model)
+        everything = [*inner.parameters(), *inner.buffers()]
+        kept = [value.detach().clone() for value in everything]
+        try:
+            with torch.no_grad():
+                torch._foreach_copy_(live, average)  # pyright: ignore[reportPrivateImportUsage]
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(everything, kept)  # pyright: ignore[reportPrivateImportUsage]
+
+    def state_dict(self) -> dict[str, Any]:
+        """``updates``, a number, and ``average``, the tensors (not copies) by their names in the model's state dict."""
+        return {"updates": self.updates, "average": dict(self._average)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a :meth:`state_dict`; nothing changes where it does not fit."""
+        average = state["average"]
+        raise_all(differences(average, self._average, "the state", "the average"), "the state is of another average")
+        for name, value in self._average.items():
+            value.copy_(average[name])
+        self.updates = int(state["updates"])

@@ -1,0 +1,62 @@
+"""What a training costs, estimated from its settings: nothing is built in memory and nothing is read."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from advnorm.config.config import Config
+from advnorm.data import DATASETS
+from advnorm.models import create_model
+from advnorm.objectives import OBJECTIVES
+
+#: Of a forward: an attack's step goes forward and back to the image, a training pass to the weights too.
+ATTACK_PASSES, TRAINING_PASSES = 2, 3
+#: Of LIGS: two gradients of the image, and the gradient of each.
+LIGS_PASSES = 2 * (ATTACK_PASSES + TRAINING_PASSES)
+
+
+def forward_flops(
+    model: str, image_shape: tuple[int, ...], num_classes: int, *, norms: bool = True, **options: Any
+) -> float:
+    """Operations of one image's forward through a network by name; those of norms are none of them."""
+    return _forward_flops(json.dumps([model, "bn" if norms else "none", options]), image_shape, num_classes)
+
+
+@cache
+def _forward_flops(spec: str, image_shape: tuple[int, ...], num_classes: int) -> float:
+    name, norm, options = json.loads(spec)
+    with torch.device("meta"), torch.no_grad():
+        network = create_model(name, num_classes, norm, in_channels=image_shape[0], normalize=False, **options)
+        with FlopCounterMode(display=False) as counter:
+            network.eval()(torch.zeros(1, *image_shape))
+    return float(counter.get_total_flops())
+
+
+def training_flops(config: Config) -> float | None:
+    """Operations of a whole training; None where it depends on files how many images there are."""
+    data = DATASETS.get("cifar10" if config.data.name == "features" else config.data.name)
+    if data.size is None:
+        return None
+    images, side, classes = data.size
+    options = {key: value for key, value in config.model.options.items() if key not in ("mean", "std", "normalize")}
+    side = config.data.options.get("image_size", side)
+    forward = forward_flops(config.model.name, (3, side, side), classes, norms=config.norm != "none", **options)
+    return forward * images * config.epochs * config.budget * passes(config)
+
+
+def passes(config: Config) -> float:
+    """Forwards that an image costs in each epoch, what goes back counted as forwards."""
+    kind = OBJECTIVES.get(config.objective.name)
+    share = config.objective.options.get("clean_share", 1.0)
+    domains = sum(share if domain == "clean" else 1.0 for domain in kind.domains)
+    measured = TRAINING_PASSES * domains + (LIGS_PASSES if config.regularizer is not None else 0)
+    if config.second_pass is not None:
+        samples = config.second_pass.options.get("samples", 1.0)
+        measured *= 1 + (samples if isinstance(samples, float) else min(1.0, samples / config.batch_size))
+    attack = ATTACK_PASSES * config.attack.steps * config.attack.restarts if kind.needs_attack else 0
+    return attack + measured

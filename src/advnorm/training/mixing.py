@@ -1,0 +1,40 @@
+"""mixup (Zhang et al. 2018) and CutMix (Yun et al. 2019): each image with its neighbour in the shuffled batch."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch.nn.functional as F
+from torch import Tensor
+
+from advnorm.config.config import Mix
+
+
+def mixed(
+    kind: Mix, x: Tensor, y: Tensor, *, classes: int, alpha: float, seed: int, step: int
+) -> tuple[Tensor, Tensor]:
+    """Mixed images and soft labels: ``λ (x, y) + (1 - λ) (x', y')`` with λ ~ Beta(α, α), one for the batch of a step.
+
+    CutMix puts a box of the share 1 - λ from the neighbour into each image; λ then is the share that is left. The draw
+    depends on seed and step alone, so it is the same for every rank and after a resume.
+    """
+    if kind == "none":
+        return x, y
+    draw = np.random.default_rng([seed, step])
+    share = float(draw.beta(alpha, alpha))
+    if kind == "mixup":
+        images = share * x + (1 - share) * x.roll(1, 0)
+    else:
+        height, width = x.shape[-2:]
+        sides = [round(length * math.sqrt(1 - share)) for length in (height, width)]
+        centre = [int(draw.integers(length)) for length in (height, width)]
+        (top, bottom), (left, right) = (
+            (max(c - side // 2, 0), min(c - side // 2 + side, length))
+            for c, side, length in zip(centre, sides, (height, width))
+        )
+        images = x.clone()
+        images[..., top:bottom, left:right] = x.roll(1, 0)[..., top:bottom, left:right]
+        share = 1 - (bottom - top) * (right - left) / (height * width)
+    hard = F.one_hot(y, classes).to(x.dtype)
+    return images, share * hard + (1 - share) * hard.roll(1, 0)

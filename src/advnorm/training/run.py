@@ -1,0 +1,234 @@
+"""A training run on disk: its configuration, its metrics, its checkpoints, and the models in them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from advnorm._core.errors import ConfigError
+from advnorm._core.locks import LOCK, locked
+from advnorm._core.records import read_json, write_json, write_whole
+from advnorm.config.config import Config
+from advnorm.data import FolderData, ImageData
+from advnorm.models import create_model
+from advnorm.surgery import convert_head
+from advnorm.training import checkpoint
+
+FORMAT = "advnorm.run/1"
+#: A checkpoint of a run: ``best``, ``last``, or ``epoch5`` where ``snapshots`` kept it.
+Which = str
+
+
+@dataclass(frozen=True)
+class Run:
+    """The folder of a training run.
+
+    ``config.yaml`` and ``run.json`` say what it is, ``metrics.jsonl`` has a line per epoch (the same bits whenever the
+    run was killed and continued), ``log.txt`` and ``timing.jsonl`` what happened when, ``checkpoints`` the state;
+    ``record.json`` is there when it is finished. ``.lock`` is held by the process that trains.
+    """
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", Path(self.folder))
+
+    @classmethod
+    def open(cls, folder: Path | str) -> Run:
+        """A run that exists; anything else is refused with the reason."""
+        run = cls(Path(folder))
+        if not run._description.is_file():
+            raise ConfigError(f"{folder} is no training run (no run.json in it); name a folder that `train` made")
+        return run
+
+    @property
+    def _description(self) -> Path:
+        return self.folder / "run.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def description(self) -> dict[str, Any]:
+        data = read_json(self._description)
+        if data.get("format") != FORMAT:
+            raise ConfigError(
+                f"{self.folder} is a run of {_version(data)}, in the format {data.get('format')!r}; this version reads "
+                f"{FORMAT!r}: use that one, or choose another folder"
+            )
+        return data
+
+    @property
+    def config(self) -> Config:
+        data = self.description
+        try:
+            return Config.from_dict(data["config"])
+        except ConfigError as error:
+            own = "; where code of your own registers it: advnorm --import FILE.py, or import it first"
+            raise ConfigError(
+                f"{self.folder} is a run of {_version(data)}, which cannot be read here: {error}"
+                + (own if "unknown " in str(error) else "")
+            ) from None
+
+    @property
+    def finished(self) -> bool:
+        return (self.folder / "record.json").is_file()
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """Conditions and results of a finished run."""
+        if not self.finished:
+            raise ConfigError(f"{self.folder} is not finished; the same train command goes on from where it is")
+        return read_json(self.folder / "record.json")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """A row per epoch so far."""
+        path = self.folder / "metrics.jsonl"
+        *whole, _ = path.read_text(encoding="utf-8").split("\n") if path.exists() else [""]
+        return [json.loads(line) for line in whole]  # what follows the last line's end was cut short by a full disk
+
+    def model(self, which: Which | None = None, device: str | torch.device = "cpu") -> nn.Module:
+        """The model of the ``best`` checkpoint (by held-out accuracy), the ``last``, or that of a snapshot, ``epoch5``.
+
+        By default the best where there is one. With an EMA it is the averaged one. It comes in eval mode.
+        """
+        name = self.judged(which)
+        tensors, _ = checkpoint.load(self.checkpoints, name)
+        with torch.random.fork_rng([]):  # the weights are drawn, then overwritten; nobody's random state moves
+            model = build_model(self.config, self.description["data"])
+        state = part(tensors, "model.") | part(tensors, "ema.")
+        checkpoint.restore_model(model, state, f"the checkpoint {name!r} of {self.folder}")
+        return model.to(device).eval()
+
+    @property
+    def snapshots(self) -> dict[int, Which]:
+        """The checkpoints that are kept along training, by their epochs; all of them where the run is finished."""
+        return {epoch: snapshot(epoch) for epoch in self.config.scaled().snapshots}
+
+    def judged(self, which: Which | None = None) -> Which:
+        """The checkpoint that counts: the given one, else the best where there is one."""
+        return which or ("best" if checkpoint.exists(self.checkpoints, "best") else "last")
+
+    # -- taking possession -----------------------------------------------------------------------------------------
+
+    def check(self, config: Config, data: Mapping[str, Any]) -> None:
+        """Refuse a folder that holds something else than this configuration on these data; changes nothing."""
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ConfigError(f"{self.folder} is a file; choose another out or name")
+        if not self._description.exists():
+            found = self.folder.iterdir() if self.folder.exists() else ()
+            foreign = sorted(path.name for path in found if path.name[0] != ".")
+            if foreign:
+                raise ConfigError(
+                    f"{self.folder} holds no training run, but {', '.join(foreign[:3])}; choose another out or "
+                    "name, or empty it"
+                )
+            return
+        found = self.description
+        before, now = self.config, config
+        differ = []
+        if (before.digest, before.seed) != (now.digest, now.seed):
+            old, new = before.to_dict(), now.to_dict()
+            differ = [
+                f"{key} ({old[key]!r}, now {new[key]!r})" for key in new if key != "name" and old[key] != new[key]
+            ]
+        if found["data"] != data:
+            differ += [f"data {key}" for key in data if found["data"].get(key) != data[key]]
+        if differ:
+            raise ConfigError(
+                f"{self.folder} holds another run, which differs in {', '.join(differ)}; choose another out or name, "
+                "or delete it"
+            )
+
+    @contextmanager
+    def claimed(self, config: Config, data: Mapping[str, Any], **more: Any) -> Iterator[None]:
+        """Scope: the folder is this process's, and says what is in it. A second process is refused."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot make {self.folder}: {error.strerror or error}; choose another out") from None
+        with locked(self.folder / LOCK):
+            self.check(config, data)
+            if not self._description.exists():
+                write_json(
+                    self._description, {"format": FORMAT, "config": config.to_dict(), "data": dict(data), **more}
+                )
+            elif (started := more.get("weights_fingerprint")) not in (
+                None,
+                self.description.get("weights_fingerprint"),
+            ):
+                raise ConfigError(
+                    f"{self.folder} was started from other weights than {config.weights} holds now ({started}); choose "
+                    "another out or name, or delete it"
+                )
+            write_whole(self.folder / "config.yaml", self.config.to_yaml().encode())
+            yield
+
+
+def described(data: ImageData | FolderData) -> dict[str, Any]:
+    """What a model must know of its data, and what a record says of it."""
+    return {
+        "name": data.name,
+        "images": len(data),
+        "image_shape": list(data.image_shape),
+        "num_classes": data.num_classes,
+        "fingerprint": data.fingerprint,
+    }
+
+
+def snapshot(epoch: int) -> Which:
+    """What the checkpoint is called that is kept after so many epochs."""
+    return f"epoch{epoch}"
+
+
+def build_model(config: Config, data: Mapping[str, Any]) -> nn.Module:
+    """The untrained model of a configuration for data as :func:`described`.
+
+    Other than three channels have no published mean and deviation: such images are not normalized unless the model's
+    options say how.
+    """
+    channels = data["image_shape"][0]
+    options = dict(config.model.options)
+    if channels != 3 and not {"mean", "std", "normalize"} & set(options):
+        options["normalize"] = False
+    norm_options = dict(config.norm_options)
+    if config.sync_statistics:
+        norm_options["sync"] = True
+    model = create_model(
+        config.model.name,
+        data["num_classes"],
+        config.norm,
+        norm_options=norm_options,
+        in_channels=channels,
+        **options,
+    )
+    if config.dual_head:
+        convert_head(model)
+    return model
+
+
+def start_from(model: nn.Module, weights: str) -> None:
+    """Fill a model from a safetensors file or from the checkpoint of a run; every tensor must fit."""
+    if not Path(weights).exists():
+        raise ConfigError(f"weights {weights}: no such file or folder")
+    if Path(weights).is_dir():
+        checkpoint.restore_model(model, Run.open(weights).model().state_dict(), f"the run {weights}")
+    else:
+        checkpoint.load_weights(model, weights)
+
+
+def _version(description: Mapping[str, Any]) -> str:
+    return f"advnorm {description['advnorm']}" if "advnorm" in description else "another version of advnorm"
+
+
+def part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors of a checkpoint whose names start with a prefix, without it."""
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

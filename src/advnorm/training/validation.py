@@ -1,0 +1,110 @@
+"""Accuracy on held-out images, by which the best checkpoint is chosen: never the test set."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from advnorm._core.precision import float32_as
+from advnorm.attacks import attacked
+from advnorm.config.config import Config
+from advnorm.data import FolderData, ImageData, make_loader, split_held_out
+from advnorm.norms import domains
+from advnorm.norms.routing import unmoving
+from advnorm.training.ranks import Ranks
+from advnorm.training.step_program import Precision, forwards
+
+#: Images at a time, per process.
+BATCH = {"cpu": 250, "cuda": 1000}
+
+
+class _Stopped(Exception):
+    """Told to stop before all images are judged."""
+
+
+class Validation:
+    """Clean and attacked accuracy on held-out images; their sum is the ``score`` (paper C, app. B).
+
+    Images of a domain that was trained go through its branch, others through the branch that was: classical training
+    on ``dual_bn`` leaves the clean banks as they were made. The attack is searched in the precision of training, and
+    every verdict is a forward in float32.
+    """
+
+    def __init__(
+        self,
+        data: ImageData | FolderData,
+        config: Config,
+        ranks: Ranks,
+        *,
+        trained: Sequence[str],
+        precision: Precision,
+        channels_last: bool,
+        workers: int | None,
+    ) -> None:
+        self.ranks, self.trained = ranks, trained
+        self.precision: Precision = precision
+        self.name = config.validation_attack
+        self.attack = config.build_validation_attack()
+        if config.validation_images is not None and config.validation_images < len(data):
+            # Not the first ones: a folder's images lie class by class.
+            data = split_held_out(data, config.validation_images, config.seed)[1]  # pyright: ignore[reportArgumentType]
+        self.images = len(data)
+        self.loader = make_loader(
+            data,
+            batch_size=BATCH[ranks.device.type] * ranks.world,
+            augment="none",
+            device=ranks.device,
+            rank=ranks.rank,
+            world=ranks.world,
+            shuffle=False,
+            drop_last=False,
+            channels_last=channels_last,
+            workers=workers,
+        )
+
+    def branch(self, model: nn.Module, domain: str) -> str | None:
+        """The branch that judges a domain's images; None for a model without branches."""
+        known = domains(model)
+        return next((name for name in (domain, *self.trained) if name in self.trained and name in known), None)
+
+    @torch.no_grad()
+    def __call__(self, model: nn.Module, stopped: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
+        """Shares of right answers by ``clean`` and by the name of the attack, and the ``score``.
+
+        ``stopped`` is asked before each batch, by all processes alike, and by one alone between the attack's steps;
+        then there is no answer.
+        """
+        with suppress(_Stopped):
+            return self._judged(model, stopped)
+        return None
+
+    def _judged(self, model: nn.Module, stopped: Callable[[], bool]) -> dict[str, float]:
+        device = self.ranks.device
+        clean, adv = self.branch(model, "clean"), self.branch(model, "adv")
+        attack = dataclasses.replace(self.attack, route=adv, statistics=unmoving(self.attack.statistics))
+
+        def go_on(*_: int) -> None:
+            if stopped():
+                raise _Stopped
+
+        if self.ranks.world == 1:
+            attack = dataclasses.replace(attack, progress=go_on)
+        right = torch.zeros(2, dtype=torch.float64, device=device)
+        for x, y, index in self.loader.epoch(0):
+            go_on()
+            if not len(x):
+                continue
+            with forwards(self.precision, device):
+                x_adv = attack(model, x, y, index=index)
+            for position, (images, branch) in enumerate(((x, clean), (x_adv, adv))):
+                with float32_as("ieee", device), attacked(model, route=branch) as predict, torch.no_grad():
+                    right[position] += (predict(images).argmax(1) == y).sum()
+        if self.ranks.world > 1:
+            dist.all_reduce(right)
+        accuracy = (right / self.images).tolist()
+        return {"clean": accuracy[0], self.name: accuracy[1], "score": sum(accuracy)}

@@ -1,0 +1,186 @@
+"""One process of the distributed trainings: ``python train_ranks.py RANK WORLD INIT_FILE FOLDER``.
+
+All cases run in one launch of the processes, each into FOLDER/CASE; test_train_distributed.py compares them with the
+same cases in one process. What a case did is saved in FOLDER/rankR.json; one that fails is stored as its error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import traceback
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import advnorm
+from advnorm import Config
+from advnorm._core.records import model_fingerprint
+from advnorm.training import checkpoint
+from advnorm.training.validation import Validation
+from support.train_worker import EVERY_STEP, NEVER, SMALL, patched, training
+
+WORLD, STEPS = 2, 20
+LONG: dict[str, Any] = {
+    **SMALL,
+    "data": {**SMALL["data"], "size": 16 * STEPS // 2 + 16},
+    "batch_size": 16,
+    "epochs": 2,
+    "lr": 0.01,
+    "sync_statistics": True,
+}
+SYNCHRONIZED = {
+    f"{objective}-{norm}-{layout}": Config.from_dict(
+        {**LONG, "norm": norm, "objective": {"name": objective, "layout": layout}}
+    )
+    for objective in ("hybrid", "trades")
+    for norm, layouts in {
+        "dual_bn": ("concatenated", "sequential"),
+        "dual_affine_bn": ("concatenated", "sequential"),
+        "cross_bn": ("concatenated",),
+        "gmm_bn": ("concatenated",),
+    }.items()
+    for layout in layouts
+}
+SYNCHRONIZED["share"] = Config.from_dict(
+    {**LONG, "norm": "dual_bn", "objective": {"name": "hybrid", "clean_share": 0.25}}
+)
+#: Parameters of one domain get no gradient: DDP must be told.
+UNUSED = {
+    "classical-dual_bn": Config.from_dict({**LONG, "norm": "dual_bn", "objective": "classical"}),
+    "cross-cross_bn": Config.from_dict({**LONG, "norm": "cross_bn", "objective": "cross"}),
+    "standard-dual_head": Config.from_dict({**LONG, "norm": "dual_bn", "objective": "standard", "dual_head": True}),
+}
+OWN = Config.from_dict({**LONG, "norm": "dual_bn", "sync_statistics": False, "ema": 0.9, "ema_buffers": "average"})
+
+#: The attack moves the statistics of each process by its own images, though training pools them.
+MOVED = replace(OWN, sync_statistics=True, attack=replace(OWN.attack, statistics="batch"))
+#: One image for each process, of which the last norms have one value: enough for statistics that are pooled.
+SINGLE = Config.from_dict(
+    {
+        **LONG,
+        "norm": "dual_bn",
+        "data": {**LONG["data"], "size": 20},
+        "model": {"name": "resnet18", "width": 0.125},
+        "batch_size": 2,
+    }
+)
+
+CALLS = {"bucket": 0}
+JUDGED: list[str] = []  # fingerprints of the models that were validated
+
+
+class Counting(DistributedDataParallel):
+    """Counts the buckets of gradients that are reduced."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_comm_hook(dist.group.WORLD, hook)
+
+
+def hook(state, bucket):  # no annotations: DDP wants the types themselves, not their names
+    CALLS["bucket"] += 1
+    return allreduce_hook(state, bucket)
+
+
+def remember_judged() -> None:
+    original = Validation.__call__
+
+    def remembered(self: Validation, model: torch.nn.Module, *stopped: Any) -> dict[str, float] | None:
+        JUDGED.append(model_fingerprint(model))
+        return original(self, model, *stopped)
+
+    Validation.__call__ = remembered
+
+
+def trained(config: Config, out: Path, **settings: Any) -> dict[str, Any]:
+    CALLS.update(bucket=0)
+    JUDGED.clear()
+    run = advnorm.train(config, out=out, device="cpu", **settings)
+    return {"finished": run.finished, "folder": str(run.folder), "judged": list(JUDGED), **CALLS}
+
+
+def stopped(config: Config, out: Path, rank: int) -> dict[str, Any]:
+    """SIGTERM to the last rank in mid-epoch stops all; then all go on."""
+    original = training.Loop.train_step
+    if rank == WORLD - 1:
+        patched(training.Loop, "train_step", before=lambda *_: os.kill(os.getpid(), signal.SIGTERM), at=3)
+    first = trained(config, out)
+    training.Loop.train_step = original
+    meta = checkpoint.load(Path(first["folder"]) / "checkpoints", "last")[1]
+    dist.barrier()
+    return {"first": first, "step": meta["step"], **trained(config, out, checkpoint_minutes=EVERY_STEP)}
+
+
+def raised(config: Config, out: Path) -> dict[str, Any]:
+    try:
+        return trained(config, out)
+    except advnorm.AdvnormError as error:
+        return {"error_type": type(error).__name__, "message": str(error)}
+
+
+def full_disk(config: Config, out: Path, rank: int) -> dict[str, Any]:
+    """The first rank cannot write its checkpoint."""
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    original = checkpoint.write_whole
+    if rank == 0:
+        checkpoint.write_whole = fail
+    try:
+        return raised(config, out)
+    finally:
+        checkpoint.write_whole = original
+
+
+def main(rank: int, world: int, init_file: str, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{init_file}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+    training.DistributedDataParallel, training.AGREE_EVERY = Counting, 4
+    remember_judged()
+    cases = {name: (trained, config) for name, config in (SYNCHRONIZED | UNUSED).items()}
+    cases |= {
+        "own": (trained, OWN),
+        "own_plain": (trained, replace(OWN, ema=None)),
+        "moved": (trained, MOVED),
+        "single": (trained, SINGLE),
+        "stopped": (lambda config, out: stopped(config, out, rank), OWN),
+        "nan": (raised, Config.from_dict({**LONG, "lr": 1e30})),
+        "full_disk": (lambda config, out: full_disk(config, out, rank), Config.from_dict(LONG)),
+        "odd_share": (raised, Config.from_dict({**LONG, "objective": {"name": "hybrid", "clean_share": 0.3}})),
+        "odd_batch": (raised, Config.from_dict({**LONG, "batch_size": 15})),
+    }
+    seen: dict[str, Any] = {}
+    for name, (act, config) in cases.items():
+        try:
+            seen[name] = act(config, folder / name)
+        except Exception as error:
+            seen[name] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+    (folder / f"rank{rank}.json").write_text(json.dumps(seen))
+    sys.stdout.flush()
+    os._exit(0)  # without the farewell of reducers that a failure left in the middle of their work
+
+
+def alone(folder: Path) -> None:
+    """The same in one process."""
+    torch.set_num_threads(1)
+    for name, config in (SYNCHRONIZED | UNUSED).items():
+        advnorm.train(config, out=folder / name, device="cpu", checkpoint_minutes=NEVER)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2:
+        alone(Path(sys.argv[1]))
+    else:
+        main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))

@@ -1,0 +1,149 @@
+"""Training in several processes: two are one on the whole batch, and they stop and fail together."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from advnorm import Run
+from advnorm._core.records import model_fingerprint
+from advnorm.data import load, make_loader
+from advnorm.training import checkpoint
+from support import train_ranks
+from support.train_ranks import OWN, STEPS, SYNCHRONIZED, UNUSED, WORLD
+
+pytestmark = [
+    pytest.mark.world_size(WORLD),
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed"),
+]
+
+
+@pytest.fixture(scope="module")
+def launched(launch, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[dict[str, Any]]]:
+    """Folders of the runs of two processes and of one, and what each of the two saw; started at the same time."""
+    folder, alone = tmp_path_factory.mktemp("ranks"), tmp_path_factory.mktemp("alone")
+    arguments = [[rank, WORLD, folder / "init", folder] for rank in range(WORLD)] + [[alone]]
+    launch(*([train_ranks.__file__, *words] for words in arguments), timeout=300)
+    return folder, alone, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(WORLD)]
+
+
+def seen(launched: Any, name: str) -> list[dict[str, Any]]:
+    found = [rank[name] for rank in launched[2]]
+    for rank, result in enumerate(found):
+        assert "error" not in result, f"rank {rank}: {result.get('trace')}"
+    return found
+
+
+def only_run(folder: Path) -> Run:
+    return Run.open(next(folder.iterdir()))
+
+
+def weights(run: Run) -> dict[str, torch.Tensor]:
+    return checkpoint.load(run.checkpoints, "last")[0]
+
+
+@pytest.mark.parametrize("name", [*SYNCHRONIZED, *UNUSED])
+def test_two_processes_train_as_one_on_the_whole_batch(launched, name):
+    seen(launched, name)
+    two, one = only_run(launched[0] / name), only_run(launched[1] / name)
+    assert two.record["processes"] == 2 and one.record["processes"] == 1
+    assert two.metrics()[-1]["step"] == STEPS
+    for found, expected in zip(two.metrics(), one.metrics(), strict=True):
+        assert found["held_out"] == expected["held_out"]
+        for term in expected.keys() - {"held_out"}:
+            assert found[term] == pytest.approx(expected[term], rel=1e-5), term
+    expected = weights(one)
+    for key, value in weights(two).items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
+
+
+@pytest.mark.parametrize("name", SYNCHRONIZED)
+def test_a_step_reduces_the_gradients_once(launched, name):
+    for result in seen(launched, name):
+        assert result["bucket"] == STEPS
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_the_processes_together_see_the_batches_of_one(world):
+    data = load("synthetic", "train", **OWN.data.options)
+    loaders = [
+        make_loader(data, batch_size=16, seed=0, augment="crop_flip", rank=rank, world=world) for rank in range(world)
+    ]
+    whole = make_loader(data, batch_size=16, seed=0, augment="crop_flip").epoch(1)
+    for batch, *parts in zip(whole, *(loader.epoch(1) for loader in loaders), strict=True):
+        for one, *several in zip(batch, *parts):
+            assert torch.equal(one, torch.cat(several))
+
+
+def test_statistics_that_are_pooled_need_no_more_than_an_image_of_each_process(launched):
+    assert all(result["finished"] for result in seen(launched, "single"))
+
+
+@pytest.mark.parametrize("name", ["own", "own_plain", "moved"])
+def test_without_synchronization_the_first_process_rules(launched, name):
+    first, second = seen(launched, name)
+    assert first["finished"] and second["finished"]
+    assert first["judged"] == second["judged"] and len(set(first["judged"])) == 2, (
+        "all judge the same model, each epoch"
+    )
+    assert first["judged"][-1] == model_fingerprint(only_run(launched[0] / name).model("last"))
+
+
+def test_sigterm_to_one_process_stops_all_and_they_go_on_to_the_same_bits(launched):
+    for result in seen(launched, "stopped"):
+        assert not result["first"]["finished"] and result["finished"]
+        assert result["step"] == 4, "the next step at which the processes agree"
+    stopped, alone = only_run(launched[0] / "stopped"), only_run(launched[0] / "own")
+    assert (stopped.folder / "metrics.jsonl").read_text() == (alone.folder / "metrics.jsonl").read_text()
+    expected = weights(alone)
+    assert all(torch.equal(value, expected[key]) for key, value in weights(stopped).items())
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "others"),
+    [
+        ("nan", "not finite any more", "not finite any more"),
+        ("full_disk", "No space left on device", "the first process stopped"),
+        ("odd_share", "0.3 of the 8 images of each process is no whole", "0.3 of the 8 images of each process"),
+        ("odd_batch", "a multiple of world 2, got 15", "a multiple of world 2, got 15"),
+    ],
+)
+def test_processes_fail_together_and_each_says_why(launched, name, first, others):
+    results = seen(launched, name)
+    assert first in results[0]["message"] and others in results[1]["message"]
+
+
+FIVE = """
+import os, sys, advnorm
+from support.train_worker import SMALL
+out, rank, port = sys.argv[1:]
+os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=port)
+for number in range(5):
+    config = advnorm.Config.from_dict({**SMALL, "epochs": 1, "name": f"number{number}"})
+    assert advnorm.train(config, out=out, device="cpu").record["processes"] == 2
+"""
+
+
+def test_several_trainings_in_the_same_processes_do_not_wait_for_each_other(launch, tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    launch(*(["-c", FIVE, tmp_path, rank, port] for rank in range(WORLD)), timeout=120)
+    assert len(list(tmp_path.glob("*/record.json"))) == 5
+
+
+@pytest.mark.slow
+def test_the_command_trains_under_torchrun_and_one_process_tells(launch, tmp_path):
+    settings = ["name=two", "epochs=1", "batch_size=128", "norm=dual_bn", "attack.steps=1", "validation_attack=pgd1"]
+    command = [
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        "-m", "advnorm", "train", "--device", "cpu", "--out", tmp_path, "--set", *settings,
+    ]  # fmt: skip
+    (printed,) = launch(command, timeout=300)
+    assert printed.count("advnorm evaluate") == 1
+    assert Run.open(tmp_path / "two-seed0").record["processes"] == 2

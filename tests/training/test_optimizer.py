@@ -1,0 +1,287 @@
+"""Parameter groups, optimizers, and learning rates against torch's own schedulers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import advnorm
+from advnorm._core.errors import ConfigError
+from advnorm.norms import RoutedNorm
+from advnorm.norms.mixture import MixtureNorm
+from advnorm.training.optimizer import (
+    OPTIMIZERS,
+    SCHEDULES,
+    learning_rate,
+    make_optimizer,
+    norm_parameters,
+    only_norms,
+    parameter_groups,
+)
+
+# -- parameters --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm", advnorm.list_norms())
+def test_norm_parameters_are_those_of_the_norm_layers_of_any_plan(norm):
+    model = advnorm.create_model("preact_resnet18", norm=norm, width=0.25)
+    expected = {
+        name
+        for name, _ in model.named_parameters()
+        if isinstance(model.get_submodule(name.rpartition(".")[0]), RoutedNorm)
+    }
+    norms = set(norm_parameters(model))
+    assert {name for name, value in model.named_parameters() if value in norms} == expected
+    assert bool(expected) == (norm != "none")
+
+
+def test_built_in_norms_count_and_biases_of_other_layers_do_not():
+    model = nn.Sequential(
+        nn.Conv1d(3, 4, 1),
+        nn.BatchNorm1d(4),
+        nn.InstanceNorm1d(4, affine=True),
+        nn.GroupNorm(2, 4),
+        nn.LayerNorm(5),
+        nn.RMSNorm(5),
+        nn.Linear(5, 2),
+    )
+    expected = [value for layer in model[1:6] for value in layer.parameters()]
+    assert [id(value) for value in norm_parameters(model)] == [id(value) for value in expected]
+
+
+def test_a_mixture_that_was_taken_out_still_has_its_norm_parameters():
+    model = advnorm.create_model("small_cnn", norm="gmm_bn")
+    count = len(norm_parameters(model))
+    plain = advnorm.strip(model)
+    assert any(isinstance(module, MixtureNorm) for module in plain.modules())
+    assert len(norm_parameters(plain)) == count > 0
+
+
+@pytest.mark.parametrize("decay_norms", [True, False])
+def test_groups_hold_every_trainable_parameter_once_in_the_order_of_the_model(decay_norms):
+    shared = nn.BatchNorm2d(4)
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), shared, nn.Conv2d(4, 4, 1), shared, nn.Conv2d(4, 2, 1))
+    model[2].weight.requires_grad_(False)
+    groups = parameter_groups(model, weight_decay=0.1, norm_weight_decay=decay_norms)
+    names = {value: name for name, value in model.named_parameters()}
+    by_decay = [(group["weight_decay"], [names[value] for value in group["params"]]) for group in groups]
+    others = ["0.weight", "0.bias", "2.bias", "4.weight", "4.bias"]
+    if decay_norms:
+        assert by_decay == [(0.1, ["0.weight", "0.bias", "1.weight", "1.bias", *others[2:]])]
+    else:
+        assert by_decay == [(0.1, others), (0.0, ["1.weight", "1.bias"])]
+
+
+def test_a_group_without_parameters_is_left_out_and_no_parameters_at_all_are_refused():
+    model = nn.Sequential(nn.Linear(2, 2))
+    assert len(parameter_groups(model, weight_decay=0.1, norm_weight_decay=False)) == 1
+    model.requires_grad_(False)
+    with pytest.raises(ConfigError, match="no trainable parameters"):
+        parameter_groups(model, weight_decay=0.1, norm_weight_decay=False)
+
+
+def test_training_only_the_norms_changes_nothing_else():
+    model = advnorm.create_model("small_cnn", norm="dual_bn")
+    only_norms(model)
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    optimizer = make_optimizer(model, optimizer="sgd", lr=0.1, weight_decay=0.1, norm_weight_decay=True)
+    with advnorm.route(model, {"clean": 4, "adv": 4}):
+        model(torch.rand(8, 3, 32, 32)).square().sum().backward()
+    optimizer.step()
+    norms = set(norm_parameters(model))
+    for name, value in model.named_parameters():
+        assert torch.equal(value, before[name]) == (value not in norms), name
+
+
+def test_a_frozen_norm_stays_frozen_and_a_model_without_norms_is_refused():
+    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.LayerNorm(2))
+    model[1].requires_grad_(False)
+    only_norms(model)
+    assert [value.requires_grad for value in model.parameters()] == [False] * 4 + [True] * 2
+    plain = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="no norm parameters to train"):
+        only_norms(plain)
+    assert plain.weight.requires_grad  # an error changes nothing
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sgd_is_the_equation(nesterov):
+    model = nn.Linear(3, 2).double()
+    optimizer = make_optimizer(
+        model, optimizer="sgd", lr=0.1, momentum=0.9, nesterov=nesterov, weight_decay=0.01, norm_weight_decay=True
+    )
+    x = torch.rand(5, 3, dtype=torch.float64)
+    weight, velocity = model.weight.detach().clone(), torch.zeros(2, 3, dtype=torch.float64)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        gradient = model.weight.grad + 0.01 * weight
+        velocity = 0.9 * velocity + gradient
+        weight = weight - 0.1 * (gradient + 0.9 * velocity if nesterov else velocity)
+        optimizer.step()
+    assert torch.allclose(model.weight, weight, rtol=1e-12)
+
+
+def test_adam_takes_momentum_as_its_beta1_and_adagrad_takes_none():
+    model = nn.Linear(3, 2)
+    adam = make_optimizer(model, optimizer="adam", lr=0.1, momentum=0.8, weight_decay=0.1)
+    assert isinstance(adam, torch.optim.Adam) and adam.param_groups[0]["betas"] == (0.8, 0.999)
+    adagrad = make_optimizer(model, optimizer="adagrad", lr=0.2, weight_decay=0.1)
+    assert isinstance(adagrad, torch.optim.Adagrad) and adagrad.param_groups[0]["lr"] == 0.2
+    assert adagrad.param_groups[0]["weight_decay"] == 0.1
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_rmsprop_is_the_equation_and_norms_do_not_decay(momentum):
+    model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2)).double()
+    optimizer = make_optimizer(
+        model, optimizer="rmsprop", lr=0.1, momentum=momentum, weight_decay=0.01, norm_weight_decay=False
+    )
+    decay = {"0.weight": 0.01, "0.bias": 0.01, "1.weight": 0.0, "1.bias": 0.0}
+    x = torch.rand(5, 3, dtype=torch.float64)
+    weights = {name: value.detach().clone() for name, value in model.named_parameters()}
+    squares, buffers = ({name: torch.zeros_like(value) for name, value in weights.items()} for _ in range(2))
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(x).pow(3).sum().backward()
+        for name, value in model.named_parameters():
+            gradient = value.grad + decay[name] * weights[name]
+            squares[name] = 0.9 * squares[name] + 0.1 * gradient**2
+            buffers[name] = momentum * buffers[name] + gradient / (squares[name].sqrt() + 1)
+            weights[name] = weights[name] - 0.1 * buffers[name]
+        optimizer.step()
+    for name, value in model.named_parameters():
+        assert torch.allclose(value, weights[name], rtol=1e-12), name
+
+
+def test_all_that_is_wrong_with_an_optimizer_comes_in_one_error():
+    with pytest.raises(ConfigError) as caught:
+        make_optimizer(nn.Linear(1, 1), optimizer="sdg", lr=-1, momentum=1.0, weight_decay=float("nan"))
+    for part in ("did you mean 'sgd'?", "lr must be at least 0, got -1", "momentum", "weight_decay"):
+        assert part in str(caught.value)
+    for kind, momentum in (("sgd", 0.0), ("adam", 0.9), ("rmsprop", 0.9)):
+        with pytest.raises(ConfigError, match="nesterov needs optimizer='sgd' and a momentum above 0"):
+            make_optimizer(nn.Linear(1, 1), optimizer=kind, lr=0.1, momentum=momentum, nesterov=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_parameters_on_a_gpu_get_the_fused_kernel_where_there_is_one_and_the_same_step(kind):
+    steps = {}
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2).to(device)
+        optimizer = make_optimizer(model, optimizer=kind, lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(4, 3, device=device)).square().sum().backward()
+            optimizer.step()
+        steps[device] = model.weight.detach().cpu()
+        assert bool(optimizer.param_groups[0].get("fused")) == (device == "cuda" and kind in ("sgd", "adam"))
+    torch.testing.assert_close(steps["cuda"], steps["cpu"])
+
+
+# -- learning rates ----------------------------------------------------------------------------------------------------
+
+
+def torch_rates(make, steps: int, lr: float) -> list[float]:
+    """The rates that a scheduler of torch gives to steps 0, 1, …"""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr)
+    scheduler = make(optimizer)
+    rates = []
+    for i in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        if i + 1 < steps:
+            scheduler.step()
+    return rates
+
+
+def our_rates(steps: int, **options) -> list[float]:
+    return [learning_rate(step, **options) for step in range(steps)]
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 7])
+@pytest.mark.parametrize("steps", [1, 3, 8])
+@pytest.mark.parametrize("milestones", [[], [1], [2, 3, 6], [0, 4]])
+@pytest.mark.parametrize("gamma", [0.1, 0.5])
+def test_step_equals_multi_step_lr(epochs, steps, milestones, gamma):
+    def make(optimizer):
+        return torch.optim.lr_scheduler.MultiStepLR(optimizer, sorted(m * steps for m in milestones if m), gamma)
+
+    options = {"schedule": "step", "lr": 0.1, "epochs": epochs, "steps_per_epoch": steps, "gamma": gamma}
+    expected = torch_rates(make, epochs * steps, 0.1 * gamma ** (0 in milestones))
+    assert our_rates(epochs * steps, milestones=milestones, **options) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("steps", [3, 7, 10, 30, 49, 100, 391])
+def test_a_milestone_within_an_epoch_is_met_at_its_step(steps):
+    for k in range(1, steps):
+        options = {"schedule": "step", "lr": 1.0, "epochs": 1, "steps_per_epoch": steps, "milestones": [k / steps]}
+        assert learning_rate(k - 1, **options) == 1.0
+        assert learning_rate(k, **options) == 0.1
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 7])
+@pytest.mark.parametrize("steps", [1, 3, 8])
+def test_cosine_equals_cosine_annealing_lr(epochs, steps):
+    total = epochs * steps
+    expected = torch_rates(lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=total), total, 0.1)
+    found = our_rates(total, schedule="cosine", lr=0.1, epochs=epochs, steps_per_epoch=steps)
+    assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)  # torch multiplies from step to step
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 7])
+@pytest.mark.parametrize("steps", [2, 3, 8, 17])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.456, 0.9, 1.0])
+@pytest.mark.parametrize("lr", [0.1, 0.21])
+def test_one_cycle_equals_one_cycle_lr(epochs, steps, share, lr):
+    total = epochs * steps
+
+    def make(optimizer):
+        return torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, max_lr=lr, total_steps=total, pct_start=share, anneal_strategy="cos", cycle_momentum=False
+        )
+
+    found = our_rates(total, schedule="one_cycle", lr=lr, epochs=epochs, steps_per_epoch=steps, peak_share=share)
+    assert found == pytest.approx(torch_rates(make, total, lr), rel=1e-12, abs=1e-15)
+
+
+def test_one_cycle_whose_peak_is_the_first_step_starts_at_the_peak():
+    assert learning_rate(0, schedule="one_cycle", lr=0.1, epochs=1, steps_per_epoch=10, peak_share=0.1) == 0.1
+
+
+def test_warm_up_rises_in_a_line_and_then_the_schedule_begins():
+    options = {"lr": 0.4, "epochs": 4, "steps_per_epoch": 4, "warmup_epochs": 1.0}
+    for schedule in ("constant", "step", "cosine"):
+        rates = our_rates(16, schedule=schedule, milestones=[2], **options)
+        assert rates[:5] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4])
+    make = torch.optim.lr_scheduler.CosineAnnealingLR
+    assert our_rates(16, schedule="cosine", **options)[4:] == pytest.approx(
+        torch_rates(lambda o: make(o, T_max=12), 12, 0.4), rel=1e-9
+    )
+    assert our_rates(16, schedule="step", milestones=[0.5, 2], **options) == pytest.approx(
+        [0.1, 0.2, 0.03, *[0.04] * 5, *[0.004] * 8]
+    )
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_rate_is_positive_at_every_step_of_a_run(schedule):
+    rates = our_rates(60, schedule=schedule, lr=0.1, epochs=6, steps_per_epoch=10, milestones=[2, 4.5])
+    assert 0 < min(rates) <= max(rates) <= 0.1
+
+
+def test_all_that_is_wrong_with_a_schedule_comes_in_one_error():
+    with pytest.raises(ConfigError) as caught:
+        learning_rate(10, schedule="cosin", lr=0.1, epochs=2, steps_per_epoch=5, warmup_epochs=3)
+    for part in ("did you mean 'cosine'?", "step must be 0 to 9", "warmup_epochs must be 0 to 2"):
+        assert part in str(caught.value)
+    with pytest.raises(ConfigError, match="warms up by itself.*peak_share must be 0 to 1"):
+        learning_rate(
+            0, schedule="one_cycle", lr=0.1, epochs=2, steps_per_epoch=5, warmup_epochs=1, peak_share=float("nan")
+        )
