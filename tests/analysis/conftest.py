@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import advnorm
-from advnorm.analysis import Subject
 from advnorm.attacks import PGD
+from advnorm.evaluation import EvaluationTarget
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,13 @@ class Digits:
     x: Tensor
     y: Tensor
 
-    def subject(self, norm: str, **settings: Any) -> Subject:
+    def subject(
+        self, norm: str, images: Tensor | None = None, labels: Tensor | None = None, **settings: Any
+    ) -> EvaluationTarget:
         attack = PGD(threat=advnorm.ThreatModel(eps=0.1), steps=2)
-        data = {"name": norm, "model": self.networks[norm], "images": self.x, "labels": self.y, "attack": attack}
-        return Subject(**{**data, "batch_size": 64, "conditions": {"attack": repr(attack)}, **settings})
+        data = (self.x if images is None else images, self.y if labels is None else labels)
+        usual = {"name": norm, "model": self.networks[norm], "data": data, "attack": attack, "batch_size": 64}
+        return EvaluationTarget(**{**usual, **settings})
 
 
 @pytest.fixture(scope="session")

@@ -169,10 +169,10 @@ def test_a_batch_is_set_beside_the_bank_as_it_fed_it(digits, norm, domain):
     ],
 )
 def test_the_layout_of_a_run_is_that_of_its_training(digits, objective, layout):
-    told = {} if objective is None else {"config": {"objective": objective}}
-    found = ANALYSES.get("statistics_shift").run(digits.subject("bn", conditions=told))
+    told = {} if objective is None else {"training": {"objective": objective}}
+    found = ANALYSES.get("statistics_shift").run(digits.subject("bn", origin=told))
     assert found.conditions["layout"] == layout
-    other = ANALYSES.get("statistics_shift").run(digits.subject("bn", conditions=told), inputs=["clean", "noise"])
+    other = ANALYSES.get("statistics_shift").run(digits.subject("bn", origin=told), inputs=["clean", "noise"])
     assert other.conditions["layout"] == "sequential"
     assert (found.sums["clean"] == found.sums["adv"]) == (layout == "concatenated")
 

@@ -15,7 +15,6 @@ from advnorm._core.errors import ConfigError
 from advnorm._core.records import read_json
 from advnorm.analysis import ANALYSES
 from advnorm.analysis.features import extract_features
-from advnorm.analysis.subject import subject_of
 from advnorm.analysis.transfer import (
     Alignment,
     Transfer,
@@ -26,6 +25,7 @@ from advnorm.analysis.transfer import (
     transfer_between,
 )
 from advnorm.data import add_split, load
+from advnorm.evaluation import open_run
 
 
 class Reader(nn.Module):
@@ -161,10 +161,10 @@ def test_along_training_networks_come_one_by_one_and_the_figure_is_a_line(tmp_pa
 
 
 def test_a_run_on_ordinary_images_has_nothing_to_align(digits):
-    runs = [digits.subject("bn", conditions={"trained_on": "D_conflict"}), digits.subject("none")]
+    runs = [digits.subject("bn", origin={"trained_on": "D_conflict"}), digits.subject("none")]
     for source in ("digits", "D_R"):
         with pytest.raises(ConfigError, match=f"none was trained on {source}.*D_conflict"):
-            alignment_of_runs([runs[0], digits.subject("none", conditions={"trained_on": source})])
+            alignment_of_runs([runs[0], digits.subject("none", origin={"trained_on": source})])
     assert alignment_of_runs(runs).names == ("bn", "none")
 
 
@@ -177,7 +177,7 @@ def test_the_offset_is_that_of_the_set_a_run_was_trained_on(digits, tmp_path):
         add_split(root, load("digits", "test").take(slice(0, 40)))
         config = advnorm.Config(data="features", objective="standard", epochs=1, batch_size=16, name=root.name)
         run = advnorm.train(config, out=tmp_path / "runs", data_dir=root, device="cpu")
-        runs[root.name] = subject_of(run, data_dir=root, device="cpu")
+        runs[root.name] = open_run(run, data_dir=root, device="cpu").sample(None)
     far, near = runs["D_det3"], runs["D_det1"]
     assert load("features", "train", tmp_path / "D_det3").name == "D_det(offset=3)"
     assert [runs[name].conditions["trained_on"] for name in ("D_det1", "D_rand3")] == ["D_det", "D_rand"]

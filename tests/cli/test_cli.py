@@ -269,7 +269,7 @@ def test_the_record_of_a_judged_run_says_how_it_was_trained(tmp_path):
         assert result.exit_code == 0, result.output
         about = json.loads(path.read_text())["about"]
         assert about.pop("training") == json.loads(json.dumps(run.config.to_dict())) and run.config.seed == 7
-        assert about == {"run": run.folder.name, "checkpoint": which, "data": "digits, test"}
+        assert about == {"run": run.folder.name, "checkpoint": which, "trained_on": "digits", "data": "digits, test"}
         assert f"checkpoint {which}, data digits, test" in " ".join(result.output.split())
 
 
@@ -349,14 +349,14 @@ def test_an_analysis_that_is_a_table_prints_it(tmp_path):
     ],
 )
 def test_an_option_of_another_type_is_told_before_an_analysis_begins(tmp_path, monkeypatch, analysis, option, told):
-    monkeypatch.setattr("advnorm.cli.analyze.subject_of", lambda *_, **__: pytest.fail("it began"))
+    monkeypatch.setattr("advnorm.cli.analyze.open_run", lambda *_, **__: pytest.fail("it began"))
     result = invoke("analyze", analysis, str(tmp_path), "--out", str(tmp_path / "out"), "--set", option)
     assert isinstance(result.exception, AdvnormError) and told in str(result.exception)
 
 
 def test_a_place_that_cannot_be_written_to_is_told_before_an_analysis_begins(tmp_path, monkeypatch):
     (tmp_path / "afile").write_text("")
-    monkeypatch.setattr("advnorm.cli.analyze.subject_of", lambda *_, **__: pytest.fail("it began"))
+    monkeypatch.setattr("advnorm.cli.analyze.open_run", lambda *_, **__: pytest.fail("it began"))
     for out in (tmp_path / "afile", tmp_path / "afile" / "sub"):
         result = invoke("analyze", "ligs", str(tmp_path), "--out", str(out))
         assert isinstance(result.exception, AdvnormError) and "afile" in str(result.exception)

@@ -31,8 +31,10 @@ from advnorm.cli import evaluate as cli
 from advnorm.cli import listing
 from advnorm.data import ImageData, load, make_loader
 from advnorm.evaluation import BenchmarkResult, accuracy_against_eps, accuracy_against_steps, benchmark, runner
+from advnorm.evaluation.data_source import gather
 from advnorm.evaluation.partial_record import Partial, alone
-from advnorm.evaluation.plan import gather, prepare
+from advnorm.evaluation.plan import prepare
+from advnorm.evaluation.target import load_test_data
 
 THREAT = advnorm.ThreatModel(eps=0.2)
 ATTACKS = ["fgsm", "pgd10", "apgd-ce-steps10"]
@@ -432,10 +434,10 @@ class Pictures(MapStyle):
         ({"data": lambda x, y: (x, y - 1)}, "labels must be at least 0"),
         ({"data": lambda x, y: (x, y.float())}, "use y.long()"),
         ({"data": lambda x, y: (x[:, :, :4], y)}, "the model fails on images of shape"),
-        ({"data": lambda x, y: x}, "data must be \\(images, labels\\)"),
-        ({"data": lambda x, y: [x, x, x]}, "data must give \\(images, labels\\)"),
-        ({"data": lambda x, y: "digits"}, "load them: advnorm.data.load\\('digits', 'test'\\)"),
-        ({"data": lambda x, y: make_loader(load("digits", "test"), batch_size=8)}, "give its data set: loader.data"),
+        ({"data": lambda x, y: x}, "data must hold images and labels, got Tensor"),
+        ({"data": lambda x, y: [x, x, x]}, "data must yield \\(images, labels\\)"),
+        ({"data": lambda x, y: "digits"}, "load the images: advnorm.data.load\\('digits', 'test'\\)"),
+        ({"data": lambda x, y: make_loader(load("digits", "test"), batch_size=8)}, "give its data set, loader.data"),
         ({"data": Pictures}, "must be tensors or arrays, got Image and int; .*ToTensor"),
         ({"data": lambda x, y: ((x * 255).byte(), y)}, "use x.float\\(\\) / 255"),
         ({"data": lambda x, y: ((x * 65535).to(torch.uint16), y)}, "use x.float\\(\\) / 65535"),
@@ -732,7 +734,6 @@ SCRIPT = """
     import os, signal, sys
     import torch
     import advnorm
-from advnorm._core import provenance
     from advnorm.attacks import autoattack
     from advnorm.data import digits
     from advnorm.evaluation import benchmark
@@ -879,7 +880,7 @@ def test_evaluate_prints_the_table_of_ones_own_model(own_model, data):
         ("my_model_of_tests:build", "x.safetensors", "digits", "cannot read x.safetensors"),
         ("my_model_of_tests:build", "other.safetensors", "digits", "does not fit the model: .*missing.* more"),
         ("my_model_of_tests:build", None, "digitz", "unknown data 'digitz'"),
-        ("my_model_of_tests:build", None, "d.npz", "there is no file d.npz"),
+        ("my_model_of_tests:build", None, "d.npz", "no file d.npz"),
         ("my_model_of_tests:build", None, "other.safetensors", "holds a; name the images 'x'"),
     ],
 )
@@ -920,14 +921,14 @@ def test_a_record_that_is_there_is_said_to_be_read_back_and_edited_code_is_notic
 def test_what_else_a_file_holds_is_left_unread(other, data, tmp_path):
     x, y = some(data, 5)
     np.savez(tmp_path / "d.npz", **other, x=x.numpy(), y=y.numpy())
-    images, labels = cli.load_data(str(tmp_path / "d.npz"))
+    images, labels = load_test_data(str(tmp_path / "d.npz"))
     assert torch.equal(images, x) and torch.equal(labels, y)
 
 
 def test_a_file_is_never_unpickled(data, tmp_path):
     np.savez(tmp_path / "d.npz", x=np.array([None]), y=data[1].numpy())
     with pytest.raises(ConfigError, match="cannot read .*allow_pickle"):
-        cli.load_data(str(tmp_path / "d.npz"))
+        load_test_data(str(tmp_path / "d.npz"))
 
 
 def test_all_that_is_wrong_with_a_command_is_told_at_once(own_model):

@@ -254,7 +254,7 @@ def test_progress_shows_the_measuring_too(tmp_path, capsys, monkeypatch):
 
     def benchmark(*arguments, progress, **others):
         shown.append(progress)
-        return evaluate.benchmark(*arguments, progress=progress, **others)
+        return evaluate(*arguments, progress=progress, **others)
 
     monkeypatch.setattr("advnorm.studies.run.benchmark", benchmark)
     (one,) = tasks(STUDIES.get("A/table6"), cell="standard/eps8", protocol="smoke", out=tmp_path, device="cpu")

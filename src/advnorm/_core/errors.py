@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -100,6 +101,15 @@ def raise_problems(problems: Iterable[Problem], heading: str = "", kind: type[Ad
     found = tuple(problems)
     if found:
         raise kind.listing(found, heading)
+
+
+@contextmanager
+def collect_problems(problems: list[Problem]) -> Iterator[None]:
+    """Append the problems of an error to a list instead of raising it, so that all are raised together later."""
+    try:
+        yield
+    except AdvnormError as error:
+        problems.extend(error.problems)
 
 
 def unknown_name(kind: str, name: object, allowed: Iterable[str], field: str = "") -> Problem:

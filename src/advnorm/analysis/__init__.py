@@ -1,6 +1,6 @@
 """Seeing inside: what the papers measure about a trained network, as functions that return data and draw the figure."""
 
-from advnorm.analysis.base import ANALYSES, Finding, Subject, list_analyses
+from advnorm.analysis.base import ANALYSES, Finding, list_analyses
 from advnorm.analysis.channels import (
     ChannelStatistics,
     ShiftAlongTraining,
@@ -70,7 +70,6 @@ __all__ = [
     "ShiftAlongTraining",
     "Similarities",
     "StatisticsShift",
-    "Subject",
     "SwapTable",
     "Transfer",
     "affine_parameters",

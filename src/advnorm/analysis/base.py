@@ -6,15 +6,12 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
-
 from advnorm._core.records import write_json
 from advnorm._core.registry import Registry, keywords
-from advnorm.attacks import Attack
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -98,21 +95,6 @@ def style() -> Iterator[None]:
     }
     with matplotlib.rc_context(settings):
         yield
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Subject:
-    """A model under analysis with test images, and the attack that makes adversarial ones."""
-
-    name: str
-    model: nn.Module
-    images: Tensor  # float32 in [0, 1]
-    labels: Tensor
-    attack: Attack
-    batch_size: int = 256
-    conditions: Mapping[str, Any] = field(default_factory=dict)  # of the run it comes from
-    folder: Path | None = None  # of that run
-    rows: Tensor | None = None  # places of the images in their data set; None: the first ones
 
 
 @dataclass(frozen=True, kw_only=True)

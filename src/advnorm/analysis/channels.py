@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError, did_you_mean, raise_all
-from advnorm.analysis.base import Finding, Subject, register
+from advnorm.analysis.base import Finding, register
 from advnorm.analysis.domain_gap import distances
 from advnorm.analysis.moments import (
     Gaussian,
@@ -39,6 +39,7 @@ from advnorm.analysis.moments import (
 )
 from advnorm.attacks.base import Progress
 from advnorm.evaluation.plan import branches
+from advnorm.evaluation.target import EvaluationTarget
 from advnorm.norms import Mode, RoutedNorm, domains, functional, mixture_norms, routed_modules
 from advnorm.norms.plan import SHARED
 from advnorm.objectives.base import OBJECTIVES, Layout
@@ -213,7 +214,7 @@ def _picked(
 
 @register("channels", summary="NS and AP of 20 channels, by affine bank and images", paper="A fig. 4, 5")
 def channels_of_run(
-    subject: Subject,
+    subject: EvaluationTarget,
     *,
     inputs: Sequence[str] = ("clean", "adv"),
     layer: str | None = None,
@@ -232,7 +233,7 @@ def channels_of_run(
 
 @register("stored_channels", summary="running statistics of 20 channels in each bank, with their AP", paper="E fig. 5")
 def stored_channels_of_run(
-    subject: Subject, *, layer: str | None = None, channels: Channels = 20, seed: int = 0
+    subject: EvaluationTarget, *, layer: str | None = None, channels: Channels = 20, seed: int = 0
 ) -> ChannelStatistics:
     """``layer`` by name; ``channels`` by number, or how many to draw by lot."""
     found = stored_channels(subject.model, layer=layer, channels=channels, seed=seed)
@@ -241,7 +242,7 @@ def stored_channels_of_run(
 
 @register("batch_channels", summary="batches against running statistics on 20 channels", paper="E fig. 6")
 def batch_channels_of_run(
-    subject: Subject,
+    subject: EvaluationTarget,
     *,
     images: str = "adv",
     count: int = 2,
@@ -392,7 +393,7 @@ def _fed_moments(
 
 @register("statistics_shift", summary="distance between batches and running statistics, by layer", paper="C fig. 4")
 def statistics_shift_of_run(
-    subject: Subject,
+    subject: EvaluationTarget,
     *,
     inputs: Sequence[str] = ("clean", "adv"),
     layout: Layout | None = None,
@@ -410,7 +411,7 @@ def statistics_shift_of_run(
     return dataclasses.replace(found, conditions=conditions_of(subject, inputs, **found.conditions))
 
 
-def _trained_layout(subject: Subject) -> Layout:
+def _trained_layout(subject: EvaluationTarget) -> Layout:
     """How the batches of a subject's training were made; one after the other where that is not known."""
     objective = subject.conditions.get("config", {}).get("objective", {})
     known = OBJECTIVES.get(objective["name"]).options() if objective else {}

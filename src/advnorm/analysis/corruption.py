@@ -15,13 +15,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from advnorm._core.errors import ConfigError, did_you_mean, raise_all
 from advnorm._core.wrappers import device_of, unwrapped
-from advnorm.analysis.base import Finding, Subject, batches, register
+from advnorm.analysis.base import Finding, batches, register
 from advnorm.analysis.transfer import predicted, share
 from advnorm.analysis.views import conditions, legend, look, numbers, setting_problems, views
 from advnorm.attacks.base import Progress, check_images
 from advnorm.data import corrupt, list_corruptions
 from advnorm.data.corrupt import SEVERITIES
 from advnorm.data.corruptions import CORRUPTIONS, PER_LEVEL, cifar10c
+from advnorm.evaluation.target import EvaluationTarget
 from advnorm.norms import recalibrate, routed_modules
 from advnorm.norms.routed import RoutedNorm
 from advnorm.surgery import convert_norm
@@ -241,7 +242,7 @@ class CorruptionAccuracy(Finding):
 
 @register("corruptions", summary="accuracy under common corruptions, adapted or not", paper="D fig. 1", several=True)
 def corruptions_of_runs(
-    subjects: Sequence[Subject],
+    subjects: Sequence[EvaluationTarget],
     *,
     corruptions: str | Sequence[str] | None = None,
     severities: int | Sequence[int] = SEVERITIES,

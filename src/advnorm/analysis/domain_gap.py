@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError, raise_all
 from advnorm._core.wrappers import device_of, unwrapped
-from advnorm.analysis.base import Finding, Subject, bar_look, percent, register
+from advnorm.analysis.base import Finding, bar_look, percent, register
 from advnorm.analysis.moments import (
     Gaussian,
     Images,
@@ -39,6 +39,7 @@ from advnorm.attacks import Attack
 from advnorm.attacks.base import Progress
 from advnorm.evaluation.benchmark import benchmark
 from advnorm.evaluation.plan import branches
+from advnorm.evaluation.target import EvaluationTarget
 from advnorm.norms import Mode, RoutedNorm, pair, recalibrate, route, routed_modules
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ def domain_gap(
 
 @register("domain_gap", summary="distances between clean, adversarial and other inputs, by layer", paper="A fig. 7, C")
 def domain_gap_of_run(
-    subject: Subject,
+    subject: EvaluationTarget,
     *,
     inputs: Sequence[str] = ("adv", "noise"),
     route: str | None = None,
@@ -279,7 +280,7 @@ class DomainGapTable(Finding):
     several=True,
 )
 def domain_gap_table(
-    subjects: Sequence[Subject],
+    subjects: Sequence[EvaluationTarget],
     *,
     inputs: Sequence[str] = ("adv", "autoattack"),
     route: str | None = None,
@@ -405,7 +406,7 @@ def branch_gap(
     "branch_gap", summary="distances of NS and of AP between the clean and the adversarial branch", paper="A fig. 6"
 )
 def branch_gap_of_run(
-    subject: Subject,
+    subject: EvaluationTarget,
     *,
     statistics: Mode = "batch_frozen",
     route: str | None = None,
@@ -539,7 +540,7 @@ def _swap_problems(model: nn.Module, domains: tuple[str, str]) -> list[str]:
 
 @register("swap_table", summary="accuracy with default, swapped and re-calibrated statistics", paper="A table 5")
 def swap_table_of_run(
-    subject: Subject, *, attacks: Sequence[str] = ("pgd10",), progress: Progress | None = None
+    subject: EvaluationTarget, *, attacks: Sequence[str] = ("pgd10",), progress: Progress | None = None
 ) -> SwapTable:
     """``attacks``: by name. Re-calibration takes the subject's images and what its attack makes of them."""
     raise_all(_swap_problems(subject.model, ("clean", "adv")), "bad swap table")

@@ -19,13 +19,14 @@ from advnorm._core.provenance import environment
 from advnorm._core.records import model_fingerprint
 from advnorm._core.seeding import ImageNoise
 from advnorm._core.wrappers import device_of, unwrapped
-from advnorm.analysis.base import Finding, Subject, register
+from advnorm.analysis.base import Finding, register
 from advnorm.analysis.views import wrapped
 from advnorm.attacks import PGD, attacked, input_gradient
 from advnorm.attacks.base import Predict, Progress, check_images
 from advnorm.data import FeatureFolder, FolderData, ImageData, add_split, load
 from advnorm.data.features import shards_of
 from advnorm.evaluation.plan import branches
+from advnorm.evaluation.target import EvaluationTarget
 from advnorm.norms.head import RoutedLinear
 from advnorm.threat import ThreatModel
 from advnorm.training.run import Run
@@ -422,7 +423,7 @@ class FeaturePictures(Finding):
 
 @register("features", summary="pictures of a feature data set; with out= its files", paper="D (eq. 2, 3, app. B.3, E)")
 def features(
-    subject: Subject,
+    subject: EvaluationTarget,
     *,
     recipe: str = "D_R",
     steps: int | None = None,
@@ -501,7 +502,7 @@ def classes_of(model: nn.Module, x: Tensor, route: str | None) -> int:
         return predict(x.to(device_of(model))).shape[1]
 
 
-def images_of(subject: Subject, route: str | None) -> ImageData:
+def images_of(subject: EvaluationTarget, route: str | None) -> ImageData:
     """The test images of a subject as a data set; of few images not every class is among them."""
     images, labels = subject.images.cpu(), subject.labels.cpu()
     classes = classes_of(subject.model, images[:1], route)
@@ -509,7 +510,7 @@ def images_of(subject: Subject, route: str | None) -> ImageData:
 
 
 def _source(
-    subject: Subject, recipe: str, route: str | None, out: str | None, data_dir: str | None
+    subject: EvaluationTarget, recipe: str, route: str | None, out: str | None, data_dir: str | None
 ) -> tuple[ImageData, ImageData | None]:
     """What a set is made from: the images of a D_R, the training images of the run, or its test images at hand.
 

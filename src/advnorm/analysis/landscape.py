@@ -15,7 +15,7 @@ from torch.func import functional_call
 from advnorm._core.errors import ConfigError, raise_all
 from advnorm._core.precision import float32_as
 from advnorm._core.wrappers import device_of, unwrapped
-from advnorm.analysis.base import Finding, Subject, batches, register
+from advnorm.analysis.base import Finding, batches, register
 from advnorm.analysis.ligs import Statistics
 from advnorm.analysis.views import (
     conditions,
@@ -29,6 +29,7 @@ from advnorm.analysis.views import (
 )
 from advnorm.attacks import attacked
 from advnorm.attacks.base import Progress, check_images, logits_of
+from advnorm.evaluation.target import EvaluationTarget
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -279,7 +280,7 @@ def _panels(x_label: str) -> tuple[Figure, Any]:
 
 @register("landscape", summary="loss and gradient along the gradient direction", paper="D fig. 14-17", several=True)
 def landscape_of_runs(
-    subjects: Sequence[Subject],
+    subjects: Sequence[EvaluationTarget],
     *,
     steps: float | Sequence[float] = STEPS,
     count: int = 4,

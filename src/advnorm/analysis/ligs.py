@@ -14,7 +14,7 @@ from advnorm._core.errors import ConfigError, raise_all
 from advnorm._core.precision import float32_as
 from advnorm._core.seeding import ImageNoise
 from advnorm._core.wrappers import device_of
-from advnorm.analysis.base import Finding, Subject, batches, register
+from advnorm.analysis.base import Finding, batches, register
 from advnorm.analysis.views import (
     conditions,
     legend,
@@ -27,6 +27,7 @@ from advnorm.analysis.views import (
 from advnorm.attacks import Attack, attacked, input_gradient
 from advnorm.attacks.base import Predict, Progress, check_images, checked
 from advnorm.attacks.losses import cross_entropy
+from advnorm.evaluation.target import EvaluationTarget
 from advnorm.objectives.ligs import Ligs, Shift, shifted
 from advnorm.threat import parse_length
 
@@ -175,7 +176,7 @@ class LigsFinding(Finding):
 
 @register("ligs", summary="similarity of input gradients under small shifts", paper="D fig. 2", several=True)
 def ligs_of_runs(
-    subjects: Sequence[Subject],
+    subjects: Sequence[EvaluationTarget],
     *,
     shifts: Sequence[Shift] = SHIFTS,
     size: float | str = 0.01,

@@ -17,11 +17,12 @@ from advnorm._core.errors import ConfigError, did_you_mean, raise_all
 from advnorm._core.modes import hooks_run
 from advnorm._core.precision import float32_as
 from advnorm._core.wrappers import device_of, unwrapped
-from advnorm.analysis.base import COLOURS, DOMAIN_COLOURS, LINES, MARKERS, Finding, Subject, batches, register
+from advnorm.analysis.base import COLOURS, DOMAIN_COLOURS, LINES, MARKERS, Finding, batches, register
 from advnorm.analysis.views import one_domain_problems, setting_problems
 from advnorm.attacks import Attack, AutoAttack, attacked
 from advnorm.attacks.base import Progress
 from advnorm.evaluation.plan import branches
+from advnorm.evaluation.target import EvaluationTarget
 from advnorm.norms import Mode, RoutedNorm, functional, routed_modules
 from advnorm.norms import pair as pair_scope
 from advnorm.norms import route as route_scope
@@ -283,7 +284,9 @@ def named_attack(name: str, device: torch.device, *, threat: ThreatModel, seed: 
     return attack_names.get(name, threat=threat, seed=seed, **fast)
 
 
-def input_attacks(subject: Subject, names: Sequence[str], *, route: str | None = None) -> dict[str, Attack | None]:
+def input_attacks(
+    subject: EvaluationTarget, names: Sequence[str], *, route: str | None = None
+) -> dict[str, Attack | None]:
     """What makes a subject's images of each name: nothing ``clean`` ones, its own attack ``adv``, uniform noise of the
     same eps ``noise``, else the attack of that name, such as ``autoattack``; through the branch ``route``.
 
@@ -304,7 +307,7 @@ def input_attacks(subject: Subject, names: Sequence[str], *, route: str | None =
 
 
 def input_images(
-    subject: Subject, names: Sequence[str], *, route: str | None = None, progress: Progress | None = None
+    subject: EvaluationTarget, names: Sequence[str], *, route: str | None = None, progress: Progress | None = None
 ) -> dict[str, Tensor]:
     """A subject's images by name, as :func:`input_attacks` makes them.
 
@@ -332,7 +335,7 @@ def input_images(
 
 
 def conditions_of(
-    subject: Subject, inputs: Sequence[str] = (), *, through: str | None = None, **more: Any
+    subject: EvaluationTarget, inputs: Sequence[str] = (), *, through: str | None = None, **more: Any
 ) -> dict[str, Any]:
     """What a finding on a subject holds under, in JSON's types; ``inputs`` were crafted ``through`` a branch."""
     told = {"subject": subject.name, **subject.conditions, "batch_size": subject.batch_size, **more}
@@ -444,7 +447,7 @@ def feeding(model: nn.Module, domain: str | None) -> dict[str, Any]:
 
 @register("moments", summary="mean and deviation of every norm's input, by affine bank and images", paper="A sec. 5")
 def moments_of_run(
-    subject: Subject,
+    subject: EvaluationTarget,
     *,
     inputs: Sequence[str] = ("clean", "adv"),
     statistics: Mode = "batch_frozen",

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from advnorm._core.errors import ConfigError, raise_all
 from advnorm._core.precision import float32_as
 from advnorm._core.wrappers import device_of, unwrapped
-from advnorm.analysis.base import Finding, Subject, batches, register
+from advnorm.analysis.base import Finding, batches, register
 from advnorm.analysis.corruption import adapting_copy
 from advnorm.analysis.views import (
     View,
@@ -29,6 +29,7 @@ from advnorm.analysis.views import (
 from advnorm.attacks import StatisticsAttack
 from advnorm.attacks.base import Progress
 from advnorm.attacks.statistics import Which
+from advnorm.evaluation.target import EvaluationTarget
 from advnorm.norms import RoutedNorm, routed_modules
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ def _conditions(seen: Sequence[View], curves: Mapping[str, Curves]) -> dict[str,
 
 @register("statistics_attack", summary="accuracy under an attack on batch statistics", paper="B fig. 1")
 def statistics_attack_of_run(
-    subject: Subject,
+    subject: EvaluationTarget,
     *,
     radii: float | Sequence[float] = RADII,
     groups: int | Sequence[int] = (1, 2, 8),
@@ -232,7 +233,7 @@ def statistics_attack_of_run(
 
 @register("perturbed_statistics", summary="accuracy under perturbed running statistics", paper="B fig. 2", several=True)
 def perturbed_statistics_of_runs(
-    subjects: Sequence[Subject],
+    subjects: Sequence[EvaluationTarget],
     *,
     radii: float | Sequence[float] = RADII,
     route: str | None = None,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError, raise_all
-from advnorm.analysis.base import Finding, Subject, register
+from advnorm.analysis.base import Finding, register
 from advnorm.analysis.moments import (
     attack_branch,
     conditions_of,
@@ -25,6 +25,7 @@ from advnorm.analysis.moments import (
 )
 from advnorm.analysis.views import setting_problems
 from advnorm.attacks.base import Progress
+from advnorm.evaluation.target import EvaluationTarget
 from advnorm.norms import Mode
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ def _sample_problems(samples: Any) -> list[str]:
 
 @register("projection", summary="clean, PGD and AutoAttack images in the plane of a layer's inputs", paper="C fig. 1")
 def projection_of_run(
-    subject: Subject,
+    subject: EvaluationTarget,
     *,
     inputs: Sequence[str] = ("clean", "adv", "autoattack"),
     layers: Sequence[str] | None = None,
@@ -170,7 +171,7 @@ def projection_of_run(
     """``inputs``: images by name; ``route``: the branch that is attacked and looked at (``adv``)."""
     raise_all(_sample_problems(samples), "bad projection")
     branch = attack_branch(subject.model, route)
-    few = dataclasses.replace(subject, images=subject.images[:samples], labels=subject.labels[:samples])
+    few = dataclasses.replace(subject, data=(subject.images[:samples], subject.labels[:samples]))
     images = input_images(few, inputs, route=branch, progress=progress)
     found = projection(
         subject.model, images, layers=layers, samples=samples, route=branch, batch_size=subject.batch_size

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from advnorm._core.errors import ConfigError, did_you_mean, raise_all
 from advnorm._core.precision import float32_as
 from advnorm._core.wrappers import device_of
-from advnorm.analysis.base import COLOURS, MARKERS, Finding, Subject, batches, direct_labels, percent, register
+from advnorm.analysis.base import COLOURS, MARKERS, Finding, batches, direct_labels, percent, register
 from advnorm.analysis.features import RECIPES, classes_of, images_of, make_features
 from advnorm.analysis.views import View, legend, views, wrapped
 from advnorm.analysis.views import conditions as conditions_of
 from advnorm.attacks import attacked
 from advnorm.attacks.base import Progress, check_images
 from advnorm.data.features import name_and_offset
+from advnorm.evaluation.target import EvaluationTarget
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -152,7 +153,7 @@ def transfer(
 
 @register("transfer", summary="features or attacks from each run, judged by all", paper="D table 3", several=True)
 def transfer_between(
-    subjects: Sequence[Subject],
+    subjects: Sequence[EvaluationTarget],
     *,
     source: Source = "features",
     steps: int = RECIPES["D_R"].steps,
@@ -300,7 +301,9 @@ def alignment(
 
 
 @register("alignment", summary="do runs trained on D_conflict go by robust features?", paper="D fig. 7", several=True)
-def alignment_of_runs(subjects: Sequence[Subject], *, offset: int | None = None, route: str | None = None) -> Alignment:
+def alignment_of_runs(
+    subjects: Sequence[EvaluationTarget], *, offset: int | None = None, route: str | None = None
+) -> Alignment:
     """Runs trained on conflicting features, on the test images of the first: ordinary ones (see ``add_split``).
 
     ``offset`` is that of the set a run was trained on; give it where the run does not say on what it was.
@@ -323,7 +326,7 @@ def alignment_of_runs(subjects: Sequence[Subject], *, offset: int | None = None,
     )
 
 
-def _offset(subjects: Sequence[Subject], given: int | None) -> int:
+def _offset(subjects: Sequence[EvaluationTarget], given: int | None) -> int:
     """How many classes further the conflicting features lead that all of the runs were trained on."""
     problems, offsets = [], {}
     for subject in subjects:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 
 from advnorm._core.errors import ConfigError, did_you_mean
-from advnorm.analysis.base import COLOURS, LINES, MARKERS, Subject
+from advnorm.analysis.base import COLOURS, LINES, MARKERS
 from advnorm.evaluation.plan import branches
+from advnorm.evaluation.target import EvaluationTarget
 from advnorm.norms import routed_modules
 from advnorm.objectives.base import needs_both
 
@@ -24,11 +25,11 @@ class View(NamedTuple):
     """A subject through one branch, under a name that no other view has."""
 
     name: str
-    subject: Subject
+    subject: EvaluationTarget
     route: str | None
 
 
-def views(subjects: Iterable[Subject], route: str | None) -> list[View]:
+def views(subjects: Iterable[EvaluationTarget], route: str | None) -> list[View]:
     """Every subject through the given branch; without one, through each branch that its norms treat differently."""
     found: list[View] = []
     for subject in subjects:

@@ -11,13 +11,12 @@ from rich.console import Console
 from advnorm._core.errors import ConfigError, raise_all
 from advnorm._core.records import digest, model_fingerprint
 from advnorm.analysis import ANALYSES
-from advnorm.analysis.base import Subject
-from advnorm.analysis.subject import subject_of
 from advnorm.cli import listing
 from advnorm.config.text import parse_yaml
 from advnorm.config.values import Named, with_options
 from advnorm.evaluation.partial_record import unwritable
-from advnorm.training.run import Run, Which
+from advnorm.evaluation.target import EvaluationTarget, open_run
+from advnorm.training.run import Which
 
 
 def analyze(
@@ -48,17 +47,16 @@ def analyze(
     problems += unwritable(out / f"{name}.json")
     raise_all(problems, "bad analysis")
     subjects = [
-        subject_of(
-            Run.open(run),
+        open_run(
+            run,
             checkpoint=checkpoint,
             data_dir=data_dir,
             attack=attack,
             eps=eps,
-            limit=limit,
             batch_size=batch_size,
             device=device,
             seed=seed,
-        )
+        ).sample(limit)
         for run in runs
     ]
     asked = {
@@ -86,7 +84,7 @@ def analyze(
     return 0
 
 
-def _file_name(analysis: str, subjects: Sequence[Subject], marks: Sequence[str]) -> str:
+def _file_name(analysis: str, subjects: Sequence[EvaluationTarget], marks: Sequence[str]) -> str:
     """By the first run's name, and by a digest of what the runs are, so that no network's file replaces another's.
 
     ``marks``: the checkpoint, and a digest of settings, where they are not the usual ones.

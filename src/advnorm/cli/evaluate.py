@@ -14,25 +14,29 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 
-import advnorm.data as data_sets
 from advnorm._core.errors import AdvnormError, ConfigError, did_you_mean, raise_all
 from advnorm._core.wrappers import device_of
+from advnorm.attacks import PGD
 from advnorm.attacks.base import ATTACKS, parse_name
-from advnorm.data import FolderData, ImageData
 from advnorm.evaluation.audit import Budget, budget_problems
 from advnorm.evaluation.audit import audit as run_audit
 from advnorm.evaluation.benchmark import benchmark
 from advnorm.evaluation.partial_record import Unwritten, unwritable, writing
 from advnorm.evaluation.plan import branches, statistics_problems
+from advnorm.evaluation.target import (
+    EvaluationTarget,
+    describe_data,
+    load_test_data,
+    open_run,
+    resolve_device,
+)
 from advnorm.evaluation.verdict import Verdict, plot_problems
 from advnorm.norms import Mode
 from advnorm.threat import NORMS, Norm, ThreatModel
 from advnorm.training.checkpoint import load_weights
-from advnorm.training.run import Run, Which
-
-_NAMES = ("x", "images"), ("y", "labels")
+from advnorm.training.run import Which
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +83,7 @@ def evaluate(
             parse_name(name)
     with problems.collected():
         raise_all(asked.problems(), "bad command")
-    case = subject(asked, problems)
+    case = target_of(asked, problems)
     known = branches(case.model)
     if known and not route:
         if not Path(asked.target).is_dir():
@@ -90,7 +94,7 @@ def evaluate(
     if (faster := in_less_time(names, device_of(case.model))) is not None:
         console.print(faster, style="dim", highlight=False)
     with told(console, asked.json, lambda result: console.print(result.table(console.width))) as tell:
-        tell(benchmark(case.model, case.data, case.threat, names, routes, about=case.about, **asked.settings()))
+        tell(benchmark(case.model, case.data, case.threat, names, routes, about=case.origin, **asked.settings()))
     return 0
 
 
@@ -127,8 +131,8 @@ def audit(
     if surrogate is not None:
         with problems.collected("the surrogate: "):
             source = load_model(surrogate, surrogate_weights or asked.weights, asked.device)
-    case = subject(asked, problems)
-    own = {"route": route, "budget": budget, "surrogate": source, "about": case.about}
+    case = target_of(asked, problems)
+    own = {"route": route, "budget": budget, "surrogate": source, "about": case.origin}
     with told(console, asked.json, lambda verdict: _print_verdict(console, verdict)) as tell:
         verdict = run_audit(case.model, case.data, case.threat, **own, **asked.settings())
         tell(verdict)
@@ -166,16 +170,6 @@ def told(console: Console, record: Path | None, show: Callable[[Any], object]) -
         console.print(f"{label} {record}", highlight=False)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Subject:
-    """What is judged: a model, images and labels, the threat model, and where they come from."""
-
-    model: nn.Module
-    data: ImageData | FolderData | tuple[Tensor, Tensor]
-    threat: ThreatModel
-    about: dict[str, Any]
-
-
 class Problems:
     """Errors meant for the user that wait for others, so that all are told at once."""
 
@@ -199,61 +193,51 @@ class Problems:
             raise ConfigError(text) from self.errors[0][1]
 
 
-def subject(asked: Asked, problems: Problems) -> Subject:
+def target_of(asked: Asked, problems: Problems) -> EvaluationTarget:
     """A run's model with its own test images and threat model, or ``module:function`` with those that are given.
 
     What is given goes before what the run says. What is wrong comes in one error, with the ``problems`` so far.
     """
-    run = config = model = images = threat = None
-    about: dict[str, Any] = {}
-    with problems.collected():
-        run = Run.open(asked.target) if Path(asked.target).is_dir() else None
-        config = None if run is None else run.config
-        if run is None or config is None:
-            if asked.checkpoint is not None:
-                raise ConfigError("a checkpoint is chosen for the folder of a run; for a module use --weights")
-            model = load_model(asked.target, asked.weights, asked.device)
-            about = {"model": asked.target, "weights": asked.weights.name if asked.weights else None}
-        elif asked.weights is not None:
-            raise ConfigError(
-                f"{asked.target} is a run with weights of its own; leave --weights out, or use --checkpoint"
+    target = model = attack = images = None
+    norm = asked.norm
+    for known in NORMS:
+        norm = known if known.lower() == str(norm).lower() else norm
+    if Path(asked.target).is_dir():
+        with problems.collected():
+            if asked.weights is not None:
+                raise ConfigError(
+                    f"{asked.target} is a run with weights of its own; leave --weights out, or use --checkpoint"
+                )
+            target = open_run(
+                asked.target,
+                checkpoint=asked.checkpoint,
+                data=asked.data,
+                data_dir=asked.data_dir,
+                threat_norm=norm,
+                eps=asked.eps,
+                device=asked.device,
             )
-        else:
-            model = run.model(asked.checkpoint, place(asked.device))
-            about = {"run": run.folder.resolve().name, "checkpoint": run.judged(asked.checkpoint)}
-            about["training"] = config.to_dict()
-            if not run.finished:
-                about["unfinished"] = f"{len(run.metrics())} of {config.epochs} epochs"
+        problems.tell()
+        assert target is not None
+        return target
     with problems.collected():
-        norm = asked.norm
-        for known in NORMS:
-            norm = known if known.lower() == str(norm).lower() else norm
-        threat = ThreatModel(
-            norm=norm or (config.threat if config else "Linf"), eps=asked.eps or (config.eps if config else "8/255")
-        )
+        if asked.checkpoint is not None:
+            raise ConfigError("a checkpoint is chosen for the folder of a run; for a module use --weights")
+        model = load_model(asked.target, asked.weights, asked.device)
     with problems.collected():
-        if asked.data is not None:
-            images = load_data(asked.data, asked.data_dir)
-        elif config is not None:
-            images = data_sets.load(config.data.name, "test", asked.data_dir, **config.data.options)
-        elif run is None:  # else its images are not known for the reason that was told
+        attack = PGD(threat=ThreatModel(norm=norm or "Linf", eps=asked.eps or "8/255"))
+    with problems.collected():
+        if asked.data is None:
             raise ConfigError("on which images? --data, for example --data cifar10:FOLDER or --data digits")
-        name = asked.data.partition(":")[0] if asked.data else config.data.name if config else ""
-        about["data"] = f"{name}, test" if name in data_sets.DATASETS else Path(str(asked.data)).name
+        images = load_test_data(asked.data, asked.data_dir)
     problems.tell()
-    assert model is not None and images is not None and threat is not None
-    return Subject(model=model, data=images, threat=threat, about=about)
-
-
-def place(device: str | None) -> torch.device:
-    """The device that is asked for; else CUDA where there is one."""
-    try:
-        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError:
-        raise ConfigError(f"unknown device {device!r}; use --device cpu or cuda") from None
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("no CUDA device here; leave --device out or use --device cpu")
-    return where
+    assert model is not None and images is not None and attack is not None and asked.data is not None
+    origin = {
+        "model": asked.target,
+        "weights": asked.weights.name if asked.weights else None,
+        "data": describe_data(asked.data),
+    }
+    return EvaluationTarget(name=asked.target, model=model, data=images, attack=attack, origin=origin)
 
 
 def load_model(target: str, weights: Path | None = None, device: str | None = None) -> nn.Module:
@@ -261,7 +245,7 @@ def load_model(target: str, weights: Path | None = None, device: str | None = No
 
     Weights are safetensors: a pickle can run anything when it is opened.
     """
-    where = place(device)
+    where = resolve_device(device)
     name, _, function = target.partition(":")
     if not name or not function:
         raise ConfigError(
@@ -319,47 +303,3 @@ def _raised(what: str, error: BaseException) -> ConfigError:
     last = traceback.extract_tb(error.__traceback__)[-1]
     place = "" if last.filename == __file__ else f" ({Path(last.filename).name}, line {last.lineno})"
     return ConfigError(f"{what} raised {type(error).__name__}: {error}{place}")
-
-
-def load_data(name: str, data_dir: Path | None = None) -> ImageData | FolderData | tuple[Tensor, Tensor]:
-    """The test images of a data set, as ``digits`` or ``cifar10:FOLDER``, or a .npz or .safetensors file with both.
-
-    A file names them ``x`` or ``images`` and ``y`` or ``labels``. Images of whole numbers (uint8) are divided by 255.
-    """
-    path = Path(name)
-    data_set, _, folder = name.partition(":")
-    if data_set in data_sets.DATASETS:
-        return data_sets.load(data_set, "test", folder or data_dir)
-    if path.suffix not in (".npz", ".safetensors"):
-        known = ", ".join(data_sets.list_datasets())
-        raise ConfigError(
-            f"unknown data {name!r}; use NAME:FOLDER of a data set ({known}), or a .npz or .safetensors file of x and y"
-        )
-    if not path.is_file():
-        raise ConfigError(f"there is no file {path}")
-    try:
-        if path.suffix == ".npz":
-            import numpy as np
-
-            with np.load(path, allow_pickle=False) as file:
-                names = file.files
-                found = [torch.from_numpy(file[key]) for key in _wanted(names)]
-        else:
-            from safetensors import safe_open
-
-            with safe_open(path, framework="pt") as file:
-                names = list(file.keys())
-                found = [file.get_tensor(key) for key in _wanted(names)]
-    except Exception as error:
-        raise ConfigError(f"cannot read {path}: {error}") from None
-    if len(found) < 2:
-        raise ConfigError(f"{path} holds {', '.join(names) or 'nothing'}; name the images 'x' and the labels 'y'")
-    images, labels = found
-    if images.dtype == torch.uint8:
-        images = images.float() / 255
-    return images, labels if labels.is_floating_point() else labels.long()
-
-
-def _wanted(names: Sequence[str]) -> list[str]:
-    """The names of the images and of the labels in a file; whatever else it holds is left unread."""
-    return [next(key for key in keys if key in names) for keys in _NAMES if not set(keys).isdisjoint(names)]

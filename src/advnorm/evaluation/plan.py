@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,8 @@ from advnorm._core.provenance import environment
 from advnorm._core.records import digest, model_fingerprint, write_json
 from advnorm.attacks import Attack, attacked, input_gradient
 from advnorm.attacks.base import check_images, parse_name
-from advnorm.data import FolderData, ImageData, Loader
+from advnorm.data import FolderData, ImageData
+from advnorm.evaluation.data_source import gather, gather_spread
 from advnorm.evaluation.partial_record import (
     Partial,
     alone,
@@ -99,15 +100,12 @@ def prepare(
     images = labels = index = None
     try:
         most = limit if limit is None or (isinstance(limit, int) and limit > 0) else PROBE
-        index = _spread(len(data), most) if spread and _by_place(data) else None
-        images, labels = gather(data, None if spread else most, index)
-        if index is not None and len(index) != len(images):  # places of batches, not of images
-            images, labels, index = *gather(data), None
+        if spread:
+            images, labels, index = gather_spread(data, most)
+        else:
+            images, labels = gather(data, most)
+            index = torch.arange(len(images))
         check_images(images, labels)
-        if index is None:
-            index = _spread(len(images), most if spread else None)
-            if len(index) < len(images):
-                images, labels = images[index], labels[index]
     except AdvnormError as error:
         problems.append(str(error))
         images = None
@@ -419,77 +417,6 @@ def _surrogate_problems(
 def same_branch(model: nn.Module, route: str | None) -> str | None:
     """The branch of another model that goes by the same name; None where it has none."""
     return route if route in branches(model) else None
-
-
-def _spread(count: int, limit: int | None) -> Tensor:
-    """Places of ``limit`` images, evenly from all of them."""
-    places = torch.arange(count)
-    return places if limit is None or limit >= count else places[:limit] * count // limit
-
-
-def _by_place(data: Any) -> bool:
-    """Whether a data set gives any of its images without reading those before."""
-    return isinstance(data, ImageData | FolderData) or (
-        not isinstance(data, Sequence | Tensor | Loader)
-        and not hasattr(data, "__iter__")
-        and all(hasattr(data, name) for name in ("__len__", "__getitem__"))
-    )
-
-
-def gather(data: Any, limit: int | None = None, places: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Images and labels as two tensors on the CPU, from two tensors, a data set, or an iterable of samples or batches.
-
-    ``limit`` takes the first so many and reads no further; ``places`` takes these of a data set and reads no other.
-    """
-    if isinstance(data, Sequence) and len(data) == 2 and all(hasattr(part, "shape") for part in data):
-        images, labels = (torch.as_tensor(part) for part in data)
-        return images[:limit].cpu(), labels[:limit].cpu()
-    if isinstance(data, ImageData | FolderData):
-        data = data.take(slice(limit) if places is None else places)
-        data = data.in_memory() if isinstance(data, FolderData) else data
-        return data.pixels(), data.labels
-    images_parts: list[Tensor] = []
-    labels_parts: list[Tensor] = []
-    count = 0
-    for item in _items(data) if places is None else (data[place] for place in places.tolist()):
-        if not isinstance(item, Sequence) or len(item) != 2 or isinstance(item, str):
-            raise ConfigError(f"data must give (images, labels), got {type(item).__name__}; wrap the data set")
-        try:
-            x, y = (torch.as_tensor(part) for part in item)
-        except (RuntimeError, TypeError, ValueError):
-            raise ConfigError(
-                f"images and labels must be tensors or arrays, got {' and '.join(type(p).__name__ for p in item)}; "
-                "turn images into tensors in [0, 1] where they are read: transform=torchvision.transforms.ToTensor()"
-            ) from None
-        if y.dim() == 0:  # a sample, not a batch
-            x, y = x[None], y[None]
-        images_parts.append(x.cpu())
-        labels_parts.append(y.cpu())
-        count += len(x)
-        if limit is not None and count >= limit:
-            break
-    if not count:
-        raise ConfigError("the data set is empty; check its path and its split")
-    shapes = {tuple(part.shape[1:]) for part in images_parts}
-    if len(shapes) > 1:
-        raise ConfigError(f"images must share one shape, got {sorted(shapes)}; resize or crop them in the data set")
-    return torch.cat(images_parts)[:limit], torch.cat(labels_parts)[:limit]
-
-
-def _items(data: Any) -> Iterator[Any]:
-    if isinstance(data, Loader):
-        raise ConfigError("a loader of advnorm shuffles and augments for training; give its data set: loader.data")
-    if isinstance(data, str):
-        raise ConfigError(
-            f"data must be images and labels, got {data!r}; load them: advnorm.data.load({data!r}, 'test')"
-        )
-    if isinstance(data, Tensor) or not (hasattr(data, "__iter__") or hasattr(data, "__getitem__")):
-        raise ConfigError(
-            f"data must be (images, labels), a data set or a loader of (images, labels), got {type(data).__name__}"
-        )
-    if not hasattr(data, "__iter__") and hasattr(data, "__len__"):
-        return (data[position] for position in range(len(data)))  # a map-style data set ends at its length
-    return iter(data)
 
 
 def branches(model: nn.Module) -> tuple[str, ...]:

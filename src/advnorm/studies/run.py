@@ -23,12 +23,12 @@ from advnorm._core.provenance import environment
 from advnorm._core.records import digest, read_json, write_json
 from advnorm.analysis import ANALYSES, extract_features
 from advnorm.analysis.moments import named_attack
-from advnorm.analysis.subject import default_device, subject_of
 from advnorm.config.config import Config, Named
 from advnorm.data import FolderData, add_split, load
 from advnorm.data.catalogue import ENVIRONMENT
 from advnorm.evaluation.benchmark import benchmark
 from advnorm.evaluation.partial_record import unwritable
+from advnorm.evaluation.target import open_run, resolve_device
 from advnorm.studies.base import IMAGES, STUDIES, Cell, Measure, Protocol, Study, same_as
 from advnorm.studies.protocols import under
 from advnorm.studies.record import FORMAT, Record, read_record, stands
@@ -262,7 +262,7 @@ def work(task: Task, *, progress: bool = False) -> Record:
         "values": values,
         "measures": [asdict(measure) for measure in cell.measures],
         "run": {key: value for key, value in run.record.items() if key != "format"},
-        **environment(default_device(task.device)),
+        **environment(resolve_device(task.device)),
     }
     write_json(task.record, record)
     return record
@@ -288,7 +288,7 @@ def make_features_of(task: Task) -> None:
         data[0] = load("features", "train", task.of(images).features)
     train_data, test_data = (part.in_memory() if isinstance(part, FolderData) else part for part in data)
     changes: dict[str, Any] = {"steps": 2} if task.protocol == "smoke" else {}
-    network = source.model("last", default_device(task.device))
+    network = source.model("last", resolve_device(task.device))
     extract_features(network, train_data, _recipe(cell), folder, seed=task.seed, **changes)
     add_split(folder, test_data)  # what is there is not written again
 
@@ -308,16 +308,16 @@ def measured(run: Run, measure: Measure, task: Task, *, progress: bool = False) 
         rows = run.metrics()
         return {f"{row['epoch']}/{name}": measure.scale * value for row in rows for name, value in _numbers(row)}
     if measure.name == "benchmark":
-        limit = options.get("limit")
-        subject = subject_of(run, checkpoint=measure.checkpoint, data_dir=data_dir, limit=limit, device=task.device)
+        whole = open_run(run, checkpoint=measure.checkpoint, data_dir=data_dir, device=task.device)
+        target = whole.sample(options.get("limit"))
         threat = ThreatModel(norm=options.get("threat", run.config.threat), eps=options.get("eps", run.config.eps))
-        where = default_device(task.device)
+        where = resolve_device(task.device)
         attacks = {
             name: named_attack(spec, where, threat=threat, seed=task.seed) for name, spec in options["attacks"].items()
         }
         routes = options.get("route") or None
-        data = subject.images, subject.labels
-        result = benchmark(subject.model, data, threat, attacks, routes, seed=task.seed, record=path, progress=progress)
+        data = target.images, target.labels
+        result = benchmark(target.model, data, threat, attacks, routes, seed=task.seed, record=path, progress=progress)
         return {
             f"{'shared' if routes is None else branch}/{name}": 100 * value
             for branch, accuracy in result.accuracy.items()
@@ -325,12 +325,13 @@ def measured(run: Run, measure: Measure, task: Task, *, progress: bool = False) 
             if name != "union"
         }
     if not path.exists():
-        how = {"limit": options.pop("limit", IMAGES), "eps": options.pop("eps", None), "device": task.device}
+        how = {"eps": options.pop("eps", None), "device": task.device}
+        limit = options.pop("limit", IMAGES)
         beside = {name: task.of(name).run for name in options.pop("beside", ())}
         # Named so that the numbers have the same paths whatever the seed.
         networks = {**beside, task.cell: run} if beside else {"run": run}
         subjects = [
-            replace(subject_of(one, checkpoint=measure.checkpoint, data_dir=data_dir, **how), name=name)
+            replace(open_run(one, checkpoint=measure.checkpoint, data_dir=data_dir, **how).sample(limit), name=name)
             for name, one in networks.items()
         ]
         analysis = ANALYSES.get(measure.name)

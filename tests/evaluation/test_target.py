@@ -1,4 +1,4 @@
-"""A training run as the subject of an analysis: which of its test images are looked at."""
+"""Opening a run as an evaluation target: its test images and its attack."""
 
 import numpy as np
 import pytest
@@ -6,8 +6,8 @@ import torch
 from PIL import Image
 
 from advnorm import Config, train
-from advnorm.analysis.subject import subject_of
 from advnorm.config.config import Named
+from advnorm.evaluation import open_run
 
 CLASSES, EACH = ("ant", "bee", "cat"), 4
 
@@ -40,17 +40,17 @@ def run(folder, tmp_path_factory):
 
 @pytest.mark.parametrize(("limit", "chosen"), [(3, [0, 4, 8]), (5, [0, 2, 4, 7, 9]), (12, range(12)), (99, range(12))])
 def test_a_limit_takes_images_of_every_class_though_they_lie_one_after_another(run, folder, limit, chosen):
-    subject = subject_of(run, data_dir=folder, limit=limit, device="cpu")
-    rows = subject.rows.tolist()
-    assert sorted(rows) == list(chosen) and subject.labels.tolist() == [i // EACH for i in rows]
+    target = open_run(run, data_dir=folder, device="cpu").sample(limit)
+    rows = target.rows.tolist()
+    assert sorted(rows) == list(chosen) and target.labels.tolist() == [i // EACH for i in rows]
     expected = torch.tensor([10 * i / 255 for i in rows]).view(-1, 1, 1, 1).expand(-1, 3, 8, 8)
-    assert torch.allclose(subject.images, expected)
-    assert subject.conditions["images"] == len(chosen) and subject.conditions["checkpoint"] == "last"
-    assert subject.conditions["trained_on"] == run.description["data"]["name"] == "imagefolder"
+    assert torch.allclose(target.images, expected)
+    assert target.conditions["images"] == len(chosen) and target.conditions["checkpoint"] == "last"
+    assert target.conditions["trained_on"] == run.description["data"]["name"] == "imagefolder"
 
 
 def test_a_batch_of_folders_has_several_classes_and_the_order_is_always_the_same(run, folder):
-    first, second = (subject_of(run, data_dir=folder, device="cpu") for _ in range(2))
+    first, second = (open_run(run, data_dir=folder, device="cpu").sample(None) for _ in range(2))
     assert len(first.labels) == 12 and torch.equal(first.labels, second.labels)
     assert all(len(part.unique()) > 1 for part in first.labels.split(EACH))
 
@@ -60,7 +60,7 @@ def test_images_that_are_not_taken_are_not_decoded(run, folder):
     whole = spoiled.read_bytes()
     spoiled.write_bytes(b"no picture")
     try:
-        assert len(subject_of(run, data_dir=folder, limit=3, device="cpu").labels) == 3
+        assert len(open_run(run, data_dir=folder, device="cpu").sample(3).labels) == 3
     finally:
         spoiled.write_bytes(whole)
 
@@ -68,6 +68,6 @@ def test_images_that_are_not_taken_are_not_decoded(run, folder):
 def test_the_attack_of_a_training_on_batch_statistics_is_looked_at_on_stored_ones(tmp_path):
     """It would move the very statistics that are looked at, batch by batch."""
     config = Config(epochs=1, batch_size=512, attack={"steps": 1, "statistics": "batch"}, norm="dual_bn")
-    found = subject_of(train(config, out=tmp_path, device="cpu", workers=0), limit=16, device="cpu")
+    found = open_run(train(config, out=tmp_path, device="cpu", workers=0), device="cpu").sample(16)
     assert found.attack.statistics == "running" and "statistics='running'" in found.conditions["attack"]
     assert found.attack.steps == 1

@@ -1,0 +1,106 @@
+"""Images and labels from every kind of data that an evaluation accepts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from advnorm._core.errors import ConfigError, Description
+from advnorm.data import FolderData, ImageData, Loader
+
+
+def gather(data: Any, limit: int | None = None, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return images and labels as two tensors on the CPU.
+
+    ``data`` is a pair of tensors, a data set, or an iterable of samples or batches. ``limit`` takes the first images
+    and reads no others. ``rows`` takes these images of a data set and reads no others.
+    """
+    if isinstance(data, Sequence) and len(data) == 2 and all(hasattr(part, "shape") for part in data):
+        images, labels = (torch.as_tensor(part) for part in data)
+        return images[:limit].cpu(), labels[:limit].cpu()
+    if isinstance(data, ImageData | FolderData):
+        data = data.take(slice(limit) if rows is None else rows)
+        data = data.in_memory() if isinstance(data, FolderData) else data
+        return data.pixels(), data.labels
+    images_parts: list[Tensor] = []
+    labels_parts: list[Tensor] = []
+    count = 0
+    for item in _items(data) if rows is None else (data[row] for row in rows.tolist()):
+        x, y = _as_batch(item)
+        images_parts.append(x.cpu())
+        labels_parts.append(y.cpu())
+        count += len(x)
+        if limit is not None and count >= limit:
+            break
+    if not count:
+        raise ConfigError("empty", "the data set is empty", field="data", hint="check its path and its split")
+    shapes = {tuple(part.shape[1:]) for part in images_parts}
+    if len(shapes) > 1:
+        raise ConfigError(
+            "wrong_shape", "images must share one shape", field="data", got=sorted(shapes),
+            hint="resize or crop them in the data set",
+        )  # fmt: skip
+    return torch.cat(images_parts)[:limit], torch.cat(labels_parts)[:limit]
+
+
+def gather_spread(data: Any, limit: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``limit`` images spread evenly over the data, their labels and their rows; read no others if possible."""
+    if _is_indexable(data):
+        rows = spread_rows(len(data), limit)
+        images, labels = gather(data, rows=rows)
+        if len(images) == len(rows):  # otherwise the items are batches
+            return images, labels, rows
+    images, labels = gather(data)
+    rows = spread_rows(len(images), limit)
+    return images[rows], labels[rows], rows
+
+
+def spread_rows(count: int, limit: int | None) -> Tensor:
+    """Return ``limit`` of ``count`` row numbers at even distances."""
+    rows = torch.arange(count)
+    return rows if limit is None or limit >= count else rows[:limit] * count // limit
+
+
+def _is_indexable(data: Any) -> bool:
+    """Return whether any image can be read without those before it."""
+    return isinstance(data, ImageData | FolderData) or (
+        not isinstance(data, Sequence | Tensor | Loader)
+        and not hasattr(data, "__iter__")
+        and all(hasattr(data, name) for name in ("__len__", "__getitem__"))
+    )
+
+
+def _items(data: Any) -> Iterator[Any]:
+    readable = hasattr(data, "__iter__") or hasattr(data, "__getitem__")
+    if isinstance(data, str | Tensor | Loader) or not readable:
+        hint = "give (images, labels), a data set, or a loader of (images, labels)"
+        if isinstance(data, Loader):
+            hint = "it shuffles and augments for training; give its data set, loader.data"
+        elif isinstance(data, str):
+            hint = f"load the images: advnorm.data.load({data!r}, 'test')"
+        raise ConfigError(
+            "wrong_type", "{field} must hold images and labels", field="data",
+            got=Description(type(data).__name__), hint=hint,
+        )  # fmt: skip
+    if not hasattr(data, "__iter__") and hasattr(data, "__len__"):
+        return (data[row] for row in range(len(data)))  # a map-style data set ends at its length
+    return iter(data)
+
+
+def _as_batch(item: Any) -> tuple[Tensor, Tensor]:
+    if not isinstance(item, Sequence) or len(item) != 2 or isinstance(item, str):
+        raise ConfigError(
+            "wrong_type", "{field} must yield (images, labels)", field="data", got=Description(type(item).__name__)
+        )
+    try:
+        x, y = (torch.as_tensor(part) for part in item)
+    except (RuntimeError, TypeError, ValueError):
+        raise ConfigError(
+            "wrong_type", "images and labels must be tensors or arrays", field="data",
+            got=Description(" and ".join(type(part).__name__ for part in item)),
+            hint="convert images to tensors in [0, 1]: transform=torchvision.transforms.ToTensor()",
+        ) from None  # fmt: skip
+    return (x[None], y[None]) if y.dim() == 0 else (x, y)

@@ -1,0 +1,221 @@
+"""Opening a training run as an evaluation target: a model, test data, and the attack on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import advnorm.attacks as attack_names
+import advnorm.data as data_sets
+from advnorm._core.errors import ConfigError, Problem, collect_problems, raise_problems, shown
+from advnorm._core.provenance import environment
+from advnorm._core.wrappers import device_of
+from advnorm.attacks import Attack
+from advnorm.data import FolderData, ImageData
+from advnorm.evaluation.data_source import gather, spread_rows
+from advnorm.threat import Norm, ThreatModel
+from advnorm.training.run import Run, Which
+
+EvaluationData = ImageData | FolderData | tuple[Tensor, Tensor]
+#: Names of the images and of the labels in a file.
+FILE_KEYS = ("x", "images"), ("y", "labels")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EvaluationTarget:
+    """A model with the test data and the attack to evaluate it on.
+
+    ``origin`` says where model and data come from. A target without a training has an attack of the caller's choice.
+    """
+
+    name: str
+    model: nn.Module
+    data: EvaluationData
+    attack: Attack
+    batch_size: int = 256
+    origin: Mapping[str, Any] = field(default_factory=dict)
+    folder: Path | None = None  # of the training run
+    rows: Tensor | None = None  # of the images in their data set; None: the first ones
+
+    @property
+    def threat(self) -> ThreatModel:
+        return self.attack.threat
+
+    @property
+    def images(self) -> Tensor:
+        """The images, float32 in [0, 1]."""
+        return self._tensors[0]
+
+    @property
+    def labels(self) -> Tensor:
+        return self._tensors[1]
+
+    @cached_property
+    def _tensors(self) -> tuple[Tensor, Tensor]:
+        return gather(self.data)
+
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """Conditions of an analysis of this target, for its record."""
+        named = {"config": "training", "trained_on": "trained_on", "checkpoint": "checkpoint"}
+        return {
+            **{name: self.origin[key] for name, key in named.items() if key in self.origin},
+            "attack": repr(self.attack),
+            "images": len(self.images),
+            **environment(device_of(self.model)),
+        }
+
+    def sample(self, limit: int | None) -> EvaluationTarget:
+        """Return the target with ``limit`` images, spread evenly over the data.
+
+        An image folder lists its classes one after another. Its images are shuffled, always in the same way, so that
+        the batches of an analysis resemble those of training.
+        """
+        data, count = self.data, len(self.data[1] if isinstance(self.data, tuple) else self.data)
+        rows = spread_rows(count, limit)
+        if isinstance(data, FolderData):
+            rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+            data = data.take(rows).in_memory()
+        elif len(rows) < count:
+            data = data.take(rows) if isinstance(data, ImageData) else (data[0][rows], data[1][rows])
+        return replace(self, data=data, rows=rows)
+
+
+def open_run(
+    run: Run | Path | str,
+    *,
+    checkpoint: Which | None = None,
+    data: str | None = None,
+    data_dir: Path | str | None = None,
+    attack: str | None = None,
+    threat_norm: Norm | None = None,
+    eps: float | str | None = None,
+    batch_size: int = 256,
+    device: str | torch.device | None = None,
+    seed: int = 0,
+) -> EvaluationTarget:
+    """Open a training run with its own test images and threat model; what is given replaces the run's own.
+
+    ``checkpoint``: ``best``, ``last``, or a snapshot such as ``epoch5``; by default the best if there is one.
+    ``data``: as in :func:`load_test_data`. ``attack``: a name; by default the attack of the training. It uses running
+    statistics: with batch statistics it would change what an analysis measures.
+    """
+    run = run if isinstance(run, Run) else Run.open(run)
+    config = run.config
+    problems: list[Problem] = []
+    model = images = crafted = None
+    with collect_problems(problems):
+        model = run.model(checkpoint, resolve_device(device))
+    with collect_problems(problems):
+        threat = ThreatModel(norm=threat_norm or config.threat, eps=eps or config.eps)
+        if attack:
+            crafted = attack_names.get(attack, threat=threat, seed=seed)
+        else:
+            crafted = replace(config.attack, statistics="running").build(threat, seed=seed)
+    with collect_problems(problems):
+        if data is not None:
+            images = load_test_data(data, data_dir)
+        else:
+            images = data_sets.load(config.data.name, "test", data_dir, **config.data.options)
+    raise_problems(problems)
+    assert model is not None and crafted is not None and images is not None
+    origin = {
+        "run": run.folder.resolve().name,
+        "checkpoint": run.judged(checkpoint),
+        "training": config.to_dict(),
+        "trained_on": run.description["data"]["name"],
+        "data": describe_data(data or config.data.name),
+    }
+    if not run.finished:
+        origin["unfinished"] = f"{len(run.metrics())} of {config.epochs} epochs"
+    return EvaluationTarget(
+        name=run.folder.resolve().name,
+        model=model,
+        data=images,
+        attack=crafted,
+        batch_size=batch_size,
+        origin=origin,
+        folder=run.folder,
+    )
+
+
+def resolve_device(device: str | torch.device | None = None) -> torch.device:
+    """Return the given device, or CUDA if it is available, else the CPU."""
+    try:
+        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise ConfigError(
+            "no_device", f"unknown device {shown(device)}", field="device", hint="use cpu or cuda"
+        ) from None
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("no_device", "CUDA is not available", field="device", hint="use cpu, or leave device out")
+    return where
+
+
+def describe_data(source: str) -> str:
+    """Return the name of data for a record: ``digits, test`` or the name of a file."""
+    name = source.partition(":")[0]
+    return f"{name}, test" if name in data_sets.DATASETS else Path(source).name
+
+
+def load_test_data(source: str, data_dir: Path | str | None = None) -> EvaluationData:
+    """Load the test images of a data set, ``digits`` or ``cifar10:FOLDER``, or a .npz or .safetensors file.
+
+    A file names the images ``x`` or ``images`` and the labels ``y`` or ``labels``. Images of type uint8 are divided by
+    255. A pickle is never opened: it can run any code.
+    """
+    path = Path(source)
+    data_set, _, folder = source.partition(":")
+    if data_set in data_sets.DATASETS:
+        return data_sets.load(data_set, "test", folder or data_dir)
+    if path.suffix not in (".npz", ".safetensors"):
+        known = ", ".join(data_sets.list_datasets())
+        raise ConfigError(
+            "unknown_name",
+            f"unknown data {shown(source)}",
+            field="data",
+            hint=f"use NAME:FOLDER of a data set ({known}), or a .npz or .safetensors file of x and y",
+        )
+    if not path.is_file():
+        raise ConfigError("missing_file", f"no file {path}", field="data")
+    try:
+        names, tensors = _read_npz(path) if path.suffix == ".npz" else _read_safetensors(path)
+    except Exception as error:
+        raise ConfigError("damaged_file", f"cannot read {path}: {error}", field="data") from None
+    if len(tensors) < 2:
+        raise ConfigError(
+            "missing_entry",
+            f"{path} holds {', '.join(names) or 'nothing'}",
+            field="data",
+            hint="name the images 'x' and the labels 'y'",
+        )
+    images, labels = tensors
+    if images.dtype == torch.uint8:
+        images = images.float() / 255
+    return images, labels if labels.is_floating_point() else labels.long()
+
+
+def _read_npz(path: Path) -> tuple[Sequence[str], list[Tensor]]:
+    import numpy as np
+
+    with np.load(path, allow_pickle=False) as file:
+        return file.files, [torch.from_numpy(file[key]) for key in _used_keys(file.files)]
+
+
+def _read_safetensors(path: Path) -> tuple[Sequence[str], list[Tensor]]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        names = list(file.keys())
+        return names, [file.get_tensor(key) for key in _used_keys(names)]
+
+
+def _used_keys(names: Sequence[str]) -> list[str]:
+    """The keys of the images and of the labels; other entries of a file are not read."""
+    return [next(key for key in keys if key in names) for keys in FILE_KEYS if not set(keys).isdisjoint(names)]
