@@ -108,10 +108,10 @@ def test_what_is_wrong_is_told_at_once(digits):
 def arrays(tmp_path, monkeypatch):
     """CIFAR-10-C in miniature: twenty images for each level instead of ten thousand."""
     from advnorm.analysis import corruption as analysis
-    from advnorm.data import corruptions as reader
+    from advnorm.data import cifar10c as reader
 
     for module in (analysis, reader):
-        monkeypatch.setattr(module, "PER_LEVEL", 20)
+        monkeypatch.setattr(module, "IMAGES_PER_SEVERITY", 20)
     folder = tmp_path / "CIFAR-10-C"
     folder.mkdir()
     generator = np.random.default_rng(0)

@@ -36,6 +36,7 @@ from advnorm.analysis.features import (
 )
 from advnorm.cli.app import app, spelled_out
 from advnorm.data import FeatureFolder, ImageData, add_split, load
+from support.problems import raises_problem
 
 
 def linear_net(weights: torch.Tensor, classes: int = 3) -> nn.Sequential:
@@ -242,7 +243,7 @@ def test_a_set_is_written_with_its_recipe_and_loaded_like_any_other(net, tmp_pat
 
 
 def test_killed_and_continued_gives_the_same_bits(net, tmp_path, monkeypatch):
-    whole = extracted(net, tmp_path / "whole").data()
+    whole = extracted(net, tmp_path / "whole").load()
     replace, written = os.replace, []
 
     def dies_at_the_third(source, target):
@@ -257,16 +258,16 @@ def test_killed_and_continued_gives_the_same_bits(net, tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             extracted(net, tmp_path / "killed")
     folder = FeatureFolder(tmp_path / "killed" / "train")
-    assert folder.missing() == [2, 3, 4]
+    assert folder.missing_shards() == [2, 3, 4]
     assert not list(folder.path.glob(".*.part")), "nothing half written is left"
-    with pytest.raises(ConfigError, match=r"not finished: of 5 shards these are missing: 2, 3, 4; the same"):
-        folder.data()
+    with raises_problem("missing_file", "root"):
+        folder.load()
     kept = os.stat(folder.path / "00000.safetensors").st_mtime_ns
     seen = []
     extracted(net, tmp_path / "killed", progress=lambda done, total: seen.append((done, total)))
     assert seen[-1] == (5, 5)
     assert os.stat(folder.path / "00000.safetensors").st_mtime_ns == kept
-    assert torch.equal(folder.data().images, whole.images)
+    assert torch.equal(folder.load().images, whole.images)
 
 
 @pytest.mark.parametrize(
@@ -282,55 +283,58 @@ def test_what_failed_before_any_work_leaves_the_folder_to_the_corrected_call(dig
     assert len(load("features", "train", tmp_path)) == 20
 
 
-def test_shards_without_a_recipe_are_nobodys_and_are_made_anew(net, tmp_path):
+def test_shards_without_a_recipe_are_made_again(net, tmp_path):
     folder = extracted(net, tmp_path, seed=1)
     (folder.path / "recipe.json").unlink()
-    whole = extracted(net, tmp_path / "whole").data()
-    assert torch.equal(extracted(net, tmp_path).data().images, whole.images)
+    whole = extracted(net, tmp_path / "whole").load()
+    assert torch.equal(extracted(net, tmp_path).load().images, whole.images)
 
 
-def test_parts_made_apart_are_the_whole(net, tmp_path):
-    whole = extracted(net, tmp_path / "whole").data()
+def test_parts_that_are_made_separately_equal_the_whole(net, tmp_path):
+    whole = extracted(net, tmp_path / "whole").load()
     for number in (2, 0, 1):
         extracted(net, tmp_path / "parts", part=(number, 3))
-    assert torch.equal(FeatureFolder(tmp_path / "parts" / "train").data().images, whole.images)
+    assert torch.equal(FeatureFolder(tmp_path / "parts" / "train").load().images, whole.images)
 
 
 def test_noise_depends_on_the_seed(net, tmp_path):
-    first, second = (extracted(net, tmp_path / str(seed), seed=seed).data() for seed in (0, 1))
+    first, second = (extracted(net, tmp_path / str(seed), seed=seed).load() for seed in (0, 1))
     assert not torch.equal(first.images, second.images)
 
 
-def test_another_set_in_the_folder_is_refused_and_told_apart(net, tmp_path):
+def test_a_folder_with_another_set_raises_and_names_the_difference(net, tmp_path):
     extracted(net, tmp_path)
-    with pytest.raises(ConfigError, match=r"differs in seed \(0, now 1\)"):
+    with raises_problem("already_exists", "root") as caught:
         extracted(net, tmp_path, seed=1)
-    with pytest.raises(ConfigError, match="differs in source"):
+    assert "seed (0, now 1)" in str(caught.value)
+    with raises_problem("already_exists", "root"):
         extracted(net, tmp_path, images(23, seed=1))
     net[2].weight.data += 1
-    with pytest.raises(ConfigError, match="differs in model"):
+    with raises_problem("already_exists", "root"):
         extracted(net, tmp_path)
 
 
-def test_damaged_and_foreign_files_are_refused_by_name(net, tmp_path):
+def test_damaged_files_raise_with_their_name(net, tmp_path):
     folder = extracted(net, tmp_path)
     shard = folder.path / "00001.safetensors"
     content = bytearray(shard.read_bytes())
     content[-200] ^= 1
     shard.write_bytes(bytes(content))
-    with pytest.raises(ConfigError, match="00001.safetensors: its content does not match"):
-        folder.data()
-    shutil.copy(folder.path / "00004.safetensors", shard)  # three images in the place of five
-    with pytest.raises(ConfigError, match="does not match"):
-        folder.data()
+    with raises_problem("damaged_file", "root") as caught:
+        folder.load()
+    assert shard.name in str(caught.value)
+    shutil.copy(folder.path / "00004.safetensors", shard)  # three images instead of five
+    with raises_problem("damaged_file", "root"):
+        folder.load()
     shard.write_bytes(b"no tensors")
-    with pytest.raises(ConfigError, match="cannot read .*00001"):
-        folder.data()
-    with pytest.raises(ConfigError, match=r"no feature data set at .*test .no recipe.json") as error:
+    with raises_problem("damaged_file", "root"):
+        folder.load()
+    with raises_problem("missing_file", "root") as caught:
         load("features", "test", tmp_path)
-    assert f"made from mine, in Python: advnorm.data.add_split({str(tmp_path)!r}, " in str(error.value)
-    with pytest.raises(ConfigError, match=r"make it with advnorm.analysis.extract_features, or name the folder"):
+    assert f"advnorm.data.add_split({str(tmp_path)!r}, " in caught.value.problems[0].hint
+    with raises_problem("missing_file", "root") as caught:
         load("features", "test", tmp_path / "elsewhere")
+    assert "extract_features" in caught.value.problems[0].hint
 
 
 def test_real_test_images_can_lie_beside_and_a_run_trains_on_features(digits, tmp_path):

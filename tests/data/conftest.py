@@ -10,7 +10,7 @@ from advnorm.data import ImageData
 
 @pytest.fixture
 def make_data():
-    """Random images of any shape as a data set, labels in turn."""
+    """Make a data set of random images of any shape; labels repeat in order."""
 
     def make(size, shape=(3, 8, 8), *, classes=3, dtype=torch.uint8, seed=0):
         generator = torch.Generator().manual_seed(seed)

@@ -15,6 +15,9 @@ class _Nothing:
     def __repr__(self) -> str:
         return "NOTHING"
 
+    def __reduce__(self) -> str:  # one object, also after a worker process has pickled it
+        return "NOTHING"
+
 
 NOTHING: Any = _Nothing()
 

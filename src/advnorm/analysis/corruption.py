@@ -20,8 +20,8 @@ from advnorm.analysis.transfer import predicted, share
 from advnorm.analysis.views import conditions, legend, look, numbers, setting_problems, views
 from advnorm.attacks.base import Progress, check_images
 from advnorm.data import corrupt, list_corruptions
-from advnorm.data.corrupt import SEVERITIES
-from advnorm.data.corruptions import CORRUPTIONS, PER_LEVEL, cifar10c
+from advnorm.data.cifar10c import CORRUPTIONS, IMAGES_PER_SEVERITY, read_cifar10c
+from advnorm.data.corruptions import SEVERITIES
 from advnorm.evaluation.target import EvaluationTarget
 from advnorm.norms import recalibrate, routed_modules
 from advnorm.norms.routed import RoutedNorm
@@ -148,8 +148,8 @@ def _stored(y: Tensor, root: Path | str, rows: Tensor | None) -> Corrupted:
     chosen = torch.arange(len(y)) if rows is None else rows
 
     def corrupted(name: str, level: int) -> Tensor:
-        images, labels = cifar10c(root, corruption=name, severity=level)
-        if int(chosen.max()) >= PER_LEVEL or not torch.equal(labels[chosen], y.cpu()):
+        images, labels = read_cifar10c(root, corruption=name, severity=level)
+        if int(chosen.max()) >= IMAGES_PER_SEVERITY or not torch.equal(labels[chosen], y.cpu()):
             raise ConfigError(
                 "the labels are not those of CIFAR-10-C; its arrays go with the test images of CIFAR-10, in order"
             )

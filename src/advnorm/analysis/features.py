@@ -24,7 +24,7 @@ from advnorm.analysis.views import wrapped
 from advnorm.attacks import PGD, attacked, input_gradient
 from advnorm.attacks.base import Predict, Progress, check_images
 from advnorm.data import FeatureFolder, FolderData, ImageData, add_split, load
-from advnorm.data.features import shards_of
+from advnorm.data.feature_sets import shard_rows
 from advnorm.evaluation.plan import branches
 from advnorm.evaluation.target import EvaluationTarget
 from advnorm.norms.head import RoutedLinear
@@ -259,16 +259,16 @@ def extract_features(
         "model": {"fingerprint": model_fingerprint(unwrapped(model)), "route": route, "layer": layer},
         "made_with": environment(device_of(model)),
     }
-    folder.check(about)
-    shards = shards_of(about)
+    folder.check_recipe(about)
+    shards = shard_rows(about)
     mine = [number for number in shards if number % part[1] == part[0]]
-    missing = set(folder.missing() if folder.claimed else shards)
+    missing = set(folder.missing_shards() if folder.exists else shards)
     for done, number in enumerate(mine):
         if number in missing:
             rows = torch.arange(len(data))[shards[number]]
             made = make_features(model, data, rows, chosen, route=route, layer=layer, seed=seed)
-            folder.claim(about)  # not before there is something to keep
-            folder.write(number, made.images, made.labels, made.starts)
+            folder.create(about)  # not before there is something to keep
+            folder.write_shard(number, made.images, made.labels, made.starts)
         if progress is not None:
             progress(done + 1, len(mine))
     return folder
@@ -464,7 +464,7 @@ def features(
             steps=chosen.steps,
         )
         beside = FeatureFolder(Path(out) / "test")
-        if test is not None and part[0] == 0 and not (beside.claimed and not beside.missing()):
+        if test is not None and part[0] == 0 and not (beside.exists and not beside.missing_shards()):
             add_split(out, test)
     rows = torch.arange(min(examples, len(data)))
     made = make_features(subject.model, data, rows, chosen, route=route, layer=layer, seed=seed)

@@ -19,7 +19,7 @@ from advnorm.analysis.views import View, legend, views, wrapped
 from advnorm.analysis.views import conditions as conditions_of
 from advnorm.attacks import attacked
 from advnorm.attacks.base import Progress, check_images
-from advnorm.data.features import name_and_offset
+from advnorm.data.feature_sets import parse_set_name
 from advnorm.evaluation.target import EvaluationTarget
 
 if TYPE_CHECKING:
@@ -332,7 +332,7 @@ def _offset(subjects: Sequence[EvaluationTarget], given: int | None) -> int:
     for subject in subjects:
         if (source := subject.conditions.get("trained_on")) is None:
             continue
-        recipe, offset = name_and_offset(source)
+        recipe, offset = parse_set_name(source)
         if recipe not in ("D_conflict", "D_det"):
             problems.append(
                 f"{subject.name} was trained on {source}, where the kinds of features do not say different classes; "

@@ -46,9 +46,7 @@ def run(
         todo = tasks(study, cell=only, seeds=seeds, protocol=protocol, out=out, data_dir=data_dir, device=device)
         check(todo, launcher=launcher, address=address, processes=processes)
         if not dry_run:
-            by_python = "advnorm.data.load(..., download=True) in Python"  # a study fetches nothing by itself
-            problems = [problem.replace("load(..., download=True)", by_python) for problem in blocked(todo)]
-            raise_all(problems, "no cell can be run (--dry-run shows what was measured before)")
+            raise_all(blocked(todo), "no cell can be run (--dry-run shows what was measured before)")
         console.print(listing.tasks(todo, rates(study, out)))
         if there := _already_there(todo, out):
             console.print(there, style="dim", highlight=False, markup=False)

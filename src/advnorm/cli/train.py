@@ -12,7 +12,7 @@ from rich.console import Console
 
 from advnorm._core.errors import ConfigError
 from advnorm.config import Config, load_config
-from advnorm.data import DATASETS, MissingFiles
+from advnorm.data import DATASETS
 from advnorm.models import MODELS
 from advnorm.studies import STUDIES, Cell, Study, find, get
 from advnorm.training import PREEMPTED
@@ -47,8 +47,6 @@ def run(
     """Train, say what came out and how to judge it; the exit status. ``source``: the file of the configuration."""
     try:
         result = train_by(config, data_dir=data_dir, progress=True, **settings)
-    except MissingFiles as error:
-        raise ConfigError(str(error).replace("load(..., download=True)", "--download")) from error
     except KeyboardInterrupt:
         console.print("interrupted; the same command goes on from the last checkpoint", highlight=False)
         return INTERRUPTED

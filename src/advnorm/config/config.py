@@ -27,7 +27,7 @@ from advnorm.attacks import get as get_attack
 from advnorm.attacks.pgd import Keep, Start, Target
 from advnorm.config.text import Dumper, overridden, read_json_file, read_yaml, text_of
 from advnorm.config.values import Named, fit, from_mapping, inside, limit_words, shown, thawed, told, with_options
-from advnorm.data.catalogue import DATASETS
+from advnorm.data.registry import DATASETS
 from advnorm.models import create_model
 from advnorm.norms import Mode, RoutedNorm
 from advnorm.objectives import OBJECTIVES, REGULARIZERS, SECOND_PASSES

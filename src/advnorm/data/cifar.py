@@ -1,4 +1,7 @@
-"""CIFAR-10 and CIFAR-100 from the official files (Krizhevsky 2009)."""
+"""CIFAR-10 and CIFAR-100 from the official files (Krizhevsky 2009).
+
+Our own reader because torchvision executes the pickles, decodes image by image and ignores the binary version.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from advnorm._core.errors import ConfigError, did_you_mean
-from advnorm.data.array_pickle import read_array_pickle
-from advnorm.data.files import MissingFiles, locate, read_published, reading
+from advnorm._core.errors import Problem, raise_problems, unknown_name
+from advnorm.data.published_files import RemoteFile, find_folder, missing_file_problems, read_verified, reading
+from advnorm.data.registry import register_dataset
+from advnorm.data.restricted_pickle import unpickle_byte_arrays
 
 PIXELS = 3 * 32 * 32  # the red, green and blue plane
 IMAGES = {"train": 50_000, "test": 10_000}
@@ -31,99 +36,133 @@ MD5 = {
     "test_batch": "40351d587109b95175f43aff81a1287e",
     "train": "16019d7e3df5f24257cddd939b257f8d",
     "test": "f0ef6b0ae62326f3e7ffdfab6717acfc",
-    # For CIFAR-100's train.bin and test.bin no sum is published, only the archive's: their sizes are checked.
+    # CIFAR-100's train.bin and test.bin have no published sum, only their archive has; their sizes are checked.
 }
-ADDRESS10 = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
-ADDRESS100 = "https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One of the published forms: its folder, the files of each split, and how a file's content becomes tensors."""
+    """A published version of a data set: its folder, the files of each split, and the parser of a file."""
 
     folder: str
     files: Mapping[str, tuple[str, ...]]
-    read: Callable[[bytes], tuple[Tensor, Tensor]]
-    record: int | None = None  # bytes per image, where that is fixed
+    parse: Callable[[bytes], tuple[Tensor, Tensor]]
+    record_bytes: int | None = None  # for each image, if that is fixed
 
     def missing(self, root: Path, *splits: str) -> list[str]:
-        """Files of the splits that are not there."""
+        """Return the files of the splits that do not exist."""
         names = [name for split in splits for name in self.files[split]]
-        return [name for name in names if not (locate(root, self.folder) / name).is_file()]
+        return [name for name in names if not (find_folder(root, self.folder) / name).is_file()]
 
-    def size(self, split: str) -> int | None:
-        """Bytes of each file of a split."""
-        return self.record and IMAGES[split] // len(self.files[split]) * self.record
+    def file_bytes(self, split: str) -> int | None:
+        """Return the size of each file of a split."""
+        return self.record_bytes and IMAGES[split] // len(self.files[split]) * self.record_bytes
 
 
-def _read_records(content: bytes, *, label_bytes: int) -> tuple[Tensor, Tensor]:
-    """Records of one or two label bytes, the last of which is the fine label, and the pixels."""
+@dataclass(frozen=True, kw_only=True)
+class CIFAR:
+    """CIFAR-10 or CIFAR-100."""
+
+    title: str
+    address: str
+    layouts: tuple[Layout, ...]
+
+    def layout(self, root: Path, split: str) -> Layout:
+        """Return the complete layout, else the most complete one; the binary one if no file exists."""
+        return min(self.layouts, key=lambda one: (bool(one.missing(root, split)), len(one.missing(root, *IMAGES))))
+
+    def missing(self, root: Path, split: str, **_options: Any) -> list[Problem]:
+        """Return a problem if files of a split are missing."""
+        layout = self.layout(root, split)
+        return missing_file_problems(self.title, root, layout.missing(root, split), self.address, layout.folder)
+
+    def read(self, root: Path, split: str, check: bool) -> tuple[Tensor, Tensor]:
+        """Return images and labels of a split."""
+        if split not in IMAGES:
+            raise_problems([unknown_name("split", split, IMAGES)])
+        raise_problems(self.missing(root, split))
+        layout, parts = self.layout(root, split), []
+        for name in layout.files[split]:
+            path = find_folder(root, layout.folder) / name
+            content = read_verified(path, MD5.get(name) if check else None, size=layout.file_bytes(split))
+            with reading(path):
+                images, labels = layout.parse(content)
+                if len(images) != len(labels):
+                    raise ValueError(f"it holds {len(images)} images but {len(labels)} labels")
+            parts.append((images, labels))
+        images, labels = (torch.cat(tensors) for tensors in zip(*parts))
+        return images.reshape(-1, 3, 32, 32), labels
+
+
+def _parse_binary(content: bytes, *, label_bytes: int) -> tuple[Tensor, Tensor]:
+    """Parse records of one or two label bytes, of which the last is the fine label, followed by the pixels."""
     records = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(-1, label_bytes + PIXELS)
     return records[:, label_bytes:], records[:, label_bytes - 1].long()
 
 
-def _read_pickle(content: bytes, *, labels: bytes) -> tuple[Tensor, Tensor]:
-    """The python form: a pickled dictionary of an array and lists, read without running what a pickle can run."""
-    batch = read_array_pickle(content)
+def _parse_pickle(content: bytes, *, labels: bytes) -> tuple[Tensor, Tensor]:
+    batch = unpickle_byte_arrays(content)
     return torch.from_numpy(batch[b"data"]).reshape(-1, PIXELS), torch.tensor(batch[labels], dtype=torch.int64)
 
 
 _BATCHES = {"train": tuple(f"data_batch_{number}" for number in range(1, 6)), "test": ("test_batch",)}
-CIFAR10_LAYOUTS = (
-    Layout(
-        folder="cifar-10-batches-bin",
-        files={split: tuple(f"{name}.bin" for name in names) for split, names in _BATCHES.items()},
-        read=partial(_read_records, label_bytes=1),
-        record=1 + PIXELS,
+CIFAR10 = CIFAR(
+    title="CIFAR-10",
+    address="https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+    layouts=(
+        Layout(
+            folder="cifar-10-batches-bin",
+            files={split: tuple(f"{name}.bin" for name in names) for split, names in _BATCHES.items()},
+            parse=partial(_parse_binary, label_bytes=1),
+            record_bytes=1 + PIXELS,
+        ),
+        Layout(folder="cifar-10-batches-py", files=_BATCHES, parse=partial(_parse_pickle, labels=b"labels")),
     ),
-    Layout(folder="cifar-10-batches-py", files=_BATCHES, read=partial(_read_pickle, labels=b"labels")),
 )
-CIFAR100_LAYOUTS = (
-    Layout(
-        folder="cifar-100-binary",
-        files={"train": ("train.bin",), "test": ("test.bin",)},
-        read=partial(_read_records, label_bytes=2),
-        record=2 + PIXELS,
-    ),
-    Layout(
-        folder="cifar-100-python",
-        files={"train": ("train",), "test": ("test",)},
-        read=partial(_read_pickle, labels=b"fine_labels"),
+CIFAR100 = CIFAR(
+    title="CIFAR-100",
+    address="https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
+    layouts=(
+        Layout(
+            folder="cifar-100-binary",
+            files={"train": ("train.bin",), "test": ("test.bin",)},
+            parse=partial(_parse_binary, label_bytes=2),
+            record_bytes=2 + PIXELS,
+        ),
+        Layout(
+            folder="cifar-100-python",
+            files={"train": ("train",), "test": ("test",)},
+            parse=partial(_parse_pickle, labels=b"fine_labels"),
+        ),
     ),
 )
 
 
+@register_dataset(
+    "cifar10",
+    "60,000 images, 3×32×32, 10 classes; binary or Python files",
+    num_classes=10,
+    size=(50_000, 32, 10),
+    missing=CIFAR10.missing,
+    remote_files=(RemoteFile(address=CIFAR10.address, md5="c32a1d4ab5d03f1284b67883e8d87530"),),
+)
 def cifar10(root: Path | str, split: str = "train", *, check: bool = True) -> tuple[Tensor, Tensor]:
-    """Images ``(N, 3, 32, 32)`` as bytes and labels of one split; ``root`` is the folder of the files or the one above.
+    """Return images ``(N, 3, 32, 32)`` as bytes and labels; ``root`` is the folder of the files or its parent.
 
     Divide by 255 where the images are used: bytes take a quarter of the memory. ``check`` compares the files with their
-    published md5 sums; a short or changed file is refused by name. The binary and the python form are read.
+    published md5 sums. The binary and the Python version are read.
     """
-    return _read("CIFAR-10", ADDRESS10, CIFAR10_LAYOUTS, Path(root), split, check)
+    return CIFAR10.read(Path(root), split, check)
 
 
+@register_dataset(
+    "cifar100",
+    "60,000 images, 3×32×32, 100 classes; binary or Python files",
+    num_classes=100,
+    size=(50_000, 32, 100),
+    missing=CIFAR100.missing,
+    remote_files=(RemoteFile(address=CIFAR100.address, md5="03b5dce01913d631647c71ecec9e9cb8"),),
+)
 def cifar100(root: Path | str, split: str = "train", *, check: bool = True) -> tuple[Tensor, Tensor]:
-    """As ``cifar10``, with the 100 fine labels."""
-    return _read("CIFAR-100", ADDRESS100, CIFAR100_LAYOUTS, Path(root), split, check)
-
-
-def _read(
-    what: str, address: str, layouts: tuple[Layout, ...], root: Path, split: str, check: bool
-) -> tuple[Tensor, Tensor]:
-    if split not in IMAGES:
-        raise ConfigError(f"unknown split {split!r}{did_you_mean(split, IMAGES)}")
-    # The layout that is there, or the one of which something is; the binary one when nothing is.
-    layout = min(layouts, key=lambda layout: (bool(layout.missing(root, split)), len(layout.missing(root, *IMAGES))))
-    if missing := layout.missing(root, split):
-        raise MissingFiles(what, root, missing, address, layout.folder)
-    parts = []
-    for name in layout.files[split]:
-        path = locate(root, layout.folder) / name
-        content = read_published(path, MD5.get(name) if check else None, size=layout.size(split))
-        with reading(path):
-            images, labels = layout.read(content)
-            if len(images) != len(labels):
-                raise ValueError(f"{len(images)} images but {len(labels)} labels")
-        parts.append((images, labels))
-    images, labels = (torch.cat(tensors) for tensors in zip(*parts))
-    return images.reshape(-1, 3, 32, 32), labels
+    """Return the same as ``cifar10``, with the 100 fine labels."""
+    return CIFAR100.read(Path(root), split, check)

@@ -1,4 +1,8 @@
-"""Batches whose content depends on seed and epoch only: not on device, world size, batch size or worker processes."""
+"""Batches whose content depends on seed and epoch only: not on device, world size, batch size or worker processes.
+
+Our own because torch's samplers and transforms draw from global random state, and a device-resident set needs no
+host; torch's DataLoader runs the worker processes.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from advnorm._core.errors import ConfigError, did_you_mean, raise_all
+from advnorm._core.errors import ConfigError, Problem, raise_problems, unknown_name
 from advnorm._core.seeding import ImageNoise
-from advnorm.data.sets import FolderData, ImageData, resized
+from advnorm.data.image_data import FolderData, ImageData, resize_crop
 
 AUGMENTS = ("none", "flip", "crop_flip")
 
@@ -29,11 +33,11 @@ class Batch(NamedTuple):
 
 
 class Loader(ABC):
-    """The batches of an epoch, as this rank sees them.
+    """The batches of an epoch on one rank.
 
     batch_size: of all ranks together; rank r of w gets the r-th of w equal parts of each batch. A last, shorter batch
-        is divided as evenly as it goes; a part may be empty, but every rank takes the same number of steps.
-    augment: one of ``AUGMENTS``; drawn per image from ``ImageNoise(seed, index).fold("augment")``.
+        is divided as evenly as possible; a part may be empty, but every rank takes the same number of steps.
+    augment: one of ``AUGMENTS``; drawn for each image from ``ImageNoise(seed, index).fold("augment")``.
     """
 
     def __init__(
@@ -50,25 +54,23 @@ class Loader(ABC):
         drop_last: bool = True,
         channels_last: bool = False,
     ) -> None:
-        problems = []
-        if augment not in AUGMENTS:
-            problems.append(f"unknown augment {augment!r}{did_you_mean(augment, AUGMENTS)}")
+        problems = [] if augment in AUGMENTS else [unknown_name("augment", augment, AUGMENTS)]
         if world < 1 or not 0 <= rank < world:
-            problems.append(f"rank lies in [0, world), got rank {rank} of {world}")
+            message = f"{{field}} must be in [0, world) for world {world}"
+            problems.append(Problem(code="out_of_range", message=message, field="rank", got=rank))
         elif batch_size < 1 or batch_size % world:
-            problems.append(f"batch_size is for all ranks together, a multiple of world {world}, got {batch_size}")
+            message = f"{{field}} of all ranks together must be a multiple of world {world}"
+            problems.append(Problem(code="out_of_range", message=message, field="batch_size", got=batch_size))
         if drop_last and batch_size > len(data):
-            problems.append(
-                f"batch_size {batch_size} is larger than the {len(data)} images, so drop_last leaves no batch; "
-                "take a smaller batch_size or drop_last=False"
-            )
-        raise_all(problems, "bad loader")
+            message = f"{{field}} {batch_size} is larger than the {len(data)} images, so that drop_last leaves no batch"
+            hint = "use a smaller batch_size or drop_last=False"
+            problems.append(Problem(code="conflict", message=message, field="batch_size", hint=hint))
+        raise_problems(problems, "bad loader")
         self.data, self.batch_size, self.seed, self.augment = data, batch_size, seed, augment
         self.device = torch.device(device)
         self.rank, self.world = rank, world
         self.shuffle, self.drop_last, self.channels_last = shuffle, drop_last, channels_last
-        # Bytes are divided by this tensor: CUDA multiplies by 1/255 when the divisor is a Python number, which rounds
-        # differently from the CPU.
+        # A tensor, because CUDA multiplies by 1/255 if the divisor is a Python number, which rounds differently.
         self._white = torch.tensor(255.0, device=self.device)
 
     @property
@@ -78,42 +80,44 @@ class Loader(ABC):
         return whole + (rest > 0 and not self.drop_last)
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
-        """The batches of epoch ``number`` from step ``start`` on; those before cost nothing."""
+        """Return the batches of epoch ``number`` from step ``start`` on; skipped batches cost nothing."""
         problems = []
         if number < 0:
-            problems.append(f"epochs count from 0, got {number}")
+            message = "{field} must be at least 0"
+            problems.append(Problem(code="out_of_range", message=message, field="number", got=number))
         if not 0 <= start <= self.steps:
-            problems.append(f"start lies in [0, {self.steps}], the steps of an epoch, got {start}")
-        raise_all(problems, "bad epoch")
+            message = f"{{field}} must be in [0, {self.steps}], the steps of an epoch"
+            problems.append(Problem(code="out_of_range", message=message, field="start", got=start))
+        raise_problems(problems, "bad epoch")
         return self._batches(number, start)
 
     @abstractmethod
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]: ...
 
     def order(self, epoch: int) -> Tensor:
-        """Positions in the order of an epoch: a function of (seed, epoch), made on the CPU."""
+        """Return the positions in the order of an epoch: a function of (seed, epoch), computed on the CPU."""
         positions = torch.arange(len(self.data))
         if not self.shuffle:
             return positions
         return ImageNoise(self.seed, positions).fold("order").fold(epoch).bits(()).argsort(stable=True)
 
-    def _parts(self, order: Tensor, start: int) -> Iterator[Tensor]:
-        """This rank's positions in each batch from step ``start`` on."""
+    def _rank_positions(self, order: Tensor, start: int) -> Iterator[Tensor]:
+        """Yield this rank's positions in each batch from step ``start`` on."""
         for first in range(start * self.batch_size, self.steps * self.batch_size, self.batch_size):
             rows = min(self.batch_size, len(order) - first)
             yield order[first + self.rank * rows // self.world : first + (self.rank + 1) * rows // self.world]
 
-    def _finished(self, images: Tensor) -> Tensor:
-        """Float32 in [0, 1] in the memory format that was asked for."""
+    def _to_float(self, images: Tensor) -> Tensor:
+        """Convert to float32 in [0, 1] in the requested memory format."""
         layout = torch.channels_last if self.channels_last else torch.contiguous_format
         x = images.to(torch.float32, memory_format=layout)
         return x / self._white if images.dtype == torch.uint8 else x
 
 
 class ResidentLoader(Loader):
-    """Batches from a set that lies on the device as a whole: gather, crop and flip by index, no wait for the host.
+    """Batches from a data set that is stored on the device: gather, crop and flip by index, without the host.
 
-    ``crop_flip`` pads with zeros by an eighth of each side (4 pixels of 32), cuts the old size out and mirrors half of
+    ``crop_flip`` pads with zeros by an eighth of each side (4 pixels for 32), crops to the old size and mirrors half of
     the images.
     """
 
@@ -126,7 +130,7 @@ class ResidentLoader(Loader):
         self._pad = (self._height // 8, self._width // 8) if crops else (0, 0)
         down, right = self._pad
         padded = torch.nn.functional.pad(data.images.to(self.device), (right, right, down, down))
-        self._images = padded.permute(0, 2, 3, 1).contiguous()  # channels last: a pixel is gathered in one piece
+        self._images = padded.permute(0, 2, 3, 1).contiguous()  # channels last, so that one read gathers a pixel
         self._labels = data.labels.to(self.device)
         self._rows = torch.arange(self._height, device=self.device)
         self._columns = torch.arange(self._width, device=self.device)
@@ -134,15 +138,15 @@ class ResidentLoader(Loader):
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         order = self.order(epoch).to(self.device)
         offset = epoch * len(self.data)
-        draws = self._draws(offset)
-        for positions in self._parts(order, start):
-            images = self._gathered(positions, *(draw[positions] for draw in draws))
-            yield Batch(self._finished(images), self._labels[positions], positions + offset)
+        draws = self._draw_augmentations(offset)
+        for positions in self._rank_positions(order, start):
+            images = self._gather(positions, *(draw[positions] for draw in draws))
+            yield Batch(self._to_float(images), self._labels[positions], positions + offset)
 
-    def _draws(self, offset: int) -> tuple[Tensor, ...]:
-        """Of every image in an epoch, ``(N, 1)``: mirrored or not, rows down, columns to the right.
+    def _draw_augmentations(self, offset: int) -> tuple[Tensor, ...]:
+        """Return for every image of an epoch, ``(N, 1)``: mirrored or not, shift down, shift right.
 
-        For the whole epoch at once: a draw is a hundred small kernels, which would take longer than a batch.
+        Drawn for the whole epoch at once, because a draw is a hundred small kernels and slower than a batch.
         """
         if self.augment == "none":
             return ()
@@ -150,7 +154,7 @@ class ResidentLoader(Loader):
         down, right = (noise.integers(2 * pad + 1, (1,), draw=draw) for pad, draw in zip(self._pad, ("down", "right")))
         return noise.integers(2, (1,), draw="flip").bool(), down, right
 
-    def _gathered(self, positions: Tensor, *draws: Tensor) -> Tensor:
+    def _gather(self, positions: Tensor, *draws: Tensor) -> Tensor:
         if not draws:
             return self._images[positions].permute(0, 3, 1, 2)
         flip, down, right = draws
@@ -162,9 +166,8 @@ class ResidentLoader(Loader):
 class WorkerLoader(Loader):
     """Batches of images on disk, decoded by worker processes while the device computes.
 
-    ``crop_flip`` cuts out 8 to 100 % of the area in a ratio from 3:4 to 4:3, resizes it and mirrors half of the images
-    (Szegedy et al. 2015); otherwise the resized centre of an image is taken. A file that cannot be decoded is refused
-    by name when its batch comes.
+    ``crop_flip`` crops 8 to 100 % of the area at a ratio from 3:4 to 4:3, resizes it and mirrors half of the images
+    (Szegedy et al. 2015); otherwise the resized center is used. A file that cannot be decoded raises with its batch.
     """
 
     data: FolderData
@@ -172,62 +175,62 @@ class WorkerLoader(Loader):
     def __init__(self, data: FolderData, *, workers: int | None = None, **settings: Any) -> None:
         super().__init__(data, **settings)
         if workers is not None and workers < 0:
-            raise ConfigError(f"workers is the number of processes, 0 for none, got {workers}")
+            raise ConfigError("out_of_range", "{field} must be at least 0", field="workers", got=workers)
         self.workers = default_workers() if workers is None else workers
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         offset = epoch * len(self.data)
         loader = DataLoader(
-            _Decoder(self.data, self.seed, self.augment, offset),
-            sampler=self._parts(self.order(epoch), start),  # pyright: ignore[reportArgumentType]
-            batch_size=None,  # a worker makes a whole batch
+            _BatchDecoder(self.data, self.seed, self.augment, offset),
+            sampler=self._rank_positions(self.order(epoch), start),  # pyright: ignore[reportArgumentType]
+            batch_size=None,  # a worker returns a whole batch
             num_workers=self.workers,
             pin_memory=self.device.type == "cuda",
-            generator=torch.Generator(),  # else it draws a seed from torch's global generator
-            worker_init_fn=_leave_group,
+            generator=torch.Generator(),  # the default draws a seed from torch's global generator
+            worker_init_fn=_leave_process_group,
         )
-        for batch in _started(loader):  # in no variable: an error's traceback would keep the workers
+        for batch in _start_workers(loader):  # no variable, because a traceback would keep the workers alive
             if isinstance(batch, ConfigError):
                 raise batch
             images, labels, index = (value.to(self.device, non_blocking=True) for value in batch)
-            yield Batch(self._finished(images), labels, index)
+            yield Batch(self._to_float(images), labels, index)
 
 
 def default_workers() -> int:
-    """Processes that decode files: a process more than there are cores only waits."""
+    """Return the number of decoding processes; more processes than cores would only wait."""
     return min(4, os.cpu_count() or 1)
 
 
-#: Schedulers and terminals send these to the whole process group.
-_TO_GROUPS = (signal.SIGTERM, signal.SIGINT)
+#: Signals that schedulers and terminals send to the whole process group.
+_GROUP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-def _leave_group(_worker: int) -> None:
-    """A worker ends when the process it works for says so, which may still need batches until its checkpoint."""
+def _leave_process_group(_worker: int) -> None:
+    """Make a worker ignore signals to the group: its parent may need batches until it has written a checkpoint."""
     if not hasattr(os, "setpgid"):
         return
     os.setpgid(0, 0)
-    for number in _TO_GROUPS:
-        signal.signal(number, signal.SIG_IGN)  # drops what came before
+    for number in _GROUP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # discards pending signals
         signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _TO_GROUPS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _GROUP_SIGNALS)
 
 
-def _started(loader: DataLoader) -> Iterator[Any]:
-    """The batches of a loader; signals wait until its workers are forked, which have not left the group yet."""
+def _start_workers(loader: DataLoader) -> Iterator[Any]:
+    """Return the iterator of a loader; block signals until the workers are forked and have left the group."""
     if not hasattr(signal, "pthread_sigmask"):
         return iter(loader)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _TO_GROUPS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _GROUP_SIGNALS)
     try:
         return iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class _Decoder(Dataset):
-    """Decoded and augmented images, by the positions of a batch.
+class _BatchDecoder(Dataset):
+    """Decode and augment the images of a batch, given their positions.
 
-    A damaged file is returned as its error: what a worker process raises arrives with the worker's traceback in it.
+    An error for a damaged file is returned, not raised: a worker would add its traceback to the message.
     """
 
     def __init__(self, data: FolderData, seed: int, augment: str, offset: int) -> None:
@@ -235,11 +238,11 @@ class _Decoder(Dataset):
 
     def __getitem__(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor] | ConfigError:
         try:
-            return self._batch(positions)
+            return self._decode(positions)
         except ConfigError as error:
             return error
 
-    def _batch(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _decode(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         data, index = self.data, positions + self.offset
         noise = ImageNoise(self.seed, index).fold("augment")
         flips = noise.integers(2, draw="flip").tolist()
@@ -247,10 +250,10 @@ class _Decoder(Dataset):
         images = torch.empty((len(positions), *data.image_shape), dtype=torch.uint8)
         for row, position in enumerate(positions.tolist()):
             if self.augment == "crop_flip":
-                image = data.decoded(position)
-                pixels = resized(image.crop(random_box(*image.size, draws[row])), data.image_size)
+                image = data.decode(position)
+                pixels = resize_crop(image.crop(random_crop_box(*image.size, draws[row])), data.image_size)
             else:
-                pixels = data.bytes_of(position)
+                pixels = data.center_crop(position)
             images[row] = pixels.flip(2) if self.augment != "none" and flips[row] else pixels
         return images, data.labels[positions], index
 
@@ -258,10 +261,10 @@ class _Decoder(Dataset):
 _CROP_TRIES = 10
 
 
-def random_box(width: int, height: int, draws: list[list[float]]) -> tuple[int, int, int, int]:
-    """The first box that fits among random ones (left, top, right, bottom); else the largest central one.
+def random_crop_box(width: int, height: int, draws: list[list[float]]) -> tuple[int, int, int, int]:
+    """Return the first random box (left, top, right, bottom) that fits, else the largest central one.
 
-    A draw has four numbers in [0, 1): area, logarithm of the ratio, horizontal and vertical place.
+    A draw has four numbers in [0, 1): area, logarithm of the ratio, horizontal and vertical position.
     """
     for area, ratio, horizontal, vertical in draws:
         pixels = width * height * (0.08 + 0.92 * area)
@@ -277,7 +280,7 @@ def random_box(width: int, height: int, draws: list[list[float]]) -> tuple[int, 
 
 
 def make_loader(data: ImageData | FolderData, *, workers: int | None = None, **settings: Any) -> Loader:
-    """The loader for this kind of data; ``workers`` serve images on disk only, by default one per core, 4 at most."""
+    """Return the loader for the kind of data; ``workers`` decode images on disk (default: one per core, at most 4)."""
     if isinstance(data, FolderData):
         return WorkerLoader(data, workers=workers, **settings)
     return ResidentLoader(data, **settings)

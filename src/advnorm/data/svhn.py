@@ -1,15 +1,17 @@
-"""SVHN, house numbers as 32×32 pixels (Netzer et al. 2011), from its .mat files."""
+"""SVHN, house numbers of 32×32 pixels (Netzer et al. 2011), from its .mat files, which SciPy parses."""
 
 from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from advnorm._core.errors import ConfigError, did_you_mean
-from advnorm.data.files import MissingFiles, locate, read_published, reading
+from advnorm._core.errors import Problem, raise_problems, unknown_name
+from advnorm.data.published_files import RemoteFile, find_folder, missing_file_problems, read_verified, reading
+from advnorm.data.registry import register_dataset
 
 FOLDER = "svhn"
 ADDRESS = "http://ufldl.stanford.edu/housenumbers"
@@ -21,18 +23,36 @@ MD5 = {
 SPLITS = ("train", "test", "extra")
 
 
-def svhn(root: Path | str, split: str = "train", *, check: bool = True) -> tuple[Tensor, Tensor]:
-    """Images ``(N, 3, 32, 32)`` as bytes and labels; the digit 0, which the files call 10, is class 0."""
+def missing_svhn(root: Path, split: str, **_options: Any) -> list[Problem]:
+    """Return a problem if the file of a split is missing."""
+    name = f"{split}_32x32.mat"
+    missing = [] if (find_folder(root, FOLDER) / name).is_file() else [name]
+    return missing_file_problems("SVHN", root, missing, f"{ADDRESS}/{name}", FOLDER)
+
+
+@register_dataset(
+    "svhn",
+    "99,289 house numbers, 3×32×32, and 531,131 extra",
+    num_classes=10,
+    splits=SPLITS,
+    size=(73_257, 32, 10),
+    missing=missing_svhn,
+    remote_files=tuple(
+        RemoteFile(address=f"{ADDRESS}/{split}_32x32.mat", md5=MD5[f"{split}_32x32.mat"], split=split)
+        for split in SPLITS
+    ),
+)
+def read_svhn(root: Path | str, split: str = "train", *, check: bool = True) -> tuple[Tensor, Tensor]:
+    """Return images ``(N, 3, 32, 32)`` as bytes and labels; the digit 0, label 10 in the files, is class 0."""
     import numpy as np
     from scipy.io import loadmat
 
     if split not in SPLITS:
-        raise ConfigError(f"unknown split {split!r}{did_you_mean(split, SPLITS)}")
+        raise_problems([unknown_name("split", split, SPLITS)])
+    raise_problems(missing_svhn(Path(root), split))
     name = f"{split}_32x32.mat"
-    path = locate(Path(root), FOLDER) / name
-    if not path.is_file():
-        raise MissingFiles("SVHN", Path(root), [name], f"{ADDRESS}/{name}", FOLDER)
-    content = read_published(path, MD5[name] if check else None)
+    path = find_folder(Path(root), FOLDER) / name
+    content = read_verified(path, MD5[name] if check else None)
     with reading(path):
         arrays = loadmat(io.BytesIO(content))
         images, digits = arrays["X"], arrays["y"].reshape(-1)

@@ -1,15 +1,17 @@
-"""Images that cost nothing and can be learned: a coarse random pattern per class, and noise on it."""
+"""Generated images that a network can learn: a coarse random pattern for each class, with noise on it."""
 
 from __future__ import annotations
 
 import torch
 
-from advnorm._core.errors import ConfigError, did_you_mean, raise_all
+from advnorm._core.errors import Problem, raise_problems, unknown_name
 from advnorm._core.seeding import ImageNoise
-from advnorm.data.sets import ImageData
+from advnorm.data.image_data import ImageData
+from advnorm.data.registry import register_dataset
 
 
-def synthetic(
+@register_dataset("synthetic", "a random pattern for each class with noise, generated", needs_root=False)
+def read_synthetic(
     split: str = "train",
     *,
     size: int = 512,
@@ -18,11 +20,16 @@ def synthetic(
     channels: int = 3,
     seed: int = 0,
 ) -> ImageData:
-    """Images ``(size, channels, image_size, image_size)`` as bytes; both splits share the patterns."""
-    if split not in ("train", "test"):
-        raise ConfigError(f"unknown split {split!r}{did_you_mean(split, ('train', 'test'))}")
+    """Return images ``(size, channels, image_size, image_size)`` as bytes; both splits have the same patterns."""
     counts = {"size": size, "classes": classes, "image_size": image_size, "channels": channels}
-    raise_all([f"{name} must be at least 1, got {count}" for name, count in counts.items() if count < 1], "bad data")
+    problems = [
+        Problem(code="out_of_range", message="{field} must be at least 1", field=name, got=count)
+        for name, count in counts.items()
+        if count < 1
+    ]
+    if split not in ("train", "test"):
+        problems.append(unknown_name("split", split, ("train", "test")))
+    raise_problems(problems, "bad data")
     patterns = ImageNoise(seed, torch.arange(classes)).fold("pattern").uniform((channels, 4, 4))
     patterns = torch.nn.functional.interpolate(patterns, size=(image_size, image_size))
     labels = torch.arange(size) % classes

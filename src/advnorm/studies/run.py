@@ -24,8 +24,8 @@ from advnorm._core.records import digest, read_json, write_json
 from advnorm.analysis import ANALYSES, extract_features
 from advnorm.analysis.moments import named_attack
 from advnorm.config.config import Config, Named
-from advnorm.data import FolderData, add_split, load
-from advnorm.data.catalogue import ENVIRONMENT
+from advnorm.data import FolderData, add_split, data_problems, load
+from advnorm.data.registry import ENVIRONMENT
 from advnorm.evaluation.benchmark import benchmark
 from advnorm.evaluation.partial_record import unwritable
 from advnorm.evaluation.target import open_run, resolve_device
@@ -210,11 +210,10 @@ def blocked(todo: Iterable[Task]) -> list[str]:
     lacking = []
     for task in {repr(task.found().config.data): task for task in waiting if task.features is None}.values():
         data = task.found().config.data
-        try:
-            load(data.name, "train", task.data_dir, **data.options)
+        missing = data_problems(data.name, "train", task.data_dir, **data.options)
+        if not missing:
             return problems
-        except ConfigError as error:
-            lacking.append(str(error))
+        lacking += map(str, missing)
     return problems + lacking
 
 

@@ -1,4 +1,4 @@
-"""A split of a data set, in memory or on disk, and how to hold a part of it out."""
+"""One split of a data set, in memory or on disk, and the split into training and held-out images."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from advnorm._core.errors import ConfigError, raise_all
+from advnorm._core.errors import ConfigError, Description, Problem, raise_problems
 from advnorm._core.records import digest
 from advnorm._core.seeding import ImageNoise
 
@@ -33,25 +33,27 @@ class ImageData:
 
     def __post_init__(self) -> None:
         images, labels = self.images, self.labels
-        problems = []
+        problems: list[Problem] = []
+
+        def report(code: str, field: str, message: str, got: object, hint: str = "") -> None:
+            problems.append(Problem(code=code, message=f"{{field}} must {message}", field=field, got=got, hint=hint))
+
         if images.dim() != 4 or not images.numel():
-            problems.append(f"images have the shape (N, C, H, W) and are not empty, got {tuple(images.shape)}")
+            report("wrong_shape", "images", "have shape (N, C, H, W) and not be empty", tuple(images.shape))
         if images.dtype not in (torch.uint8, torch.float32):
-            problems.append(f"images are uint8, or float32 in [0, 1], got {images.dtype}")
+            report("wrong_dtype", "images", "be uint8, or float32 in [0, 1]", Description(images.dtype))
         elif images.dtype == torch.float32 and not bool(((images >= 0) & (images <= 1)).all()):
-            problems.append("float images lie in [0, 1]; divide them by their largest possible value")
+            got = Description(f"values from {float(images.min()):g} to {float(images.max()):g}")
+            report("out_of_range", "images", "lie in [0, 1]", got, "divide by the largest possible value")
         if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
-            problems.append(
-                f"labels are int64, one per image, got {labels.dtype} {tuple(labels.shape)} for {len(images)} images"
-            )
+            got = Description(f"{labels.dtype} of shape {tuple(labels.shape)} for {len(images)} images")
+            report("wrong_shape", "labels", "be int64, one for each image", got)
         elif len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < self.num_classes:
-            problems.append(
-                f"labels lie in [0, {self.num_classes}), got {int(labels.min())} to {int(labels.max())}; "
-                "check the file and num_classes"
-            )
+            got = Description(f"{int(labels.min())} to {int(labels.max())}")
+            report("out_of_range", "labels", f"lie in [0, {self.num_classes})", got, "check the file and num_classes")
         if images.device.type != "cpu" or labels.device.type != "cpu":
-            problems.append("images and labels stay on the CPU; a loader moves them to its device")
-        raise_all(problems, f"bad data {self.name}/{self.split}")
+            report("wrong_device", "images", "be on the CPU, and so must labels", images.device, "a loader moves them")
+        raise_problems(problems, f"bad data {self.name}/{self.split}")
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -68,12 +70,12 @@ class ImageData:
         return digest(self.images, self.labels)
 
     def pixels(self, rows: Rows = slice(None)) -> Tensor:
-        """Images as float32 in [0, 1]."""
+        """Return images as float32 in [0, 1]."""
         images = self.images[rows]
         return images.float() / 255 if images.dtype == torch.uint8 else images
 
     def take(self, rows: Rows) -> ImageData:
-        """Some of the images, in the given order."""
+        """Return some of the images, in the given order."""
         return replace(self, images=self.images[rows], labels=self.labels[rows])
 
 
@@ -81,7 +83,7 @@ class ImageData:
 class FolderData:
     """Images on disk, decoded on demand: ``files`` relative to ``root``, and a label for each.
 
-    An image is resized so that its shorter side is ``resize``, then its centre of ``image_size`` squared is cut out.
+    An image is resized so that its shorter side is ``resize``; then the center of ``image_size`` squared is cropped.
     """
 
     name: str
@@ -96,16 +98,19 @@ class FolderData:
     def __post_init__(self) -> None:
         problems = []
         if not self.files or len(self.files) != len(self.labels):
-            problems.append(f"needs one label per file, got {len(self.files)} files and {len(self.labels)} labels")
+            got = Description(f"{len(self.labels)} labels for {len(self.files)} files")
+            message = "{field} must have one entry for each file"
+            problems.append(Problem(code="wrong_shape", message=message, field="labels", got=got))
         if not 1 <= self.image_size <= self.resize:
-            problems.append(f"needs 1 <= image_size <= resize, got {self.image_size} and {self.resize}")
-        raise_all(problems, f"bad data {self.name}/{self.split}")
+            message = f"{{field}} must be from 1 to resize ({self.resize})"
+            problems.append(Problem(code="out_of_range", message=message, field="image_size", got=self.image_size))
+        raise_problems(problems, f"bad data {self.name}/{self.split}")
 
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, position: int) -> tuple[Tensor, int]:
-        return self.bytes_of(position).float() / 255, int(self.labels[position])
+        return self.center_crop(position).float() / 255, int(self.labels[position])
 
     @property
     def num_classes(self) -> int:
@@ -119,64 +124,71 @@ class FolderData:
 
     @property
     def paths(self) -> list[Path]:
-        """Where each image is."""
+        """The path of each image."""
         return [self.root / file for file in self.files]
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of file names, labels and sizes; what is inside the files is not read."""
+        """A hash of file names, labels and sizes; it does not cover the content of the files."""
         return digest(self.files, self.labels, self.classes, self.image_size, self.resize)
 
-    def decoded(self, position: int) -> Image:
-        """The image as it is on disk, with three channels; a damaged file is refused by name."""
+    def decode(self, position: int) -> Image:
+        """Return the image on disk, with three channels; raise if the file is damaged."""
         from PIL import Image
 
         path = self.root / self.files[position]
         try:
             with Image.open(path) as image:
-                return _eight_bits(image, path).convert("RGB")
+                return _to_eight_bits(image, path).convert("RGB")
         except ConfigError:
             raise
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise ConfigError(f"cannot decode {path}: {error}; replace the file or remove it") from None
+            raise ConfigError(
+                "damaged_file", f"cannot decode {path}: {error}", field="files", hint="replace the file or remove it"
+            ) from None
 
-    def bytes_of(self, position: int) -> Tensor:
-        """The resized centre of an image, ``(3, H, W)`` as bytes."""
-        image = self.decoded(position)
-        side = min(image.size) * self.image_size / self.resize  # of the centre, in the pixels of the file
+    def center_crop(self, position: int) -> Tensor:
+        """Return the resized center of an image, ``(3, H, W)`` as bytes."""
+        image = self.decode(position)
+        side = min(image.size) * self.image_size / self.resize  # of the center, in pixels of the file
         left, top = (image.width - side) / 2, (image.height - side) / 2
-        return resized(image, self.image_size, (left, top, left + side, top + side))
+        return resize_crop(image, self.image_size, (left, top, left + side, top + side))
 
     def take(self, rows: Rows) -> FolderData:
-        """Some of the images, in the given order."""
+        """Return some of the images, in the given order."""
         positions = torch.arange(len(self))[rows]
         return replace(self, files=tuple(self.files[p] for p in positions.tolist()), labels=self.labels[positions])
 
     def in_memory(self) -> ImageData:
-        """Every image decoded and resized, for sets that fit."""
-        images = torch.stack([self.bytes_of(position) for position in range(len(self))])
+        """Decode and resize every image, for sets that fit into memory."""
+        images = torch.stack([self.center_crop(position) for position in range(len(self))])
         return ImageData(
             name=self.name, split=self.split, images=images, labels=self.labels, num_classes=self.num_classes
         )
 
 
-def _eight_bits(image: Image, path: Path) -> Image:
-    """An image with values of 0 to 255: PIL would clip wider ones. Of 32 bits nobody knows which value is white."""
+def _to_eight_bits(image: Image, path: Path) -> Image:
+    """Scale a 16-bit image to values from 0 to 255, where Pillow would clip. The white of 32-bit images is unknown."""
     import numpy as np
     from PIL import Image as images
 
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):  # of 16 bits at most
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):  # at most 16 bits
         return images.fromarray(np.rint(np.asarray(image) / 257).astype(np.uint8))
     if image.mode in ("I", "F"):
         kind = "floating-point" if image.mode == "F" else "32-bit"
-        raise ConfigError(f"{path} holds {kind} values without a known white; save it with 8 or 16 bits per channel")
+        raise ConfigError(
+            "not_supported",
+            f"{path} holds {kind} values without a known white",
+            field="files",
+            hint="save it with 8 or 16 bits per channel",
+        )
     return image
 
 
-def resized(image: Image, size: int, box: tuple[float, float, float, float] | None = None) -> Tensor:
-    """An image, or a box (left, top, right, bottom) of it, as ``(3, size, size)`` bytes, antialiased.
+def resize_crop(image: Image, size: int, box: tuple[float, float, float, float] | None = None) -> Tensor:
+    """Return an image, or a box (left, top, right, bottom) of it, as ``(3, size, size)`` bytes, antialiased.
 
-    Pixels around a box have a part in its border, as if the image were resized first and cut then.
+    Pixels around a box contribute to its border, as if the image were resized before the crop.
     """
     import numpy as np
     from PIL.Image import Resampling
@@ -189,24 +201,23 @@ Data = TypeVar("Data", ImageData, FolderData)
 
 
 def split_held_out(data: Data, held_out: float, seed: int) -> tuple[Data, Data]:
-    """Two disjoint parts: what is left, and a share in (0, 1) or a number of images held out.
+    """Return two disjoint parts: the remaining images, and the held-out ones, a share in (0, 1) or a number of images.
 
-    Which images are held out depends on ``seed`` only. Each class gives its share, rounded by largest remainders, so
-    that no class is off by one image or more.
+    The choice depends on ``seed`` only. Each class contributes its share, rounded by largest remainders, so that every
+    class is less than one image away from its exact share.
     """
     total = len(data)
     is_share = isinstance(held_out, float) and 0 < held_out < 1
     count = round(held_out * total) if is_share else held_out
     if isinstance(count, bool) or not isinstance(count, int) or not 0 < count < total:
-        raise ConfigError(
-            f"held_out is a share in (0, 1) or a number of images from 1 to {total - 1}, got {held_out!r} of {total}"
-        )
+        message = f"{{field}} must be a share in (0, 1) or a number of images from 1 to {total - 1}"
+        raise ConfigError("out_of_range", message, field="held_out", got=held_out)
     sizes = torch.bincount(data.labels, minlength=data.num_classes)
     quotas = sizes * count // total
     remainders = sizes * count % total
     quotas[remainders.argsort(descending=True, stable=True)[: count - int(quotas.sum())]] += 1
 
-    # Every image's place in a random order of its class: sort by class, randomly within it.
+    # Sort by class, in random order within a class; `place` is the position of an image within its class.
     shuffled = ImageNoise(seed, torch.arange(total)).fold("held_out").bits(()).argsort(stable=True)
     by_class = shuffled[data.labels[shuffled].argsort(stable=True)]
     starts = sizes.cumsum(0) - sizes

@@ -1,0 +1,137 @@
+"""Published files: find, verify by checksum, download. Nothing in them is executed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import tarfile
+import tempfile
+import urllib.error
+import urllib.request
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from advnorm._core.errors import ConfigError, Problem
+
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteFile:
+    """A file at its official address, with the md5 sum that its authors publish."""
+
+    address: str
+    md5: str
+    split: str | None = None  # None: the file serves every split
+
+
+def find_folder(root: Path, folder: str) -> Path:
+    """Return the folder of a data set; the user names that folder or its parent."""
+    return root / folder if (root / folder).is_dir() else root
+
+
+def missing_file_problems(title: str, root: Path, missing: Sequence[str], address: str, folder: str) -> list[Problem]:
+    """Return one problem that lists the missing files, or nothing."""
+    if not missing:
+        return []
+    unpack = "unpack" if _is_archive(address) else "put"
+    hint = (
+        f"{unpack} {address} there, name the folder that holds {folder}, or use advnorm.data.load(..., download=True) "
+        "in Python or advnorm train --download in the shell"
+    )
+    message = f"{title} is not at {root}: missing {', '.join(missing)}"
+    return [Problem(code="missing_file", message=message, field="root", hint=hint)]
+
+
+def read_verified(path: Path, md5: str | None, *, size: int | None = None) -> bytes:
+    """Return the content of a file; raise if its size or md5 sum is known and differs."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError("damaged_file", f"cannot read {path}: {error.strerror or error}", field="root") from None
+    if size is not None and len(content) != size:
+        raise _damaged(f"{path} has {len(content):,} bytes instead of {size:,}")
+    if md5 is not None and hashlib.md5(content, usedforsecurity=False).hexdigest() != md5:
+        raise _damaged(f"{path} is not the published file (the md5 sum differs)")
+    return content
+
+
+def _damaged(message: str) -> ConfigError:
+    return ConfigError("damaged_file", message, field="root", hint="download it again")
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Scope: an error while a file is parsed becomes an error that names the file."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:  # parsers of foreign formats raise many types
+        raise _damaged(f"cannot read {path}: {error or type(error).__name__}") from None
+
+
+def download_files(files: Sequence[RemoteFile], root: Path) -> None:
+    """Download files into ``root`` and unpack archives; an interrupted download leaves the folder unchanged."""
+    root.mkdir(parents=True, exist_ok=True)
+    for remote in files:
+        with tempfile.TemporaryDirectory(dir=root, prefix=".download-") as scratch:
+            name = remote.address.rsplit("/", 1)[-1]
+            file, content = Path(scratch) / name, Path(scratch) / "content"
+            _download(remote, file)
+            content.mkdir()
+            if _is_archive(name):
+                with reading(file):
+                    _unpack(file, content)
+            else:
+                os.replace(file, content / name)
+            shutil.copytree(content, root, dirs_exist_ok=True, copy_function=os.replace)
+
+
+def _is_archive(name: str) -> bool:
+    return name.endswith((".tar.gz", ".tgz", ".tar", ".zip"))
+
+
+def _unpack(archive: Path, target: Path) -> None:
+    if archive.suffix == ".zip":
+        with zipfile.ZipFile(archive) as file:  # removes drives, leading slashes and ".." from names
+            file.extractall(target)
+    else:
+        with tarfile.open(archive) as file:
+            file.extractall(target, filter="data")
+
+
+def _download(remote: RemoteFile, target: Path) -> None:
+    from rich.progress import DownloadColumn, Progress
+
+    md5 = hashlib.md5(usedforsecurity=False)
+    try:
+        with (
+            urllib.request.urlopen(remote.address, timeout=60) as response,
+            target.open("wb") as file,
+            Progress(*Progress.get_default_columns(), DownloadColumn(), transient=True) as progress,
+        ):
+            length = response.headers.get("Content-Length")
+            task = progress.add_task(target.name, total=int(length) if length else None)
+            while chunk := response.read(_CHUNK_BYTES):
+                file.write(chunk)
+                md5.update(chunk)
+                progress.advance(task, len(chunk))
+    except (OSError, urllib.error.URLError) as error:
+        raise ConfigError(
+            "download_failed",
+            f"cannot download {remote.address}: {error}",
+            field="download",
+            hint="get the file by other means and unpack it in the data folder",
+        ) from None
+    if md5.hexdigest() != remote.md5:
+        raise ConfigError(
+            "damaged_file",
+            f"{remote.address} is not the published file (the md5 sum differs); nothing was kept",
+            field="download",
+            hint="try again",
+        )

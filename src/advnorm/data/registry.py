@@ -1,0 +1,146 @@
+"""The registry of data sets: what each one is called, what it needs, and ``load``."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from advnorm._core.errors import ConfigError, Problem, raise_problems, unknown_name
+from advnorm._core.registry import Registry, keywords
+from advnorm.data.image_data import FolderData, ImageData
+from advnorm.data.published_files import RemoteFile, download_files
+
+#: The environment variable that names the data folder if the caller names none.
+ENVIRONMENT = "ADVNORM_DATA"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSource:
+    """A registered data set: ``read(root, split, **options)``, or ``read(split, **options)`` if it needs no files."""
+
+    read: Callable[..., ImageData | FolderData]
+    summary: str
+    splits: tuple[str, ...] = ("train", "test")
+    needs_root: bool = True
+    #: Number of training images, side in pixels and number of classes, if they are the same for every user.
+    size: tuple[int, int, int] | None = None
+    #: ``missing(root, split, **options)`` returns a problem for missing files; it reads no images.
+    missing: Callable[..., list[Problem]] | None = None
+    #: What ``load(..., download=True)`` fetches.
+    remote_files: tuple[RemoteFile, ...] = ()
+
+    @property
+    def options(self) -> Mapping[str, inspect.Parameter]:
+        """The keyword-only parameters of the reader."""
+        return keywords(self.read)
+
+
+DATASETS: Registry[DataSource] = Registry("data set")
+
+
+def register_dataset(
+    name: str, summary: str, *, num_classes: int | None = None, **source: Any
+) -> Callable[[Callable[..., Any]], Any]:
+    """Register a reader under ``name``; further arguments are fields of :class:`DataSource`.
+
+    The reader returns ``ImageData`` or ``FolderData``; with ``num_classes`` it returns images and labels.
+    """
+
+    def register(read: Callable[..., Any]) -> Callable[..., Any]:
+        reader = read if num_classes is None else _as_image_data(name, read, num_classes)
+        DATASETS.add(name, DataSource(read=reader, summary=summary, **source))
+        return read
+
+    return register
+
+
+def _as_image_data(name: str, read: Callable[..., tuple[Tensor, Tensor]], num_classes: int) -> Callable[..., ImageData]:
+    @functools.wraps(read)
+    def read_image_data(*root_and_split: Any, **options: Any) -> ImageData:
+        images, labels = read(*root_and_split, **options)
+        return ImageData(name=name, split=root_and_split[-1], images=images, labels=labels, num_classes=num_classes)
+
+    return read_image_data
+
+
+def list_datasets(pattern: str = "*") -> list[str]:
+    """Return the names of the registered data sets that match a shell pattern."""
+    return DATASETS.names(pattern)
+
+
+def data_problems(name: str, split: str, root: Path | str | None = None, **options: Any) -> list[Problem]:
+    """Return why ``load`` with the same arguments would fail: wrong arguments, missing files. Reads no images."""
+    source = DATASETS.get(name)
+    problems = _argument_problems(name, source, split, root, options)
+    folder = _data_folder(root)
+    if not problems and source.missing is not None and folder is not None:
+        problems = source.missing(folder, split, **options)
+    return problems
+
+
+def load(
+    name: str, split: str, root: Path | str | None = None, *, download: bool = False, **options: Any
+) -> ImageData | FolderData:
+    """Read one split of a registered data set; ``root`` is the folder of its files or the parent of that folder.
+
+    Without ``root`` the environment variable ``ADVNORM_DATA`` names the folder. ``download=True`` fetches missing files
+    from the official address into ``root``. docs/data.md lists the options of each data set, for example
+    ``load("cifar10c", "test", root, corruption="fog", severity=3)``.
+    """
+    source = DATASETS.get(name)
+    problems = _argument_problems(name, source, split, root, options)
+    remote_files = [file for file in source.remote_files if file.split in (None, split)]
+    if download and source.needs_root and not remote_files:
+        hint = "get it from its authors and name its folder: --data-dir (in Python: root)"
+        problems.append(
+            Problem(code="not_supported", message=f"{name} cannot be downloaded", field="download", hint=hint)
+        )
+    raise_problems(problems, "bad data")
+    folder = _data_folder(root)
+    if folder is None or not source.needs_root:
+        return source.read(split, **options)
+    try:
+        return source.read(folder, split, **options)
+    except ConfigError as error:
+        if not download or error.code != "missing_file":
+            raise
+    download_files(remote_files, folder)
+    return source.read(folder, split, **options)
+
+
+def _data_folder(root: Path | str | None) -> Path | None:
+    root = root if root is not None else os.environ.get(ENVIRONMENT) or None
+    return None if root is None else Path(root).expanduser()
+
+
+def _argument_problems(
+    name: str, source: DataSource, split: str, root: Path | str | None, options: Mapping[str, Any]
+) -> list[Problem]:
+    problems = [
+        unknown_name(f"option of {name}", option, source.options, field=option)
+        for option in options
+        if option not in source.options
+    ]
+    problems += [
+        Problem(code="missing_option", message=f"{name} needs the option {option!r}", field=option)
+        for option, parameter in source.options.items()
+        if parameter.default is parameter.empty and option not in options
+    ]
+    if split not in source.splits:
+        problems.append(unknown_name(f"split of {name}", split, source.splits, field="split"))
+    if source.needs_root and _data_folder(root) is None:
+        hint = (
+            "name it with --data-dir (in Python: data_dir, or root of load), or in the environment variable "
+            f"{ENVIRONMENT}"
+        )
+        problems.append(
+            Problem(code="missing_folder", message=f"{name} is read from a folder", field="root", hint=hint)
+        )
+    return problems

@@ -1,0 +1,18 @@
+"""Generated images."""
+
+import torch
+
+from advnorm.data import load
+
+
+def test_classes_can_be_learned_and_splits_differ():
+    options = {"size": 60, "classes": 6, "image_size": 9, "channels": 2}
+    train, test = load("synthetic", "train", **options), load("synthetic", "test", **options)
+    assert train.image_shape == (2, 9, 9) and train.images.dtype == torch.uint8 and len(train) == 60
+    assert train.labels.bincount().tolist() == [10] * 6
+    assert not (train.images == test.images).all()
+    assert train.fingerprint == load("synthetic", "train", **options).fingerprint
+    assert train.fingerprint != load("synthetic", "train", **options, seed=1).fingerprint
+    centres = torch.stack([train.pixels(train.labels == label).mean(0) for label in range(6)])
+    nearest = torch.cdist(test.pixels().flatten(1), centres.flatten(1)).argmin(1)
+    assert torch.equal(nearest, test.labels)
