@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from advnorm import attacks
-from advnorm._core.errors import AdvnormError, ConfigError
+from advnorm._core.errors import ConfigError
+from advnorm._core.memory import AdaptiveBatchSize
 from advnorm._core.seeding import ImageNoise
 from advnorm.attacks import APGD, PGD
 from advnorm.attacks.apgd import _Dense, _Sparse
 from advnorm.attacks.base import attacked
 from advnorm.attacks.search import (
     Grid,
-    Halving,
     Victim,
     bucket,
     filled,
@@ -466,20 +466,6 @@ def test_a_refuted_candidate_makes_way_for_the_next():
     assert torch.allclose((found.x_adv - x).flatten(1).amax(1), torch.tensor([0.02, 0.01, 0.01]))
 
 
-def test_a_batch_size_halves_until_it_fits_and_only_the_failed_part_is_repeated():
-    halving, calls = Halving(64), []
-
-    def work(part: slice) -> int:
-        calls.append(part.stop - part.start)
-        if calls[-1] > 10:
-            raise torch.OutOfMemoryError("out of memory")
-        return calls[-1]
-
-    assert sum(halving.over(30, work)) == 30
-    assert calls == [30, 15, 7, 7, 7, 7, 2]
-    assert halving.halved == [30, 15] and halving.size == 7
-
-
 def test_rows_are_filled_up_to_few_sizes():
     assert [bucket(rows, 16) for rows in (1, 2, 3, 9, 16, 17, 32, 33, 708)] == [1, 2, 4, 16, 16, 32, 32, 48, 720]
     x = torch.rand(3, 2, requires_grad=True)
@@ -490,31 +476,9 @@ def test_rows_are_filled_up_to_few_sizes():
     assert torch.equal(gradient, torch.ones(3, 2))
 
 
-def test_one_image_that_does_not_fit_is_told():
-    def work(part: slice) -> None:
-        raise torch.OutOfMemoryError("out of memory")
-
-    with pytest.raises(AdvnormError, match="not suffice for a single image"):
-        Halving(4).over(4, work)
-    with pytest.raises(AdvnormError, match="not suffice for 2 images"):
-        Halving(4, least=2).over(4, work)
-
-
-@pytest.mark.parametrize("count", range(1, 30))
-def test_no_part_is_smaller_than_asked_for_even_where_memory_runs_out(count):
-    def work(part: slice) -> range:
-        if part.stop - part.start > 5:
-            raise torch.OutOfMemoryError("out of memory")
-        return range(part.start, part.stop)
-
-    parts = Halving(8, least=2).over(count, work)
-    assert [place for part in parts for place in part] == list(range(count))
-    assert all(len(part) >= 2 for part in parts) or count == 1
-
-
 def test_a_victim_splits_forwards_and_gradients(linf):
     x, y = linf.first(20)
-    whole, parts = Victim(linf.model), Victim(linf.model, memory=Halving(7))
+    whole, parts = Victim(linf.model), Victim(linf.model, memory=AdaptiveBatchSize(7))
 
     def value(logits: Tensor, part: slice) -> Tensor:
         return logits[torch.arange(len(logits)), y[part]]

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 import advnorm
 from advnorm import attacks
 from advnorm._core.errors import AdvnormError, ConfigError
+from advnorm._core.memory import AdaptiveBatchSize
 from advnorm._core.seeding import ImageNoise
 from advnorm.attacks.apgd import APGD, _climb, _Dense, _Rows
 from advnorm.attacks.autoattack import VERSIONS, AutoAttack, _in_buckets
 from advnorm.attacks.autoattack_record import AutoAttackResult, Record
 from advnorm.attacks.fab import FAB
 from advnorm.attacks.losses import cross_entropy
-from advnorm.attacks.search import Grid, Halving, Victim
+from advnorm.attacks.search import Grid, Victim
 from advnorm.threat import NORMS, ThreatModel
 
 STANDARD = VERSIONS["standard"]
@@ -177,7 +178,7 @@ def test_strict_forwards_on_a_gpu_have_few_sizes_and_none_beyond_the_memory():
         sizes.append(len(x))
         return 2 * x
 
-    memory = Halving(100)
+    memory = AdaptiveBatchSize(100)
     forward = _in_buckets(predict, memory, searches=False)
     x = torch.rand(120, 3, requires_grad=True)
     for rows in (1, 5, 31, 33, 97):
@@ -187,7 +188,7 @@ def test_strict_forwards_on_a_gpu_have_few_sizes_and_none_beyond_the_memory():
     assert sizes == [1, 8, 32, 64, 100, 3]
     (gradient,) = torch.autograd.grad(forward(x[:5]).sum(), x)
     assert torch.equal(gradient[:5], torch.full((5, 3), 2.0)) and not gradient[5:].any()
-    forward = _in_buckets(predict, Halving(800), searches=True)  # fewer sizes: kernels are tried for each
+    forward = _in_buckets(predict, AdaptiveBatchSize(800), searches=True)  # fewer sizes: kernels are tried for each
     sizes.clear()
     for rows in (60, 70, 101, 700, 790):
         forward(torch.rand(rows, 3))

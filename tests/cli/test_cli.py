@@ -84,7 +84,7 @@ def test_bench_norms_prints_ratios_and_writes_a_record(tmp_path):
         (("bench", "norms", "--model", "resnet81"), "did you mean 'resnet18'"),
         (("bench", "norms", "--precision", "fp8"), "unknown precision 'fp8'"),
         (("bench", "norms", "--rounds", "-1"), "rounds at least 1"),
-        (("bench", "norms", "--device", "gpu"), "unknown device 'gpu'; use 'cpu' or 'cuda'"),
+        (("bench", "norms", "--device", "gpu"), "unknown device 'gpu'; use 'cpu', 'cuda'"),
         (("ls", "norms", "x*"), "no norm matches 'x*'"),
     ],
 )
@@ -99,9 +99,9 @@ def test_a_bench_refuses_a_place_that_cannot_be_written_before_it_measures(kind,
     for name in ("norms.bench_norms", "train.bench_train", "autoattack.subject"):
         monkeypatch.setattr(f"advnorm.bench.{name}", lambda *_, **__: pytest.fail("measured first"))
     (tmp_path / "file").touch()
-    for place, message in ((tmp_path, "is a folder; name a file in it"), (tmp_path / "file" / "r", "is no folder")):
+    for place in (tmp_path, tmp_path / "file" / "r"):
         out = invoke("bench", kind, "--json", str(place))
-        assert isinstance(out.exception, AdvnormError) and message in str(out.exception)
+        assert isinstance(out.exception, AdvnormError) and out.exception.code == "not_writable"
 
 
 def test_a_wrong_precision_is_refused_before_a_network_is_trained(monkeypatch):

@@ -7,10 +7,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from advnorm._core.exit_codes import PREEMPTED
 from advnorm.cli import demo
 from advnorm.cli.app import app
 from advnorm.cli.demo import ATTACKS, Judged, findings
-from advnorm.training import PREEMPTED
 
 QUICK = {"seed": 3, "quick": True}
 

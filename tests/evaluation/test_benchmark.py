@@ -23,18 +23,20 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import advnorm
 from advnorm._core import provenance
-from advnorm._core.errors import AdvnormError, ConfigError
+from advnorm._core.errors import ConfigError
+from advnorm._core.locks import exclusive
 from advnorm.attacks import PGD
 from advnorm.attacks.autoattack import AutoAttack
 from advnorm.attacks.autoattack_record import Record
 from advnorm.cli import evaluate as cli
 from advnorm.cli import listing
 from advnorm.data import ImageData, load, make_loader
-from advnorm.evaluation import BenchmarkResult, accuracy_against_eps, accuracy_against_steps, benchmark, runner
+from advnorm.evaluation import BenchmarkResult, accuracy_against_eps, accuracy_against_steps, benchmark
 from advnorm.evaluation.data_source import gather
-from advnorm.evaluation.partial_record import Partial, alone
+from advnorm.evaluation.partial_record import Partial
 from advnorm.evaluation.plan import prepare
 from advnorm.evaluation.target import load_test_data
+from support.problems import raises_problem
 
 THREAT = advnorm.ThreatModel(eps=0.2)
 ATTACKS = ["fgsm", "pgd10", "apgd-ce-steps10"]
@@ -242,7 +244,7 @@ def test_a_log_gets_a_line_now_and_then(sound, data, monkeypatch, capsys):
     """Standard error is no terminal here."""
     benchmark(sound, some(data), THREAT, "pgd10", batch_size=10, progress=True)
     assert capsys.readouterr().err == ""  # over within half a minute
-    monkeypatch.setattr(runner._Lines, "EVERY", 0.0)
+    monkeypatch.setattr("advnorm._core.progress.LINE_EVERY", 0.0)
     result = benchmark(sound, some(data), THREAT, "pgd10", batch_size=10, progress=True)
     (found,) = result.accuracy.values()
     right = round(40 * found["clean"])  # the others need no attack
@@ -267,7 +269,7 @@ def test_the_table_has_whole_names_on_a_narrow_terminal(dual, data):
 
 def test_a_second_process_on_one_record_is_refused(data, tmp_path):
     path = tmp_path / "deep" / "r.json"
-    with alone(path), pytest.raises(ConfigError, match="another process is writing this record"):
+    with exclusive(path), raises_problem("busy"):
         benchmark(Counting(), some(data), THREAT, "fgsm", record=path)
     benchmark(Counting(), some(data), THREAT, "fgsm", record=path)
     assert list(path.parent.iterdir()) == [path]
@@ -275,9 +277,9 @@ def test_a_second_process_on_one_record_is_refused(data, tmp_path):
 
 def test_a_record_that_cannot_be_written_is_refused_before_any_work(data, tmp_path):
     (tmp_path / "file").touch()
-    for path, message in ((tmp_path, "is a folder"), (tmp_path / "file" / "r.json", "is no folder")):
+    for path in (tmp_path, tmp_path / "file" / "r.json"):
         model = Counting()
-        with pytest.raises(ConfigError, match=message):
+        with raises_problem("not_writable", str(path)):
             benchmark(model, some(data), THREAT, "fgsm", record=path)
         assert model.forwards <= 1
 
@@ -633,7 +635,7 @@ def test_a_result_is_shown_where_its_record_cannot_be_written(own_model, name):
     asked = cli.Asked(
         target="my_model_of_tests:build", data="digits", limit=40, device="cpu", json=Path("r.json"), eps="0.01"
     )
-    with pytest.raises(AdvnormError, match=f"cannot write {name}: Is a directory; make room"):
+    with raises_problem("not_writable", name):
         cli.evaluate(console, asked, attacks=["fgsm"])
     assert ("accuracy, 40 images" in console.export_text()) == (name == "r.json")  # the partial one fails half-way
 

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 import advnorm
 from advnorm import ConfigError
+from advnorm._core.exit_codes import PREEMPTED
 from advnorm._core.records import write_json
 from advnorm.cli import listing
 from advnorm.cli.app import app, spelled_out
@@ -17,7 +18,6 @@ from advnorm.studies import STUDIES
 from advnorm.studies.record import FORMAT
 from advnorm.studies.run import tasks
 from advnorm.studies.summary import decisive
-from advnorm.training import PREEMPTED
 
 
 def invoke(*arguments):
@@ -117,8 +117,8 @@ def test_a_cell_that_fails_is_told_the_others_go_on_and_the_exit_status_is_1(tmp
     [
         ([], "cifar10 is read from a folder; name it with --data-dir"),
         (["--data-dir", "nothing"], "CIFAR-10 is not at nothing: missing .*or use advnorm.data.load"),
-        (["--device", "cuda:99"], "no device 'cuda:99'.*leave it out, or use 'cpu'"),
-        (["--out", __file__], "cannot be written: .* is no folder; choose another place"),
+        (["--device", "cuda:99"], "device 'cuda:99' is not available.*use 'cpu'"),
+        (["--out", __file__], "cannot write .* is not a folder; choose another place"),
         (["--launcher", "slurm"], "unknown launcher 'slurm'; allowed: 'local', 'ray'"),
         (["--address", "auto"], "use the launcher 'ray', or leave it out"),
     ],

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from advnorm import ConfigError
-from advnorm._core.locks import locked
+from advnorm._core.locks import exclusive
 from advnorm._core.records import read_json
 from advnorm.studies import STUDIES
 from advnorm.studies import launch as launching
@@ -279,7 +279,7 @@ def test_a_process_waits_for_one_that_is_about_to_let_go_of_the_run(tmp_path, mo
     held, order = threading.Event(), []
 
     def hold():
-        with locked(tmp_path / ".lock"):
+        with exclusive(tmp_path):
             held.set()
             time.sleep(0.3)
             order.append("let go")
@@ -293,7 +293,7 @@ def test_a_process_waits_for_one_that_is_about_to_let_go_of_the_run(tmp_path, mo
     thread.join()
     assert order == ["let go", "went on"]
     monkeypatch.setattr(launching, "PATIENCE", 0.0)
-    with locked(tmp_path / ".lock"):
+    with exclusive(tmp_path):
         launching._wait_for(tmp_path)  # not for ever: training then says who is there
 
 

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from advnorm import Config, ConfigError, train
-from advnorm._core.locks import LOCK, locked
+from advnorm._core.locks import exclusive
 from advnorm._core.records import write_json
 from advnorm.data import load
 from advnorm.evaluation import benchmark as evaluate
@@ -54,7 +54,7 @@ def test_two_processes_share_a_study_and_each_waits_for_what_the_other_has(tmp_p
     first, second = tasks(STUDIES.get("A/table8"), protocol="smoke", out=tmp_path)[:2]
     first.run.folder.mkdir(parents=True)
     told, outcomes = [], []
-    with locked(first.run.folder / LOCK):
+    with exclusive(first.run.folder):
         thread = threading.Thread(
             target=lambda: outcomes.extend(run_all([first, second], on_outcome=lambda one: told.append(one.task)))
         )

@@ -133,13 +133,13 @@ def full_disk(config: Config, out: Path, rank: int) -> dict[str, Any]:
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    original = checkpoint.write_whole
+    original = checkpoint.write_atomic
     if rank == 0:
-        checkpoint.write_whole = fail
+        checkpoint.write_atomic = fail
     try:
         return raised(config, out)
     finally:
-        checkpoint.write_whole = original
+        checkpoint.write_atomic = original
 
 
 def main(rank: int, world: int, init_file: str, folder: Path) -> None:

@@ -21,7 +21,8 @@ import torch._dynamo  # the first optimizer imports it, for seconds: here, and n
 
 import advnorm
 from advnorm import Config
-from advnorm.training import PREEMPTED, checkpoint
+from advnorm._core.exit_codes import PREEMPTED
+from advnorm.training import checkpoint
 from advnorm.training.journal import Journal
 from advnorm.training.run import Run
 
@@ -85,7 +86,7 @@ DEATHS: dict[str, tuple[Any, float]] = {
     "before_any_checkpoint": (lambda: patched(training.Loop, "train_step", before=lambda *_: die(), at=3), NEVER),
     "in_mid_epoch": (lambda: patched(training.Loop, "train_step", after=die, at=6), EVERY_STEP),
     "after_an_epoch": (lambda: patched(training.Loop, "train_step", before=lambda *_: die(), at=7), NEVER),
-    "writing_half_a_checkpoint": (lambda: patched(checkpoint, "write_whole", before=half_a_file, at=5), EVERY_STEP),
+    "writing_half_a_checkpoint": (lambda: patched(checkpoint, "write_atomic", before=half_a_file, at=5), EVERY_STEP),
     "before_the_pointer_moves": (lambda: patched(checkpoint, "_point", before=lambda *_: die(), at=6), EVERY_STEP),
     "between_last_and_best": (lambda: patched(checkpoint, "alias", before=lambda *_: die(), at=2), NEVER),
     "between_metrics_and_checkpoint": (lambda: patched(Journal, "row", after=die, at=2), NEVER),

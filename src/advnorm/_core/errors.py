@@ -42,8 +42,9 @@ class Problem:
         return f"{message}{got}{f'; {self.hint}' if self.hint else ''}"
 
     def inside(self, parent: str) -> Problem:
-        """The same problem of a part of ``parent``: field ``steps`` inside ``attack`` becomes ``attack.steps``."""
-        return replace(self, field=f"{parent}.{self.field}" if self.field else parent)
+        """Return the problem of a part of ``parent``: field ``steps`` inside ``attack`` becomes ``attack.steps``."""
+        message = self.message if "{field}" in self.message else f"{parent}: {self.message}"
+        return replace(self, message=message, field=f"{parent}.{self.field}" if self.field else parent)
 
 
 class AdvnormError(Exception):
@@ -152,6 +153,8 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def raise_all(problems: Iterable[str], heading: str, kind: type[AdvnormError] = ConfigError) -> None:
+def raise_all(problems: Iterable[str | Problem], heading: str, kind: type[AdvnormError] = ConfigError) -> None:
     """Raise one error for problems that are texts; superseded by :func:`raise_problems`."""
-    raise_problems([Problem(code="unnamed", message=text) for text in problems], heading, kind)
+    raise_problems(
+        [p if isinstance(p, Problem) else Problem(code="unnamed", message=p) for p in problems], heading, kind
+    )

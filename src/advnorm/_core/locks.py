@@ -1,65 +1,115 @@
-"""A lock on a folder that a dead process does not hold."""
+"""Locks on files and folders that end with the process that holds them."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from advnorm._core.errors import ConfigError
 
-#: The file that a process holds which writes into a folder.
-LOCK = ".lock"
-_locks: set[int] = set()
+try:
+    import fcntl
+except ImportError:  # a system without file locks
+    fcntl = None
+
+#: Seconds to wait for a lock: :func:`is_held` of another process takes it for a moment.
+_PATIENCE = 0.2
+_handles: set[int] = set()
 
 
 class Busy(ConfigError):
-    """Another process holds what is wanted."""
+    """Another process holds the lock."""
 
 
-def _let_go() -> None:
-    for handle in _locks:
+def _close_inherited() -> None:
+    for handle in _handles:
         os.close(handle)
+    _handles.clear()
 
 
-# A lock lives as long as any process has its file open: worker processes must not keep that of a dead parent.
+# A lock lasts as long as any process has its file open, so worker processes must not keep that of a dead parent.
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go)
+    os.register_at_fork(after_in_child=_close_inherited)
+
+
+def lock_path(target: Path) -> Path:
+    """The lock file of a folder (inside it) or of a file (beside it)."""
+    return target / ".lock" if target.is_dir() else target.with_name(f"{target.name}.lock")
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Scope: this process alone holds the file; a lock dies with its process. No lock where the system has none."""
-    try:
-        import fcntl
-    except ImportError:
+def exclusive(target: Path | str | None) -> Iterator[None]:
+    """Hold the lock of a file or folder; raise :class:`Busy` if another process holds it. None needs no lock."""
+    if target is None or fcntl is None:
         yield
         return
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    _locks.add(handle)
+    path = lock_path(Path(target))
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Busy(
-                f"another process is training into {path.parent}; wait for it, or choose another out or name"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = _acquire(path, Path(target))
+    except OSError as error:
+        raise ConfigError(
+            "not_writable",
+            f"cannot write {{field}}: {error.strerror or error}",
+            field=str(target),
+            hint="choose another place",
+        ) from error
+    _handles.add(handle)
+    try:
         yield
     finally:
-        _locks.discard(handle)
-        with suppress(OSError):
-            os.close(handle)
+        if handle in _handles:  # not in a forked child
+            _handles.discard(handle)
+            with suppress(OSError):
+                path.unlink(missing_ok=True)  # under the lock; _acquire notices
+            with suppress(OSError):
+                os.close(handle)
 
 
-def busy(path: Path) -> bool:
-    """Whether another process holds the file."""
-    if not path.exists():
+def _acquire(path: Path, target: Path) -> int:
+    """Open and lock a file. A file that its last holder has removed meanwhile is not the lock: open it again."""
+    assert fcntl is not None
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(handle), os.stat(path)):
+                return handle
+        except FileNotFoundError:
+            pass
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(handle)
+                raise Busy(
+                    "busy",
+                    "another process is writing {field}",
+                    field=str(target),
+                    hint="wait for it, or choose another place",
+                ) from None
+            time.sleep(0.02)
+        except OSError:  # a file system without locks
+            return handle
+        os.close(handle)
+
+
+def is_held(target: Path) -> bool:
+    """Whether another process holds the lock of a file or folder."""
+    if fcntl is None:
         return False
     try:
-        with locked(path):
-            return False
-    except Busy:
+        handle = os.open(lock_path(target), os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
         return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(handle)

@@ -16,8 +16,8 @@ def wide(value: Tensor) -> Tensor:
     return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
-#: Makes a scope, as often as it is called.
-Scope = Callable[[], AbstractContextManager[object]]
+#: Makes a new context manager at each call.
+ContextFactory = Callable[[], AbstractContextManager[object]]
 
 
 def float32_as(precision: Literal["ieee", "tf32"], device: torch.device) -> AbstractContextManager[None]:
@@ -31,7 +31,7 @@ def float32_as(precision: Literal["ieee", "tf32"], device: torch.device) -> Abst
     return _products(settings, torch.autocast(device.type, enabled=False))
 
 
-def as_set(device: torch.device) -> Scope:
+def as_set(device: torch.device) -> ContextFactory:
     """Makes scopes in which all of it is as it is now."""
     kind, settings = device.type, _settings()
     on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)

@@ -1,4 +1,4 @@
-"""Records on disk: written whole or not at all, and hashes of what they belong to."""
+"""Files that are complete or absent, checks that they can be written, and digests that identify their contents."""
 
 from __future__ import annotations
 
@@ -6,19 +6,62 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from advnorm._core.errors import ConfigError
+from advnorm._core.errors import AdvnormError, ConfigError, Problem
 
 
-def write_whole(path: Path | str, data: bytes) -> None:
-    """Write a file that is there whole or not at all, also after a loss of power; the old one, if any, stays till then.
+class NotWritable(AdvnormError):
+    """A file could not be written; ``result`` is its intended content if the computation is complete."""
 
-    What a killed process leaves is ``.NAME.PID.part``, see :func:`half_written`.
+    result: Any = None
+
+
+@contextmanager
+def writing(path: Path | str | None, result: Any = None) -> Iterator[None]:
+    """Turn an operating system error (full disk, missing folder) into :class:`NotWritable`, which keeps ``result``."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, AdvnormError):
+            raise
+        problem = NotWritable(
+            "not_writable",
+            f"cannot write {{field}}: {error.strerror or error}",
+            field=str(path),
+            hint="free disk space or choose another place; earlier files are intact, and the same command resumes",
+        )
+        problem.result = result
+        raise problem from error
+
+
+def writable_problems(path: Path | str) -> list[Problem]:
+    """Reasons why a file cannot be written, to report before the computation that it is for."""
+
+    def problem(message: str, hint: str = "choose another place") -> list[Problem]:
+        return [Problem(code="not_writable", message=message, field=str(path), hint=hint)]
+
+    path = Path(path)
+    if path.is_dir():
+        return problem("{field} is a folder", "name a file in it")
+    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    if not parent.is_dir():
+        return problem(f"cannot write {{field}}: {parent} is not a folder")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        return problem(f"cannot write {{field}}: no permission for {parent}")
+    return []
+
+
+def write_atomic(path: Path | str, data: bytes) -> None:
+    """Write a file so that it is complete or absent, even after a power loss; an old file stays until then.
+
+    A killed process leaves ``.NAME.PID.part``, see :func:`interrupted_write`.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -32,39 +75,41 @@ def write_whole(path: Path | str, data: bytes) -> None:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)  # a new name in a folder survives a loss of power only when it is synced
+    folder = os.open(path.parent, os.O_RDONLY)  # a new name survives a power loss only if its folder is synced
     try:
         os.fsync(folder)
     finally:
         os.close(folder)
 
 
-def half_written(path: Path) -> str | None:
-    """The name of the file that a killed process was writing, if ``path`` is what it left of it."""
+def interrupted_write(path: Path) -> str | None:
+    """The name of the file that a killed process was writing, if ``path`` is its remainder."""
     part = re.fullmatch(r"\.(.+)\.\d+\.part", path.name)
     return part and part[1]
 
 
 def write_json(path: Path | str, data: Any) -> None:
-    """Write ``data`` as JSON; a crash or a full disk leaves the old file, if any, untouched."""
-    write_whole(path, (json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
+    """Write ``data`` as JSON by :func:`write_atomic`."""
+    write_atomic(path, (json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A record as it was written; a damaged or foreign file is refused by name."""
+    """Read a record that :func:`write_json` wrote."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+        words = f"cannot read {{field}}: {error.strerror or error}"
+        raise ConfigError("missing_file", words, field=str(path)) from None
     except ValueError:
         data = None
     if not isinstance(data, dict):
-        raise ConfigError(f"{path} is damaged or no record of ours; choose another file")
+        words = "{field} is damaged or was not written by advnorm"
+        raise ConfigError("damaged_file", words, field=str(path), hint="choose another file")
     return data
 
 
 def digest(*parts: Any) -> str:
-    """A hash of tensors, bit by bit, and of anything else by its repr."""
+    """A hash of tensors, bit by bit, and of other values by their repr."""
     hashed = hashlib.blake2b(digest_size=16)
     for part in parts:
         if isinstance(part, Tensor):
@@ -79,5 +124,5 @@ def digest(*parts: Any) -> str:
 def model_fingerprint(model: nn.Module) -> str:
     """A hash of a model's structure, parameters and statistics."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    structure = re.sub(r"0x[0-9a-f]+", "", repr(model))  # addresses differ from process to process
+    structure = re.sub(r"0x[0-9a-f]+", "", repr(model))  # addresses differ between processes
     return digest(structure, *(value for item in tensors.items() for value in item))

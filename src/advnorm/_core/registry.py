@@ -1,4 +1,4 @@
-"""A named collection that knows how to help with a misspelt name."""
+"""A named collection that suggests the nearest name for a misspelt one."""
 
 from __future__ import annotations
 
@@ -8,36 +8,60 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, Generic, TypeVar
 
-from advnorm._core.errors import ConfigError, did_you_mean
+from advnorm._core.errors import ConfigError, unknown_name
 
 T = TypeVar("T")
+Target = TypeVar("Target")
 
 
-@cache  # a configuration asks for them, and a study has hundreds
+@cache  # studies with hundreds of configurations ask for the same ones
 def keywords(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """What an entry takes by keyword only: its options, with their types and defaults."""
+    """The keyword-only parameters of a function or class: its options, with their types and defaults."""
     parameters = inspect.signature(function, eval_str=True).parameters
     return {name: parameter for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY}
 
 
 class Registry(Generic[T]):
-    """Maps names to entries, in the order in which they were registered."""
+    """Entries by name, in the order of their registration.
 
-    def __init__(self, kind: str) -> None:
+    >>> MODELS = Registry("model", ModelEntry)
+    >>> register_model = MODELS.register  # @register_model("resnet18", depth=18)
+
+    ``make`` builds an entry from the decorated object and the details of the decorator; without it the object is the
+    entry.
+    """
+
+    def __init__(self, kind: str, make: Callable[..., T] | None = None) -> None:
         self.kind = kind
+        self._make = make
         self._entries: dict[str, T] = {}
 
+    def register(self, name: str, **details: Any) -> Callable[[Target], Target]:
+        """Return a decorator that registers a class or function under ``name``."""
+
+        def add(target: Target) -> Target:
+            entry: Any = target if self._make is None else self._make(target, **details)
+            self.add(name, entry)
+            return target
+
+        return add
+
     def add(self, name: str, entry: T) -> T:
-        """Register ``entry`` under ``name``; a name can be taken once."""
+        """Register ``entry`` under ``name``."""
         if name in self._entries:
-            raise ConfigError(f"{self.kind} {name!r} is registered already; choose another name")
+            raise ConfigError(
+                "already_exists",
+                f"{self.kind} {name!r} is already registered",
+                field="name",
+                hint="choose another name",
+            )
         self._entries[name] = entry
         return entry
 
     def get(self, name: str) -> T:
-        """The entry called ``name``, or an error that suggests the nearest name."""
+        """Return the entry called ``name``; the error for an unknown name suggests the nearest one."""
         if not isinstance(name, str) or name not in self._entries:
-            raise ConfigError(f"unknown {self.kind} {name!r}{did_you_mean(name, self._entries)}")
+            raise ConfigError.listing([unknown_name(self.kind, name, self._entries)])
         return self._entries[name]
 
     def names(self, pattern: str = "*") -> list[str]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError, did_you_mean
-from advnorm._core.precision import Scope, as_set, float32_as, kernels
+from advnorm._core.memory import AdaptiveBatchSize
+from advnorm._core.precision import ContextFactory, as_set, float32_as, kernels
+from advnorm._core.progress import show_progress
 from advnorm._core.records import digest, model_fingerprint
 from advnorm._core.seeding import ImageNoise
 from advnorm.attacks.apgd import APGD
@@ -29,7 +31,7 @@ from advnorm.attacks.autoattack_record import AutoAttackResult, Batch, Flag, Rec
 from advnorm.attacks.base import Attack, Option, Predict, attacked, check_images, checked, register, usable
 from advnorm.attacks.fab import FAB
 from advnorm.attacks.losses import cross_entropy
-from advnorm.attacks.search import Found, Halving, Search, Victim, bucket, filled, margin_of, never_alone
+from advnorm.attacks.search import Found, Search, Victim, bucket, filled, margin_of, never_alone
 from advnorm.attacks.square import Square
 from advnorm.attacks.stand_in import StandIn, fast_stand_in
 
@@ -178,13 +180,14 @@ class AutoAttack(Attack):
             )
             if record is not None:
                 cascade.record = Record(Path(record), self._asked(model, x, y, index, cascade))
-            if bar or (bar is None and sys.stderr.isatty()):
-                cascade.reports.append(stack.enter_context(_progress_bar()))
+            display = stack.enter_context(show_progress(sys.stderr.isatty() if bar is None else bar))
+            task = display.task("AutoAttack", 100, unit="percent")
+            cascade.reports.append(lambda name, share: task.update(100 * share, description=f"AutoAttack: {name}"))
             return cascade.run()
 
     def _fast(
         self, predict: Predict, device: torch.device, model: nn.Module | None = None
-    ) -> tuple[Predict | None, Scope]:
+    ) -> tuple[Predict | None, ContextFactory]:
         """What to search on in place of the model, if anything, and the scope for it."""
         if self.precision == "float32":
             return None, nullcontext
@@ -223,12 +226,12 @@ class _Cascade:
         *,
         device: torch.device,
         search: Predict | None,
-        precision: Scope,
+        precision: ContextFactory,
         given: bool = False,
     ) -> None:
         self.attack, self.x, self.y, self.noise, self.device = attack, x, y, noise, device
         self.given = given
-        self.memory = Halving(attack.batch_size or (CPU_ROWS if device.type == "cpu" else GPU_ROWS))
+        self.memory = AdaptiveBatchSize(attack.batch_size or (CPU_ROWS if device.type == "cpu" else GPU_ROWS))
         self.buckets = device.type == "cuda" and attack.statistics == "running"
         if self.buckets:
             predict = _in_buckets(predict, self.memory, searches=search is None)
@@ -327,7 +330,7 @@ class _Cascade:
         name, variants = names[place], search.variants(classes)
         self.seconds.setdefault(name, 0.0)
         self.forwards.setdefault(name, 0)
-        batches = Halving((self.memory.size or 1) // variants or 1)
+        batches = AdaptiveBatchSize((self.memory.size or 1) // variants or 1)
 
         def show(images: float) -> None:
             for report in self.reports:
@@ -351,7 +354,7 @@ class _Cascade:
 
         show(0)
         with self._kernels():
-            batches.over(len(left), work)
+            batches.map(len(left), work)
         self.memory.halved += [images * variants for images in batches.halved]
         show(len(left))
 
@@ -383,7 +386,7 @@ class _Cascade:
         return sum(victim.forwards for victim in {self.strict, self.victim})
 
 
-def _in_buckets(predict: Predict, memory: Halving, *, searches: bool) -> Predict:
+def _in_buckets(predict: Predict, memory: AdaptiveBatchSize, *, searches: bool) -> Predict:
     """Few sizes, and none that is beyond the memory's: the candidates to judge are another number every time."""
 
     def forward(x: Tensor) -> Tensor:
@@ -432,24 +435,6 @@ def _fitting_rows(victim: Victim, x: Tensor, y: Tensor) -> int:
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(x.device)
     return max(1, min(GPU_ROWS, int(0.7 * free / each)))
-
-
-@contextmanager
-def _progress_bar() -> Iterator[Callable[[str, float], None]]:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as bar:
-        task = bar.add_task("AutoAttack", total=1.0)
-        yield lambda name, share: bar.update(task, description=f"AutoAttack: {name}", completed=share)
 
 
 register(

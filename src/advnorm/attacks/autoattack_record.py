@@ -15,7 +15,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from advnorm._core.errors import ConfigError
-from advnorm._core.records import digest, half_written, write_json, write_whole
+from advnorm._core.records import digest, interrupted_write, write_atomic, write_json
 from advnorm.attacks.search import Found
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class Record:
         self._json = folder / "record.json"
         self._count = 0
         if not self._json.exists():
-            if folder.exists() and not (folder.is_dir() and all(map(half_written, folder.iterdir()))):
+            if folder.exists() and not (folder.is_dir() and all(map(interrupted_write, folder.iterdir()))):
                 raise ConfigError(f"{folder} is there and is no record of AutoAttack; give record= a folder of its own")
             write_json(self._json, {"format": self.FORMAT, "asked": asked})
         self._data = self._read()
@@ -203,7 +203,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str
     """A safetensors file with facts and hashes in its header, whole or not at all."""
     tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     header = {"facts": json.dumps(facts), "digests": json.dumps({name: digest(v) for name, v in tensors.items()})}
-    write_whole(path, save(tensors, metadata=header))
+    write_atomic(path, save(tensors, metadata=header))
 
 
 def _read_tensors(path: Path, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:

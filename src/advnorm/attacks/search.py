@@ -13,53 +13,14 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from advnorm._core.errors import AdvnormError
-from advnorm._core.precision import Scope
+from advnorm._core.memory import AdaptiveBatchSize
+from advnorm._core.precision import ContextFactory
 from advnorm._core.seeding import ImageNoise
 from advnorm.attacks.base import Attack, Predict, input_gradient
 from advnorm.attacks.losses import cw_margin
 from advnorm.threat import ThreatModel, per_image
 
-R = TypeVar("R")
 S = TypeVar("S")
-
-
-class Halving:
-    """A batch size that halves when memory runs out; only the part that failed is tried again.
-
-    >>> logits = torch.cat(Halving(512).over(len(x), lambda part: model(x[part])))
-
-    ``least``: no part is smaller where there are so many images; a smaller rest goes with the part before.
-    """
-
-    def __init__(self, size: int | None = None, *, least: int = 1) -> None:
-        self.size, self.least = size, least
-        self.halved: list[int] = []  # the sizes that were too large
-
-    def over(self, count: int, work: Callable[[slice], R]) -> list[R]:
-        """Results of ``work`` on consecutive parts of ``range(count)``, of the size in force at most and a rest."""
-        done: list[R] = []
-        start = 0
-        while start < count:
-            stop = count if self.size is None else min(count, start + self.size)
-            stop = count if count - stop < self.least else stop
-            try:
-                done.append(work(slice(start, stop)))
-            except torch.OutOfMemoryError as error:
-                if stop - start < 2 * self.least:
-                    few = "a single image" if stop - start == 1 else f"{stop - start} images"
-                    raise AdvnormError(
-                        f"memory does not suffice for {few}; free memory, or use a smaller model or image"
-                    ) from error
-                self.halved.append(stop - start)
-                self.size = (stop - start) // 2
-            else:
-                start = stop
-                continue
-            # Outside of the except clause, whose traceback would keep the failed part's activations alive.
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-        return done
 
 
 def bucket(rows: int, step: int) -> int:
@@ -96,13 +57,13 @@ class Victim:
         predict: Predict,
         *,
         search: Predict | None = None,
-        precision: Scope = nullcontext,
+        precision: ContextFactory = nullcontext,
         tolerance: float = 0.0,
-        memory: Halving | None = None,
+        memory: AdaptiveBatchSize | None = None,
     ) -> None:
         self.predict, self.search, self.tolerance = predict, search or predict, tolerance
         self.precision = precision
-        self.memory = memory or Halving()
+        self.memory = memory or AdaptiveBatchSize()
         self.forwards = self.backwards = 0  # in images
         self.tick: Callable[[], object] | None = None  # called before every call of the model
 
@@ -152,7 +113,7 @@ class Victim:
 
         self._count(len(x) * samples, backwards=True)
         with self.precision():
-            logits, values, grad = _joined(self.memory.over(len(x), work))
+            logits, values, grad = _joined(self.memory.map(len(x), work))
         values = values.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
         return logits, values, grad.contiguous().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
@@ -168,7 +129,7 @@ class Victim:
             return logits.detach(), torch.stack(grads, 1)
 
         with self.precision():
-            logits, grads = _joined(self.memory.over(len(x), work))
+            logits, grads = _joined(self.memory.map(len(x), work))
         self._count(len(x), backwards=False)
         self.backwards += len(x) * logits.shape[1]
         return logits, grads.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
@@ -176,7 +137,7 @@ class Victim:
     def _logits(self, predict: Predict, x: Tensor) -> Tensor:
         self._count(len(x), backwards=False)
         with torch.no_grad():
-            parts = self.memory.over(len(x), lambda part: predict(x[part]))
+            parts = self.memory.map(len(x), lambda part: predict(x[part]))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _count(self, images: int, *, backwards: bool) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from advnorm._core.devices import resolve_device
 from advnorm._core.errors import did_you_mean, raise_all
 from advnorm._core.precision import float32_as
 from advnorm._core.provenance import own_version
@@ -18,7 +19,6 @@ from advnorm.bench.timing import Timing, side_by_side
 from advnorm.models import create_model, list_models
 from advnorm.norms import domains, list_norms, route, routed_modules
 from advnorm.surgery import strip
-from advnorm.training.ranks import checked_device
 
 Precision = Literal["float32", "tf32", "bf16"]
 PLAIN = "plain nn.BatchNorm2d"
@@ -66,7 +66,7 @@ def bench_norms(
     clean, half adversarial for the routed networks; the plain network takes the same batch. ``threads`` of the CPU: one
     by default, since on a shared machine threads wait for each other longer than they work.
     """
-    where = checked_device(device)
+    where = resolve_device(device)
     on_gpu = where.type == "cuda"
     batch_size = (512 if on_gpu else 32) if batch_size is None else batch_size
     rounds = (40 if on_gpu else 9) if rounds is None else rounds

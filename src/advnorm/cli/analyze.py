@@ -9,12 +9,11 @@ from typing import Any
 from rich.console import Console
 
 from advnorm._core.errors import ConfigError, raise_all
-from advnorm._core.records import digest, model_fingerprint
+from advnorm._core.records import digest, model_fingerprint, writable_problems
+from advnorm._core.settings import convert_options
 from advnorm.analysis import ANALYSES
 from advnorm.cli import listing
 from advnorm.config.text import parse_yaml
-from advnorm.config.values import Named, with_options
-from advnorm.evaluation.partial_record import unwritable
 from advnorm.evaluation.target import EvaluationTarget, open_run
 from advnorm.training.run import Which
 
@@ -40,11 +39,11 @@ def analyze(
     settings = parsed(options)
     taken = analysis.options()
     known = {key: parameter for key, parameter in taken.items() if key != "progress"}
-    named, problems = with_options("", Named(name, **settings), known, {})
-    settings = named.options
+    settings, found = convert_options("", known, settings)
+    problems: list[Any] = [*found]
     if not analysis.several and len(runs) != 1:
         problems.append(f"{name} takes one run, got {len(runs)}")
-    problems += unwritable(out / f"{name}.json")
+    problems += writable_problems(out / f"{name}.json")
     raise_all(problems, "bad analysis")
     subjects = [
         open_run(

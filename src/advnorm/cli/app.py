@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import math
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from advnorm._core.errors import AdvnormError, ConfigError, raise_all
+from advnorm._core.exit_codes import CRASHED, USAGE
 
 app = typer.Typer(
     name="advnorm",
@@ -403,14 +402,11 @@ def bench_norms(
 
     Examples: `advnorm bench norms`, `advnorm bench norms dual_bn cross_bn gmm_bn --precision bf16 --json norms.json`
     """
-    from rich.progress import Progress
-
     from advnorm.bench.norms import bench_norms as measure
     from advnorm.cli import listing
 
     _check_writable(json)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("measuring", total=None)
+    with _measuring() as shown:
         result = measure(
             norms or ("bn", "dual_bn"),
             model=model,
@@ -420,7 +416,7 @@ def bench_norms(
             compiled=compiled,
             rounds=rounds,
             threads=threads,
-            on_round=lambda: progress.advance(task),
+            on_round=lambda: shown(model),
         )
     console.print(listing.norm_benchmark(result))
     _write(json, result.record())
@@ -530,28 +526,20 @@ def bench_autoattack(
 
 @contextmanager
 def _measuring() -> Iterator[Callable[[str], None]]:
-    """What a benchmark is at: beside a spinner, or in lines on standard error, twice a minute at most."""
-    if console.is_terminal:
-        with console.status("measuring") as status:
-            yield lambda row: status.update(f"measuring {row}")
-        return
-    every, last = 30.0, -math.inf
+    """Show the row that a benchmark measures."""
+    from advnorm._core.progress import show_progress
 
-    def told(row: str) -> None:
-        nonlocal last
-        if time.monotonic() - last >= every:
-            last = time.monotonic()
-            print(f"measuring {row}", file=sys.stderr, flush=True)
-
-    yield told
+    with show_progress() as display:
+        task = display.task("measuring")
+        yield lambda row: task.update(description=f"measuring {row}")
 
 
 def _check_writable(path: Path | None) -> None:
     """Refuse a place for a record before the work that it is for."""
     if path is not None:
-        from advnorm.evaluation.partial_record import unwritable
+        from advnorm._core.records import writable_problems
 
-        raise_all(unwritable(path), "bad command")
+        raise_all(writable_problems(path), "bad command")
 
 
 def _write(path: Path | None, record: dict[str, object]) -> None:
@@ -581,8 +569,6 @@ def spelled_out(arguments: Sequence[str]) -> list[str]:
 
 #: What a machine does to a command, which is no defect of it: no room, no rights, a file too large, a broken disk.
 OUTSIDE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOENT)
-#: Exit status of a crash, EX_SOFTWARE of sysexits.h; 1 would read as the verdict "false" of an audit.
-CRASHED = 70
 
 
 def main() -> None:
@@ -591,11 +577,11 @@ def main() -> None:
         app(spelled_out(sys.argv[1:]))
     except AdvnormError as error:
         Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        sys.exit(2)
+        sys.exit(USAGE)
     except Exception as error:
         if isinstance(error, OSError) and error.errno in OUTSIDE:
             where = f"{error.filename}: " if error.filename else ""
             Console(stderr=True).print(f"[bold red]error:[/] {escape(f'{where}{error.strerror}')}", soft_wrap=True)
-            sys.exit(2)
+            sys.exit(USAGE)
         traceback.print_exc()
         sys.exit(CRASHED)

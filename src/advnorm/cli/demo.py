@@ -11,13 +11,14 @@ from typing import Any
 
 from rich.console import Console
 
+from advnorm._core.exit_codes import PREEMPTED
 from advnorm.config import AttackConfig, Config, Named
 from advnorm.data import digits
 from advnorm.evaluation import BenchmarkResult, benchmark
 from advnorm.evaluation.plan import AS_CALLED, branches
 from advnorm.report import Bars, Lines, Page, Table, render, terminal
 from advnorm.threat import ThreatModel
-from advnorm.training import PREEMPTED, Run, train
+from advnorm.training import Run, train
 
 # At this eps the papers' effect shows, on seeds 0 to 2; at eps 0.2 the three models are nearly alike.
 SINGLE = Config(

@@ -16,21 +16,21 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from advnorm._core.errors import AdvnormError, ConfigError, did_you_mean, raise_all
+from advnorm._core.devices import resolve_device
+from advnorm._core.errors import AdvnormError, ConfigError, Problem, did_you_mean, raise_all
+from advnorm._core.records import NotWritable, writable_problems, writing
 from advnorm._core.wrappers import device_of
 from advnorm.attacks import PGD
 from advnorm.attacks.base import ATTACKS, parse_name
 from advnorm.evaluation.audit import Budget, budget_problems
 from advnorm.evaluation.audit import audit as run_audit
 from advnorm.evaluation.benchmark import benchmark
-from advnorm.evaluation.partial_record import Unwritten, unwritable, writing
 from advnorm.evaluation.plan import branches, statistics_problems
 from advnorm.evaluation.target import (
     EvaluationTarget,
     describe_data,
     load_test_data,
     open_run,
-    resolve_device,
 )
 from advnorm.evaluation.verdict import Verdict, plot_problems
 from advnorm.norms import Mode
@@ -57,9 +57,9 @@ class Asked:
     seed: int = 0
     json: Path | None = None
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[str | Problem]:
         """What is wrong with the statistics or keeps the record from being written."""
-        return [*statistics_problems(self.statistics), *(unwritable(self.json) if self.json else [])]
+        return [*statistics_problems(self.statistics), *(writable_problems(self.json) if self.json else [])]
 
     def settings(self) -> dict[str, Any]:
         """What both verbs hand on as it is."""
@@ -162,7 +162,7 @@ def told(console: Console, record: Path | None, show: Callable[[Any], object]) -
     label = "read back from" if record is not None and record.exists() else "record:"
     try:
         yield show
-    except Unwritten as error:
+    except NotWritable as error:
         if error.result is not None:
             show(error.result)
         raise

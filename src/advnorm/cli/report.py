@@ -7,10 +7,9 @@ from pathlib import Path
 from rich.console import Console
 
 from advnorm._core.errors import ConfigError, raise_all
-from advnorm._core.records import write_whole
+from advnorm._core.records import writable_problems, write_atomic
 from advnorm.cli.listing import tell
 from advnorm.evaluation.overview import overview
-from advnorm.evaluation.partial_record import unwritable
 from advnorm.report.page import render
 from advnorm.report.runs import readable, runs_page
 from advnorm.report.studies import counts, render_studies
@@ -19,7 +18,7 @@ from advnorm.studies.summary import summary
 
 def report(console: Console, results: Path, out: Path) -> int:
     """Write the page and say what is in it; a record that cannot be read is told and skipped."""
-    raise_all(unwritable(out), "bad command")
+    raise_all(writable_problems(out), "bad command")
     studied = (results / "records").is_dir()
     if not studied and _of_runs(console, results, out):
         return 0
@@ -28,7 +27,7 @@ def report(console: Console, results: Path, out: Path) -> int:
         raise ConfigError(
             f"there are no records and no runs in {results}; name the --out of `advnorm study` or `train`"
         )
-    write_whole(out, render_studies(found).encode(errors="replace"))
+    write_atomic(out, render_studies(found).encode(errors="replace"))
     tell(console, found["problems"])
     if (others := found["others"]) and not studied:  # else the page says it
         first = ", ".join(list(others)[:3]) + (", …" if len(others) > 3 else "")
@@ -50,7 +49,7 @@ def _of_runs(console: Console, folder: Path, out: Path) -> bool:
     told = ", ".join(f"{len(items)} {kind}{'s' * (len(items) > 1)}" for kind, items in kinds.items() if items)
     if told:
         tell(console, found["problems"])
-        write_whole(out, render(runs_page(found)).encode(errors="replace"))
+        write_atomic(out, render(runs_page(found)).encode(errors="replace"))
         console.print(told, highlight=False)
         console.print(f"report: {out}", highlight=False, markup=False, soft_wrap=True)
     return bool(told)

@@ -11,12 +11,12 @@ import torch
 from rich.console import Console
 
 from advnorm._core.errors import ConfigError, did_you_mean, raise_all
+from advnorm._core.exit_codes import FAILED, OK, PREEMPTED
 from advnorm.cli import listing
 from advnorm.studies.base import Protocol, find
 from advnorm.studies.launch import Launcher, check, launch
 from advnorm.studies.run import Outcome, Stopped, Task, blocked, run_all, tasks
 from advnorm.studies.summary import concluded, rates
-from advnorm.training import PREEMPTED
 
 
 def run(
@@ -71,9 +71,9 @@ def run(
         values, conclusion, problems = concluded(study, seeds=seeds, protocol=protocol, out=out)
     listing.tell(console, problems)
     if dry_run and not values:
-        return 0
+        return OK
     console.print(listing.study(study, values, protocol, conclusion=conclusion, width=console.width))
-    return 1 if failed else 0
+    return FAILED if failed else OK
 
 
 def _already_there(todo: Sequence[Task], out: Path) -> str:

@@ -11,15 +11,13 @@ from typing import Any
 from rich.console import Console
 
 from advnorm._core.errors import ConfigError
+from advnorm._core.exit_codes import INTERRUPTED, OK, PREEMPTED
 from advnorm.config import Config, load_config
 from advnorm.data import DATASETS
 from advnorm.models import MODELS
 from advnorm.studies import STUDIES, Cell, Study, find, get
-from advnorm.training import PREEMPTED
 from advnorm.training import train as train_by
 
-#: Exit status of a command that was ended by Ctrl-C: 128 and the number of SIGINT.
-INTERRUPTED = 130
 #: What the file of a configuration ends in.
 SUFFIXES = (".yaml", ".yml", ".json", ".py")
 
@@ -51,7 +49,7 @@ def run(
         console.print("interrupted; the same command goes on from the last checkpoint", highlight=False)
         return INTERRUPTED
     if os.environ.get("RANK", "0") != "0":  # one of several processes tells
-        return 0 if result.finished else PREEMPTED
+        return OK if result.finished else PREEMPTED
     if not result.finished:
         console.print(
             f"stopped before its end: {result.folder}; the same command goes on", highlight=False, soft_wrap=True
@@ -65,7 +63,7 @@ def run(
     first = ["--import", source] if source is not None and source.endswith(".py") and _own(config) else []
     words = ["advnorm", *first, "evaluate", str(result.folder), *(["--data-dir", str(data_dir)] if data_dir else [])]
     console.print(f"judge it: {shlex.join(words)}", highlight=False, soft_wrap=True)
-    return 0
+    return OK
 
 
 def _own(config: Config) -> bool:

@@ -21,12 +21,20 @@ import torch
 import yaml
 
 from advnorm._core import records
-from advnorm._core.errors import ConfigError, did_you_mean, first_line, raise_all
+from advnorm._core.errors import ConfigError, Problem, did_you_mean, first_line, raise_all, raise_problems, shown
+from advnorm._core.settings import (
+    Named,
+    convert_fields,
+    convert_options,
+    from_mapping,
+    in_range,
+    range_words,
+    to_json,
+)
 from advnorm.attacks import PGD, Attack
 from advnorm.attacks import get as get_attack
 from advnorm.attacks.pgd import Keep, Start, Target
 from advnorm.config.text import Dumper, overridden, read_json_file, read_yaml, text_of
-from advnorm.config.values import Named, fit, from_mapping, inside, limit_words, shown, thawed, told, with_options
 from advnorm.data.registry import DATASETS
 from advnorm.models import create_model
 from advnorm.norms import Mode, RoutedNorm
@@ -58,7 +66,7 @@ class AttackConfig:
     statistics: Mode = PGD.statistics
 
     def __post_init__(self) -> None:
-        raise_all(list(fit(self).values()), "bad attack")
+        raise_problems(convert_fields(self), "bad attack")
 
     def build(self, threat: ThreatModel, *, seed: int = 0) -> PGD:
         """The attack against a threat model."""
@@ -190,24 +198,24 @@ class Config:
 
     # -- checks ----------------------------------------------------------------------------------------------------
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[str | Problem]:
         """All that is wrong, with the cure; a setting with a problem of its own is left out of the later checks."""
-        by_setting = fit(self)
-        bad = set(by_setting)
+        converted = convert_fields(self)
+        bad = {problem.field.partition(".")[0] for problem in converted}
 
         def fine(*names: str) -> bool:
             return bad.isdisjoint(names)
 
-        problems = [*by_setting.values(), *self._name_problems(fine)]
+        problems = [*converted, *self._name_problems(fine)]
         for name, limit in LIMITS.items():
             value = getattr(self, name)
-            if fine(name) and value is not None and not inside(limit, value):
-                problems.append(f"{name} must {limit_words(limit)}, got {value!r}")
+            if fine(name) and value is not None and not in_range(limit, value):
+                problems.append(f"{name} must {range_words(limit)}, got {value!r}")
                 bad.add(name)
         return [*problems, *self._schedule_problems(fine), *self._held_out_problems(fine), *self._attack_problems(fine)]
 
-    def _name_problems(self, fine: Callable[..., bool]) -> list[str]:
-        problems = []
+    def _name_problems(self, fine: Callable[..., bool]) -> list[Any]:
+        problems: list[Any] = []
         if fine("model", "norm", "norm_options"):
             problems += self._model_problems(fine)
         if fine("objective"):
@@ -229,7 +237,7 @@ class Config:
                 )
         return problems
 
-    def _model_problems(self, fine: Callable[..., bool]) -> list[str]:
+    def _model_problems(self, fine: Callable[..., bool]) -> list[Any]:
         problems = [
             f"norm_options.{name}: {cure}" for name, cure in _NOT_NORM_OPTIONS.items() if name in self.norm_options
         ]
@@ -241,9 +249,9 @@ class Config:
         if problems:
             return problems
         try:
-            parameters, statistics = _norms_of(json.dumps(thawed((self.model, self.norm, self.norm_options))))
+            parameters, statistics = _norms_of(json.dumps(to_json((self.model, self.norm, self.norm_options))))
         except ConfigError as error:
-            return [told(error)]
+            return list(error.problems)
         except Exception as error:  # whatever a registered model says to options nobody thought of
             reason = first_line(error)
             return [f"cannot build {shown(self.model)} with norm_options {shown(self.norm_options)}: {reason}"]
@@ -264,18 +272,17 @@ class Config:
             problems.append(f"norm {self.norm!r} has no running statistics; use running_epochs=0")
         return problems
 
-    def _objective_problems(self, fine: Callable[..., bool]) -> list[str]:
+    def _objective_problems(self, fine: Callable[..., bool]) -> list[Any]:
         if self.objective.name not in OBJECTIVES:
             return [f"unknown objective {shown(self.objective.name)}{did_you_mean(self.objective.name, OBJECTIVES)}"]
         kind = OBJECTIVES.get(self.objective.name)
-        objective, problems = with_options("objective", self.objective, kind.options(), _NOT_OBJECTIVE_OPTIONS)
-        object.__setattr__(self, "objective", objective)
+        objective, problems = self._with_options("objective", kind.options(), _NOT_OBJECTIVE_OPTIONS)
         if problems or not fine("norm", "norm_options"):
             return problems
         statistics = self.attack.statistics if fine("attack") else "running"
         return kind.problems(self.norm, self.norm_options, attack_statistics=statistics, **objective.options)
 
-    def _group_problems(self, options: Mapping[str, Any], fine: Callable[..., bool]) -> list[str]:
+    def _group_problems(self, options: Mapping[str, Any], fine: Callable[..., bool]) -> list[Any]:
         """Whether each domain's images of a second pass make equal groups."""
         groups, samples = options.get("groups", 1), options.get("samples", 1.0)
         share = self.objective.options.get("clean_share", 1.0) if fine("objective") else 1.0
@@ -294,9 +301,9 @@ class Config:
             f"{share}; change groups, samples, batch_size or objective.clean_share"
         ]
 
-    def _extra_problems(self, fine: Callable[..., bool]) -> list[str]:
+    def _extra_problems(self, fine: Callable[..., bool]) -> list[Any]:
         """What is wrong with the regularizer, the second pass and the mixing of images."""
-        problems = []
+        problems: list[Any] = []
         for label, registry in (("regularizer", REGULARIZERS), ("second_pass", SECOND_PASSES)):
             named = getattr(self, label)
             if not fine(label) or named is None:
@@ -306,8 +313,7 @@ class Config:
                 problems.append(f"unknown {label.replace('_', ' ')} {shown(named.name)}{hint}")
                 continue
             kind = registry.get(named.name)
-            fitted, bad = with_options(label, named, kind.options(), {})
-            object.__setattr__(self, label, fitted)
+            fitted, bad = self._with_options(label, kind.options(), {})
             problems += bad or [f"{label}: {problem}" for problem in kind.setting_problems(**fitted.options)]
             if not bad and fine("batch_size"):
                 samples = fitted.options.get("samples", 1)
@@ -325,7 +331,7 @@ class Config:
                 problems.append(f"mix={self.mix!r} gives soft labels; use regularizer.shift=gaussian or uniform")
         return problems
 
-    def _data_set_problems(self) -> list[str]:
+    def _data_set_problems(self) -> list[Any]:
         if self.data.name not in DATASETS:
             return [f"unknown data set {shown(self.data.name)}{did_you_mean(self.data.name, DATASETS)}"]
         source = DATASETS.get(self.data.name)
@@ -334,12 +340,18 @@ class Config:
             return [f"{self.data.name} is for evaluation only; train on one of {', '.join(trainable)}"]
         parameters = inspect.signature(source.read, eval_str=True).parameters
         allowed = {name: parameters[name] for name in source.options}
-        data, problems = with_options("data", self.data, allowed, _NOT_DATA_OPTIONS)
-        object.__setattr__(self, "data", data)
-        return problems
+        return self._with_options("data", allowed, _NOT_DATA_OPTIONS)[1]
 
-    def _schedule_problems(self, fine: Callable[..., bool]) -> list[str]:
-        problems = []
+    def _with_options(
+        self, label: str, parameters: Mapping[str, inspect.Parameter], elsewhere: Mapping[str, str]
+    ) -> tuple[Named, list[Any]]:
+        named = getattr(self, label)
+        options, problems = convert_options(label, parameters, named.options, elsewhere)
+        object.__setattr__(self, label, Named(named.name, **options))
+        return getattr(self, label), [*problems]
+
+    def _schedule_problems(self, fine: Callable[..., bool]) -> list[Any]:
+        problems: list[Any] = []
         if fine("epochs"):
             for name in ("warmup_epochs", "eps_warmup_epochs", "steps_warmup_epochs", "running_epochs"):
                 if fine(name) and getattr(self, name) > self.epochs:
@@ -378,7 +390,7 @@ class Config:
                 problems.append("nesterov needs a momentum above 0; give one, or use nesterov=False")
         return problems
 
-    def _idle_problems(self, fine: Callable[..., bool]) -> list[str]:
+    def _idle_problems(self, fine: Callable[..., bool]) -> list[Any]:
         """Settings that were changed and have no effect with the others: a run would be another by its name alone."""
         needs = {
             "gamma": (("schedule", "milestones"), bool(self.milestones), "milestones, and so to schedule='step'"),
@@ -391,8 +403,8 @@ class Config:
             if fine(name, *others) and not used and getattr(self, name) != getattr(Config, name)
         ]
 
-    def _held_out_problems(self, fine: Callable[..., bool]) -> list[str]:
-        problems = []
+    def _held_out_problems(self, fine: Callable[..., bool]) -> list[Any]:
+        problems: list[Any] = []
         if fine("held_out"):
             if isinstance(self.held_out, float) and self.held_out >= 1:
                 problems.append(f"held_out is a share below 1 or a whole number of images, got {self.held_out!r}")
@@ -409,22 +421,22 @@ class Config:
                     )
         return problems
 
-    def _attack_problems(self, fine: Callable[..., bool]) -> list[str]:
-        problems = []
+    def _attack_problems(self, fine: Callable[..., bool]) -> list[Any]:
+        problems: list[Any] = []
         # The attacks are checked against another eps where this one is bad; L2 has no largest length.
         threat = ThreatModel(norm=self.threat if fine("threat") else "L2", eps="1/255")
         if fine("threat", "eps"):
             try:
                 threat = ThreatModel(norm=self.threat, eps=self.eps)
             except ConfigError as error:
-                problems.append(told(error))
+                problems += error.problems
         if fine("attack"):
             try:
                 attack = self.attack.build(threat)
                 if fine("objective") and self.objective.name in OBJECTIVES:
                     OBJECTIVES.get(self.objective.name).prepared(attack)
             except ConfigError as error:
-                problems.append(f"attack: {told(error)}")
+                problems += (problem.inside("attack") for problem in error.problems)
         if fine("validation_attack"):
             try:
                 if self.validation_attack != TRAINING:
@@ -492,7 +504,7 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; ``Config.from_dict`` gives the same configuration back, exactly."""
-        return {f.name: thawed(getattr(self, f.name)) for f in fields(self)}
+        return {f.name: to_json(getattr(self, f.name)) for f in fields(self)}
 
     def to_yaml(self) -> str:
         """A file for :func:`load_config`."""
@@ -522,7 +534,8 @@ class Config:
             if places and places is settings.get(name):  # not set by an override
                 with suppress(TypeError, ValueError, ZeroDivisionError):  # told with the rest
                     changed[name] = list(dict.fromkeys(rounded(place * now / before) for place in places))
-        return from_mapping(cls, changed, problems)
+        found = [p if isinstance(p, Problem) else Problem(code="unnamed", message=p) for p in problems]
+        return from_mapping(cls, changed, found)
 
 
 #: Settings whose parts can be set one by one, as ``attack.steps=20``, with their defaults.
@@ -530,7 +543,7 @@ _IN_PARTS: dict[str, Any] = {
     "norm_options": {},
     "regularizer": {},
     "second_pass": {},
-    **{f.name: thawed(f.default) for f in fields(Config) if isinstance(f.default, Named | AttackConfig)},
+    **{f.name: to_json(f.default) for f in fields(Config) if isinstance(f.default, Named | AttackConfig)},
 }
 
 

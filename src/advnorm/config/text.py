@@ -11,8 +11,7 @@ from typing import Any
 
 import yaml
 
-from advnorm._core.errors import ConfigError, did_you_mean, raise_all
-from advnorm.config.values import shown
+from advnorm._core.errors import ConfigError, did_you_mean, raise_all, shown
 
 
 def _scalar(text: str) -> Any:

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from advnorm._core.errors import ConfigError, Problem, raise_problems, unknown_name
-from advnorm._core.records import digest, read_json, write_json, write_whole
+from advnorm._core.records import digest, read_json, write_atomic, write_json
 from advnorm.data.image_data import ImageData
 from advnorm.data.published_files import reading
 from advnorm.data.registry import register_dataset
@@ -116,7 +116,7 @@ class FeatureFolder:
             "labels": labels.long().cpu(),
             "starts": starts.long().cpu().clone(),  # may be the labels themselves
         }
-        write_whole(self._shard(number), safetensors.torch.save(tensors, {"digest": digest(*tensors.values())}))
+        write_atomic(self._shard(number), safetensors.torch.save(tensors, {"digest": digest(*tensors.values())}))
 
     def load(self, labels: Labels = "target") -> ImageData:
         """Return the whole split; raise if shards are missing or damaged."""

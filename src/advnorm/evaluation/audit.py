@@ -19,14 +19,16 @@ from torch import Tensor, nn
 
 import advnorm.attacks as attack_names
 from advnorm._core.errors import ConfigError, did_you_mean, raise_all
+from advnorm._core.locks import exclusive
+from advnorm._core.memory import AdaptiveBatchSize
 from advnorm._core.precision import float32_as
-from advnorm._core.records import digest, model_fingerprint, write_json
+from advnorm._core.progress import show_progress
+from advnorm._core.records import digest, model_fingerprint, write_json, writing
 from advnorm.attacks import attacked, input_gradient
 from advnorm.attacks.losses import cross_entropy
-from advnorm.attacks.search import Halving
-from advnorm.evaluation.partial_record import Partial, alone, finished, partial_path, writing
+from advnorm.evaluation.partial_record import Partial, finished, partial_path
 from advnorm.evaluation.plan import AS_CALLED, Case, branches, mixing_norms, prepare, same_branch
-from advnorm.evaluation.runner import Job, Outputs, Runner, progress_bar, seeded
+from advnorm.evaluation.runner import Job, Outputs, Runner, seeded
 from advnorm.evaluation.verdict import (
     FIXED,
     LEAST_IMAGES,
@@ -175,9 +177,9 @@ def audit(
     done = finished(record, fingerprint, known_by)
     if done is not None:
         return Verdict.of_record(done)
-    with alone(record), progress_bar(progress) as bar:
+    with exclusive(record), show_progress(progress) as display:
         partial = Partial(None if record is None else partial_path(record), case.fingerprint, known_by)
-        work = _Audit(case, Runner(case, partial, bar), budget, surrogate, origin)
+        work = _Audit(case, Runner(case, partial, display), budget, surrogate, origin)
         logits = {name: first.written() for name, first in known_by.items()}
         verdict = work.run(judged=route if known else None, known={"fingerprint": fingerprint, "logits": logits})
         if record is not None:
@@ -390,7 +392,7 @@ class _Audit:
                 gradient = input_gradient(cross_entropy(logits, y), x)
                 return logits.detach(), gradient.double().flatten(1).norm(dim=1).cpu()
 
-            seen = Halving(min(case.batch_size, 64), least=case.least).over(len(rows), work)
+            seen = AdaptiveBatchSize(min(case.batch_size, 64), minimum=case.least).map(len(rows), work)
         logits, norms = (torch.cat(parts) for parts in zip(*seen))
         self._look_at_gradients(norms)
         text = "an image's logits alone and in a batch: relative difference"

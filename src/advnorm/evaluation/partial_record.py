@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -13,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from advnorm._core.errors import AdvnormError, ConfigError
-from advnorm._core.locks import Busy, locked
+from advnorm._core.errors import ConfigError
 from advnorm._core.provenance import own_version
-from advnorm._core.records import digest, read_json, write_json
+from advnorm._core.records import digest, read_json, write_json, writing
 
 if TYPE_CHECKING:
     from advnorm.evaluation.runner import First
@@ -25,63 +22,6 @@ if TYPE_CHECKING:
 def partial_path(record: Path | str) -> Path:
     """Where a run that is not finished keeps its verdicts."""
     return Path(record).with_name(Path(record).name + ".partial")
-
-
-def unwritable(path: Path | str) -> list[str]:
-    """What keeps a file from being written, to be told before the work that it is for."""
-    path = Path(path)
-    if path.is_dir():
-        return [f"{path} is a folder; name a file in it"]
-    above = next(folder for folder in path.absolute().parents if folder.exists())
-    if not above.is_dir():
-        return [f"{path} cannot be written: {above} is no folder; choose another place"]
-    if not os.access(above, os.W_OK | os.X_OK):
-        return [f"{path} cannot be written: no permission for {above}; choose another place"]
-    return []
-
-
-@contextmanager
-def alone(record: Path | str | None) -> Iterator[None]:
-    """Scope: no other process writes this record; a lock dies with its process."""
-    if record is None:
-        yield
-        return
-    lock = Path(record).with_name(Path(record).name + ".lock")
-    with ExitStack() as stack:
-        try:
-            lock.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(locked(lock))
-        except OSError as error:
-            raise ConfigError(f"{record} cannot be written: {error.strerror}; choose another place") from error
-        except Busy:
-            raise Busy(
-                f"another process is writing this record, {record}; wait for it, or choose another record"
-            ) from None
-        stack.callback(lock.unlink, missing_ok=True)
-        yield
-
-
-class Unwritten(AdvnormError):
-    """A file that could not be written; ``result`` is what it was to hold, where that is done."""
-
-    def __init__(self, message: str, result: Any = None) -> None:
-        super().__init__("not_writable", message)
-        self.result = result
-
-
-@contextmanager
-def writing(path: Path | str | None, result: Any = None) -> Iterator[None]:
-    """Scope: a full disk or a folder that is gone is told in one line, and what is done already is not lost with it."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, AdvnormError):
-            raise
-        raise Unwritten(
-            f"cannot write {path}: {error.strerror or error}; make room, or choose another place. What was written "
-            "before is intact, and the same command goes on",
-            result,
-        ) from error
 
 
 class Partial:

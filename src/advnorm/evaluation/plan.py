@@ -16,22 +16,21 @@ from torch import Tensor, nn
 
 import advnorm.attacks as attack_names
 from advnorm._core.errors import AdvnormError, ConfigError, did_you_mean, raise_all
+from advnorm._core.locks import exclusive
+from advnorm._core.progress import show_progress
 from advnorm._core.provenance import environment
-from advnorm._core.records import digest, model_fingerprint, write_json
+from advnorm._core.records import digest, model_fingerprint, writable_problems, write_json, writing
 from advnorm.attacks import Attack, attacked, input_gradient
 from advnorm.attacks.base import check_images, parse_name
 from advnorm.data import FolderData, ImageData
 from advnorm.evaluation.data_source import gather, gather_spread
 from advnorm.evaluation.partial_record import (
     Partial,
-    alone,
     finished,
     partial_path,
-    unwritable,
-    writing,
 )
 from advnorm.evaluation.results import BenchmarkResult
-from advnorm.evaluation.runner import First, Job, Runner, progress_bar
+from advnorm.evaluation.runner import First, Job, Runner
 from advnorm.norms import MODES, Mode, Routed, domains, mixture_norms, routed_modules
 from advnorm.norms.routing import unmoving
 from advnorm.threat import ThreatModel
@@ -71,7 +70,7 @@ def prepare(
     ``surrogate``: another model that attacks will be computed on. ``gradients``: refuse attacks by gradients on a model
     without.
     """
-    problems: list[str] = [] if record is None else unwritable(record)
+    problems: list[Any] = [] if record is None else [*writable_problems(record)]
     about = about or {}
     try:
         json.dumps({**about}, allow_nan=False)
@@ -169,14 +168,14 @@ class Case:
         done = finished(self.record, fingerprint, self.known_by)
         if done is not None:
             return BenchmarkResult.of_record(done)
-        with alone(self.record):
+        with exclusive(self.record):
             return self._work(fingerprint, progress)
 
     def _work(self, fingerprint: str, progress: bool) -> BenchmarkResult:
         path = None if self.record is None else partial_path(self.record)
         partial = Partial(path, self.fingerprint, self.known_by)
-        with progress_bar(progress) as bar:
-            runner = Runner(self, partial, bar)
+        with show_progress(progress) as display:
+            runner = Runner(self, partial, display)
             clean = {route: runner.clean(route) for route in self.routes}
             for route in self.routes:
                 runner.look(route)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,16 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError
+from advnorm._core.memory import AdaptiveBatchSize
 from advnorm._core.precision import float32_as
-from advnorm._core.records import digest
+from advnorm._core.progress import ProgressDisplay, ProgressTask
+from advnorm._core.records import digest, writing
 from advnorm._core.wrappers import dtype_of
 from advnorm.attacks import Attack, attacked
 from advnorm.attacks.autoattack import AutoAttack
 from advnorm.attacks.autoattack_checks import square_flags
 from advnorm.attacks.autoattack_record import AutoAttackResult
 from advnorm.attacks.base import Predict
-from advnorm.attacks.search import Halving, Search
-from advnorm.evaluation.partial_record import Partial, writing
+from advnorm.attacks.search import Search
+from advnorm.evaluation.partial_record import Partial
 from advnorm.norms.routing import unmoving
 
 if TYPE_CHECKING:
@@ -86,9 +87,9 @@ class First:
     @classmethod
     def of(cls, case: Case, route: str | None) -> First:
         """Two forwards of them."""
-        x, memory = case.images[:LOOKED_AT].to(case.device), Halving(least=case.least)
+        x, memory = case.images[:LOOKED_AT].to(case.device), AdaptiveBatchSize(minimum=case.least)
         with judging(case, route, "look") as predict:
-            logits, again = (torch.cat(memory.over(len(x), lambda part: predict(x[part]))) for _ in range(2))
+            logits, again = (torch.cat(memory.map(len(x), lambda part: predict(x[part]))) for _ in range(2))
         return cls(
             logits=logits,
             varies=_difference(again, logits),
@@ -155,16 +156,16 @@ class Runner:
     attacked than to be judged.
     """
 
-    def __init__(self, case: Case, partial: Partial, bar: Any) -> None:
+    def __init__(self, case: Case, partial: Partial, display: ProgressDisplay) -> None:
         self.case, self.partial = case, partial
-        self.bar: Any = bar  # of rich, or None
+        self.display = display
         self._steady = True
         self._classes = 2
         self._pace = math.inf  # seconds that an image's forward takes
 
     def clean(self, route: str | None) -> Tensor:
         """Which images are classified right without an attack."""
-        case, memory = self.case, Halving(self.case.batch_size, least=self.case.least)
+        case, memory = self.case, AdaptiveBatchSize(self.case.batch_size, minimum=self.case.least)
 
         def work(part: slice) -> Tensor:
             x, y = case.images[part].to(case.device), case.labels[part].to(case.device)
@@ -176,7 +177,7 @@ class Runner:
                 raise ConfigError(f"the model returns NaN logits for image {image} of the data; check image and model")
             return right
 
-        right = torch.cat(memory.over(len(case.images), work))
+        right = torch.cat(memory.map(len(case.images), work))
         self._warn_memory(f"{route} | clean", "clean", memory)
         return right
 
@@ -206,17 +207,17 @@ class Runner:
 
         ``source``: compute the attack on this model; the case's model judges.
         """
-        case, memory = self.case, Halving(self._unit(job.attack), least=self.case.least)
+        case, memory = self.case, AdaptiveBatchSize(self._unit(job.attack), minimum=self.case.least)
         verdicts = self.partial.verdicts(job.key, len(case.images))
         todo = (among & (verdicts < 0)).nonzero()[:, 0]
         total = int(among.sum())
-        show = self._shown(job, total)
+        shown = self.display.task(f"{job.route or ''} {job.name}".strip(), total, unit="images")
 
         def work(part: slice) -> None:
             rows, done, begun = todo[part], total - len(todo) + part.start, time.perf_counter()
             attack = job.attack
-            if show is not None:
-                attack = dataclasses.replace(attack, progress=_within(show, done, len(rows)))
+            if attack.progress is None:
+                attack = dataclasses.replace(attack, progress=_within(shown, done, len(rows)))
             with_others = rows if isinstance(attack, AutoAttack) else self._accompanied(rows)
             x, y, index = case.images[with_others], case.labels[with_others], case.index[with_others]
             if isinstance(attack, AutoAttack):
@@ -229,10 +230,9 @@ class Runner:
             verdicts[rows] = self._judge(job, x_adv[: len(rows)], rows).to(verdicts.dtype)
             self.partial.save(job.key, verdicts, time.perf_counter() - begun)
 
-        memory.over(len(todo), work)
+        memory.map(len(todo), work)
         self._warn_memory(job.key, job.name, memory)
-        if show is not None:
-            show(total)
+        shown.finish()
         return among & (verdicts == 1)
 
     def _unit(self, attack: Attack) -> int | None:
@@ -266,14 +266,7 @@ class Runner:
             x_part, y_part = x[part].to(case.device), y[part].to(case.device)
             return self._right(x_part, y_part, job.route, f"{job.key} | judge", int(with_others[part.start]))[0].cpu()
 
-        return torch.cat(Halving(case.batch_size, least=case.least).over(len(x), work))[: len(rows)]
-
-    def _shown(self, job: Job, total: int) -> Callable[[float], None] | None:
-        """Shows how many images are done with, where there is a bar; it goes when all are."""
-        if self.bar is None:
-            return None
-        bar, task = self.bar, self.bar.add_task(f"{job.route or ''} {job.name}".strip(), total=total)
-        return lambda done: bar.update(task, completed=done, visible=done < total)
+        return torch.cat(AdaptiveBatchSize(case.batch_size, minimum=case.least).map(len(x), work))[: len(rows)]
 
     def _cascade(self, job: Job, attack: AutoAttack, x: Tensor, y: Tensor, index: Tensor) -> AutoAttackResult:
         case = self.case
@@ -300,7 +293,9 @@ class Runner:
         nan = logits.isnan().any(1)
         return (logits.argmax(1) == y) & ~nan, nan
 
-    def _warn_memory(self, key: str, name: str, memory: Halving | AutoAttackResult, unit: str = "images") -> None:
+    def _warn_memory(
+        self, key: str, name: str, memory: AdaptiveBatchSize | AutoAttackResult, unit: str = "images"
+    ) -> None:
         if memory.halved:
             sizes = ", ".join(map(str, memory.halved))
             self.partial.warn(
@@ -334,44 +329,6 @@ def seeded(case: Case, *tags: Any) -> Iterator[None]:
         yield
 
 
-def _within(show: Callable[[float], None], done: int, images: int) -> Callable[[int, int], None]:
+def _within(task: ProgressTask, done: int, images: int) -> Callable[[int, int], None]:
     """Progress within a batch as progress over all images."""
-    return lambda n, of: show(done + images * n / of)
-
-
-class _Lines:
-    """What a bar shows, for logs: a line of an attack that is under way, twice a minute at most."""
-
-    EVERY = 30.0  # seconds
-
-    def __init__(self) -> None:
-        self._tasks: list[tuple[str, int]] = []
-        self._told = time.monotonic()
-
-    def add_task(self, description: str, *, total: int) -> int:
-        self._tasks.append((description, total))
-        return len(self._tasks) - 1
-
-    def update(self, task: int, *, completed: float, visible: bool) -> None:
-        if visible and time.monotonic() - self._told >= self.EVERY:
-            self._told = time.monotonic()
-            description, total = self._tasks[task]
-            with suppress(OSError, ValueError):  # who read the log is gone: no reason to stop
-                print(f"{description}: {int(completed):,} of {total:,} images", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def progress_bar(show: bool) -> Iterator[Any]:
-    """A bar per attack on standard error, a line now and then where that is no terminal, or None."""
-    if not show:
-        yield None
-        return
-    if sys.stderr is None or not sys.stderr.isatty():
-        yield _Lines()
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        yield bar
+    return lambda n, of: task.update(done + images * n / of)

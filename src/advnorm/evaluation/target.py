@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import advnorm.attacks as attack_names
 import advnorm.data as data_sets
+from advnorm._core.devices import resolve_device
 from advnorm._core.errors import ConfigError, Problem, collect_problems, raise_problems, shown
 from advnorm._core.provenance import environment
 from advnorm._core.wrappers import device_of
@@ -143,19 +144,6 @@ def open_run(
         origin=origin,
         folder=run.folder,
     )
-
-
-def resolve_device(device: str | torch.device | None = None) -> torch.device:
-    """Return the given device, or CUDA if it is available, else the CPU."""
-    try:
-        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError:
-        raise ConfigError(
-            "no_device", f"unknown device {shown(device)}", field="device", hint="use cpu or cuda"
-        ) from None
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("no_device", "CUDA is not available", field="device", hint="use cpu, or leave device out")
-    return where
 
 
 def describe_data(source: str) -> str:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from advnorm._core.errors import ConfigError, did_you_mean, raise_all
-from advnorm._core.records import read_json
-from advnorm.evaluation.partial_record import unwritable
+from advnorm._core.errors import ConfigError, Problem, did_you_mean, raise_all
+from advnorm._core.exit_codes import VERDICTS
+from advnorm._core.records import read_json, writable_problems
 from advnorm.evaluation.results import rendered, told_about
 from advnorm.threat import Norm, ThreatModel
 
@@ -22,7 +22,6 @@ Word = Literal["real", "false", "inconclusive", "none"]
 Weight = Literal["decides", "doubt", "note"]
 
 #: Exit status of the command; 2 is a usage error.
-EXIT_CODES: Mapping[Word, int] = {"real": 0, "false": 1, "inconclusive": 3, "none": 4}
 
 # Thresholds. Pairs PGD-10 → AutoAttack that the papers print (A tables 1 to 8, C tables 1, 3 and 4). Sound models keep
 # 0.46 to 0.94 of PGD-10 and lose at most 14.3 points; falsely robust ones keep at most 0.14 and lose at least 21.9.
@@ -176,7 +175,7 @@ class Verdict:
     @property
     def exit_code(self) -> int:
         """For scripts: 0 real, 1 false, 3 inconclusive, 4 none; 2 is a usage error."""
-        return EXIT_CODES[self.verdict]
+        return VERDICTS[self.verdict]
 
     def table(self) -> Table:
         """The ladder, for the terminal."""
@@ -322,12 +321,12 @@ class Verdict:
         figure.savefig(path, dpi=150)
 
 
-def plot_problems(path: Path | str) -> list[str]:
+def plot_problems(path: Path | str) -> list[str | Problem]:
     """What keeps a figure from being written; to be asked before the work that it shows."""
     from matplotlib.backend_bases import FigureCanvasBase
 
     known = FigureCanvasBase.get_supported_filetypes()
     suffix = Path(path).suffix.removeprefix(".")
     if suffix not in known:
-        return [f"{path} names no known kind of figure{did_you_mean(suffix, known)}", *unwritable(path)]
-    return unwritable(path)
+        return [f"{path} names no known kind of figure{did_you_mean(suffix, known)}", *writable_problems(path)]
+    return [*writable_problems(path)]

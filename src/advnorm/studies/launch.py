@@ -19,8 +19,9 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from advnorm._core.devices import resolve_device
 from advnorm._core.errors import ConfigError, did_you_mean, raise_all
-from advnorm._core.locks import LOCK, busy
+from advnorm._core.locks import is_held
 from advnorm.studies.run import Outcome, Task, work
 
 Launcher = Literal["local", "ray"]
@@ -117,23 +118,13 @@ def check(
         if address is not None:
             problems.append(f"address {address!r} is that of a Ray cluster; use the launcher 'ray', or leave it out")
         for device in dict.fromkeys(_places(tasks, devices)):
-            problems += _wrong_with(device)
+            try:
+                resolve_device(device)
+            except ConfigError as error:
+                problems += error.problems
         if not _places(tasks, devices):
             problems.append("devices is empty; name one, or leave it out")
     raise_all(problems, "cannot launch")
-
-
-def _wrong_with(device: str) -> list[str]:
-    try:
-        place = torch.device(device)
-    except RuntimeError:
-        return [f"unknown device {device!r}; use 'cpu', 'cuda' or 'cuda:0'"]
-    count = torch.cuda.device_count()
-    if place.type not in ("cpu", "cuda"):
-        return [f"training runs on 'cpu' or 'cuda', got device {device!r}"]
-    if place.type == "cuda" and (place.index or 0) >= count:
-        return [f"no device {device!r}, there are {count} CUDA devices here; leave it out, or use 'cpu'"]
-    return []
 
 
 def _places(tasks: Sequence[Task], devices: Sequence[str] | None) -> list[str]:
@@ -163,7 +154,7 @@ def tried(task: Task) -> Result:
 def _wait_for(folder: Path) -> None:
     """Let another process that trains into the folder end: one that lost its node or its parent is about to."""
     until = time.monotonic() + PATIENCE
-    while busy(folder / LOCK) and time.monotonic() < until:  # then it is alive: training there is refused, with reason
+    while is_held(folder) and time.monotonic() < until:  # then it is alive: training there is refused, with reason
         time.sleep(0.5)
 
 

@@ -17,18 +17,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from advnorm._core.devices import resolve_device
 from advnorm._core.errors import AdvnormError, ConfigError
-from advnorm._core.locks import LOCK, Busy, busy
+from advnorm._core.locks import Busy, is_held
 from advnorm._core.provenance import environment
-from advnorm._core.records import digest, read_json, write_json
+from advnorm._core.records import digest, read_json, writable_problems, write_json
 from advnorm.analysis import ANALYSES, extract_features
 from advnorm.analysis.moments import named_attack
 from advnorm.config.config import Config, Named
 from advnorm.data import FolderData, add_split, data_problems, load
 from advnorm.data.registry import ENVIRONMENT
 from advnorm.evaluation.benchmark import benchmark
-from advnorm.evaluation.partial_record import unwritable
-from advnorm.evaluation.target import open_run, resolve_device
+from advnorm.evaluation.target import open_run
 from advnorm.studies.base import IMAGES, STUDIES, Cell, Measure, Protocol, Study, same_as
 from advnorm.studies.protocols import under
 from advnorm.studies.record import FORMAT, Record, read_record, stands
@@ -206,7 +206,7 @@ def blocked(todo: Iterable[Task]) -> list[str]:
     Features are made of the images of another task.
     """
     waiting = [task for task in todo if task.state in ("to do", "started")]
-    problems = unwritable(waiting[0].record) if waiting else []
+    problems = [str(problem) for problem in writable_problems(waiting[0].record)] if waiting else []
     lacking = []
     for task in {repr(task.found().config.data): task for task in waiting if task.features is None}.values():
         data = task.found().config.data
@@ -399,7 +399,7 @@ def attempt(task: Task, retries: int, *, progress: bool = False) -> Outcome | No
         except Busy:
             return None
         except ConfigError as error:
-            if any(busy(step.run.folder / LOCK) for step in task.lineage[1:]):
+            if any(is_held(step.run.folder) for step in task.lineage[1:]):
                 return None  # it needs what another process works on
             return Outcome(task=task, error=str(error))
         except Stopped:

@@ -272,7 +272,7 @@ def read_records(
             problems.append(f"{Path(error.filename).relative_to(out)} cannot be read: {error.strerror}")
 
     walk = chain.from_iterable(os.walk(folder / name, onerror=closed, followlinks=True) for name in within)
-    # Hidden files are what a killed writer leaves (see write_whole); its cell counts as missing.
+    # Hidden files are what a killed writer leaves (see write_atomic); its cell counts as missing.
     paths = [Path(parent) / name for parent, _, names in walk for name in names if not name.startswith(".")]
     for path in sorted(paths):
         shown = path.relative_to(out).as_posix()

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from advnorm._core.errors import AdvnormError, ConfigError, did_you_mean, raise_all
-from advnorm._core.records import half_written, read_json, write_json, write_whole
+from advnorm._core.records import interrupted_write, read_json, write_atomic, write_json
 from advnorm._core.wrappers import unwrapped
 
 FORMAT = "advnorm.checkpoint/1"
@@ -54,7 +54,7 @@ def save(folder: Path | str, name: str, tensors: Mapping[str, Tensor], meta: Map
     hashed = _hash(data)
     path = folder / f"{name}-{step:08d}-{hashed[:8]}.safetensors"
     try:
-        write_whole(path, data)
+        write_atomic(path, data)
         hashes = {"blake2b": hashed, "meta_blake2b": _hash(_canonical(meta))}
         _point(folder, name, {"format": FORMAT, "file": path.name, **hashes, "meta": dict(meta)})
     except OSError as error:
@@ -146,7 +146,7 @@ def sweep(folder: Path) -> None:
     with suppress(ConfigError, OSError):  # a damaged pointer: no telling what it needs, so everything stays
         needed = {path.stem: file for path in folder.glob("*.json") if (file := _points_to(path))}
         for path in folder.iterdir():
-            half = half_written(path)
+            half = interrupted_write(path)
             written = half and (_FILE.fullmatch(half) or half.removesuffix(".json") in needed)
             if written or (_FILE.fullmatch(path.name) and path.name not in needed.values()):
                 path.unlink()
@@ -257,7 +257,7 @@ def save_weights(path: Path | str, model: nn.Module, meta: Mapping[str, Any]) ->
     path = _weights_path(path)
     raise_all(_not_json(meta), "bad weights file")
     try:
-        write_whole(path, _packed(unwrapped(model).state_dict(), meta))
+        write_atomic(path, _packed(unwrapped(model).state_dict(), meta))
     except OSError as error:
         raise CheckpointError(
             f"cannot write {path}: {error.strerror or error}; free some space or choose another folder"

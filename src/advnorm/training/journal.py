@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from advnorm._core.errors import ConfigError
-from advnorm._core.records import write_whole
+from advnorm._core.records import write_atomic
 
 #: Steps in which networks are compiled, attacks captured and caches filled: no measure of speed.
 WARM_UP = 5
@@ -144,10 +144,10 @@ class Journal:
         metrics, timing = self.folder / "metrics.jsonl", self.folder / "timing.jsonl"
         wanted = "".join(f"{json.dumps(row, allow_nan=False)}\n" for row in self.rows).encode()
         if (metrics.read_bytes() if metrics.exists() else b"") != wanted:
-            write_whole(metrics, wanted)
+            write_atomic(metrics, wanted)
         if timing.exists():
             lines = [line for line in timing.read_bytes().splitlines(keepends=True) if _epoch(line) <= len(self.rows)]
-            write_whole(timing, b"".join(lines))
+            write_atomic(timing, b"".join(lines))
 
     def _append(self, name: str, text: str) -> None:
         with (self.folder / name).open("a", encoding="utf-8") as file:

@@ -52,8 +52,6 @@ from advnorm.training.step_program import (
 )
 from advnorm.training.validation import Validation
 
-#: Exit status of a run that was told to stop before its end: try again later (EX_TEMPFAIL of sysexits.h).
-PREEMPTED = 75
 #: Ranks agree on stopping and on checkpoints in between every so many steps: each time costs a reduction.
 AGREE_EVERY = 20
 #: What is wanted between two steps, the greater the more urgent.

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from advnorm._core.devices import resolve_device
 from advnorm._core.distributed import rank, world_size
-from advnorm._core.errors import AdvnormError, ConfigError
+from advnorm._core.errors import AdvnormError
 
 
 class TrainingError(AdvnormError, RuntimeError):
@@ -73,7 +74,7 @@ def placed(device: str | torch.device | None) -> Iterator[Ranks]:
     The group lasts as long as the process: one that is made anew for each training can meet the last one's store, and
     hang.
     """
-    place = checked_device(device)
+    place = resolve_device(device)
     with ExitStack() as stack:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
             dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
@@ -87,26 +88,3 @@ def placed(device: str | torch.device | None) -> Iterator[Ranks]:
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def checked_device(device: str | torch.device | None) -> torch.device:
-    """The device to work on, which is here; under torchrun each process has its own GPU."""
-    try:
-        wanted = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
-    except RuntimeError:
-        raise ConfigError(f"unknown device {str(device)!r}; use 'cpu' or 'cuda'") from None
-    if wanted.type not in ("cpu", "cuda"):
-        raise ConfigError(f"training runs on 'cpu' or 'cuda', got device {str(device)!r}")
-    if wanted.type == "cpu":
-        return wanted
-    if not torch.cuda.is_available():
-        raise ConfigError("no CUDA device here; leave device out or use device='cpu'")
-    index = wanted.index
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        index = int(os.environ.get("LOCAL_RANK", "0"))
-    index = torch.cuda.current_device() if index is None else index
-    if index >= torch.cuda.device_count():
-        raise ConfigError(
-            f"no CUDA device {index}, there are {torch.cuda.device_count()}; start fewer processes, or name another"
-        )
-    return torch.device("cuda", index)

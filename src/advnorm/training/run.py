@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError
-from advnorm._core.locks import LOCK, locked
-from advnorm._core.records import read_json, write_json, write_whole
+from advnorm._core.locks import exclusive
+from advnorm._core.records import read_json, write_atomic, write_json
 from advnorm.config.config import Config
 from advnorm.data import FolderData, ImageData
 from advnorm.models import create_model
@@ -155,7 +155,7 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"cannot make {self.folder}: {error.strerror or error}; choose another out") from None
-        with locked(self.folder / LOCK):
+        with exclusive(self.folder):
             self.check(config, data)
             if not self._description.exists():
                 write_json(
@@ -169,7 +169,7 @@ class Run:
                     f"{self.folder} was started from other weights than {config.weights} holds now ({started}); choose "
                     "another out or name, or delete it"
                 )
-            write_whole(self.folder / "config.yaml", self.config.to_yaml().encode())
+            write_atomic(self.folder / "config.yaml", self.config.to_yaml().encode())
             yield
 
 

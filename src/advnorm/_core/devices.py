@@ -1,0 +1,36 @@
+"""Choice of the device to compute on."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from advnorm._core.errors import ConfigError
+
+_HINT = "use 'cpu', 'cuda' or leave it out"
+
+
+def resolve_device(device: str | torch.device | None = None) -> torch.device:
+    """Return an available device; by default CUDA if available, else the CPU.
+
+    Under torchrun every process gets the GPU of its local rank.
+    """
+    try:
+        wanted = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
+    except RuntimeError:
+        raise ConfigError("no_device", f"unknown {{field}} {str(device)!r}", field="device", hint=_HINT) from None
+    if wanted.type == "cpu":
+        return wanted
+    if wanted.type != "cuda":
+        raise ConfigError("no_device", "{field} must be 'cpu' or 'cuda'", field="device", got=str(device), hint=_HINT)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = wanted.index
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        index = int(os.environ.get("LOCAL_RANK", "0"))
+    if index is None:  # asking for the current device would initialize CUDA, which a parent of workers must not do
+        index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+    if index >= count:
+        available = f"{{field}} 'cuda:{index}' is not available: found {count} CUDA devices"
+        raise ConfigError("no_device", available, field="device", hint="use 'cpu', another index or fewer processes")
+    return torch.device("cuda", index)

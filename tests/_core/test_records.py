@@ -1,0 +1,72 @@
+"""Files that are complete or absent, and digests."""
+
+import errno
+import os
+
+import pytest
+import torch
+from torch import nn
+
+from advnorm._core.records import (
+    NotWritable,
+    digest,
+    interrupted_write,
+    model_fingerprint,
+    read_json,
+    writable_problems,
+    write_atomic,
+    write_json,
+    writing,
+)
+from support.problems import raises_problem
+
+
+def test_a_file_is_replaced_only_by_a_complete_one(tmp_path, monkeypatch):
+    path = tmp_path / "deep" / "r.json"
+    write_json(path, {"a": 1})
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    with pytest.raises(OSError, match="full"):
+        write_atomic(path, b"new")
+    assert read_json(path) == {"a": 1} and list(path.parent.iterdir()) == [path]
+
+
+def test_the_remainder_of_a_killed_writer_names_its_file(tmp_path):
+    assert interrupted_write(tmp_path / ".r.json.123.part") == "r.json"
+    assert interrupted_write(tmp_path / "r.json") is None
+
+
+def test_a_system_error_keeps_the_result(tmp_path):
+    with raises_problem("not_writable", "r.json", NotWritable) as caught, writing("r.json", result=5):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert caught.value.result == 5 and "No space left" in str(caught.value)
+
+
+def test_a_place_that_cannot_be_written_is_found_before_the_computation(tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file" / "r.json", tmp_path / "file" / "deep" / "r.json"):
+        (problem,) = writable_problems(path)
+        assert (problem.code, problem.field) == ("not_writable", str(path))
+    assert writable_problems(tmp_path / "new" / "r.json") == []
+
+
+def test_a_missing_and_a_damaged_record_are_different_problems(tmp_path):
+    with raises_problem("missing_file", str(tmp_path / "none.json")):
+        read_json(tmp_path / "none.json")
+    for text in ("{", "[1]"):
+        (tmp_path / "bad.json").write_text(text)
+        with raises_problem("damaged_file"):
+            read_json(tmp_path / "bad.json")
+
+
+def test_a_digest_distinguishes_type_shape_and_bits():
+    zero = torch.zeros(2)
+    found = {digest(part) for part in (zero, -zero, zero.double(), zero[None], torch.zeros(0), "a", ("a",), 0)}
+    assert len(found) == 8 and digest(zero) == digest(zero.clone())
+
+
+def test_a_fingerprint_covers_structure_parameters_and_statistics():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    before = model_fingerprint(model)
+    model[1].running_mean += 1
+    assert model_fingerprint(model) != before
