@@ -127,7 +127,7 @@ def fed_once(norm, x, x_adv, layout):
         for parameter in module.parameters():
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     attack = advnorm.attacks.PGD(threat=advnorm.ThreatModel(eps=0.1), steps=1)
-    Hybrid(model.train(), attack).passed({"clean": x, "adv": x_adv}, layout)
+    Hybrid(model.train(), attack).domain_logits({"clean": x, "adv": x_adv}, layout)
     return model
 
 

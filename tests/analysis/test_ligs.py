@@ -107,7 +107,7 @@ def test_with_statistics_of_the_batch_it_is_what_the_regularizer_has(digits):
     model = copy.deepcopy(digits.networks["bn"]).train()
     x, y = digits.x[:64], digits.y[:64]
     noise = ImageNoise(0, torch.arange(64)).fold("ligs")
-    wanted = advnorm.objectives.Ligs(advnorm.objectives.Standard(model), size=0.05).similarity(x, y, noise)
+    wanted = advnorm.objectives.LIGS(advnorm.objectives.Standard(model), size=0.05).similarity(x, y, noise)
     found = ligs(model, x, y, size=0.05, statistics="batch_frozen")
     assert found.mean == pytest.approx(float(wanted.detach()), abs=1e-5)
     assert found.mean != pytest.approx(ligs(model, x, y, size=0.05).mean, abs=1e-5)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError
 from advnorm.attacks import APGD, PGD, AutoAttack
-from advnorm.objectives import OBJECTIVES, Objective, base, list_objectives
+from advnorm.objectives import OBJECTIVES, Execution, Objective, base, list_objectives
 from advnorm.threat import ThreatModel
 from support.objective_oracles import (
     CONCATENATED,
@@ -60,7 +60,7 @@ def test_the_attack_ascends_through_the_adversarial_branch_on_running_statistics
     objective = OBJECTIVES.get(name)(model, attack)
     start = attack._started(X, attack.noise(INDEX).fold("restart").fold(0), attack.threat.projection(X))
     expected = by_hand(Network(model), X, Y, start, attack, against_clean=name == "trades")
-    found = objective.adversarial(X, Y, INDEX)
+    found = objective.craft(X, Y, INDEX)
     torch.testing.assert_close(found.double(), expected, rtol=0.0, atol=1e-6)
     assert (found - X).abs().amax() <= attack.threat.eps and (found != start).any()
 
@@ -90,7 +90,7 @@ def test_standard_training_attacks_nothing():
 
 
 def test_an_attack_that_names_a_route_goes_that_way():
-    found = [built("hybrid", attack=pgd(route=route)).adversarial(X, Y, INDEX) for route in (None, "adv", "clean")]
+    found = [built("hybrid", attack=pgd(route=route)).craft(X, Y, INDEX) for route in (None, "adv", "clean")]
     assert torch.equal(found[0], found[1]) and not torch.equal(found[1], found[2])
 
 
@@ -116,7 +116,7 @@ def test_an_attack_leaves_the_model_as_it_was(name, with_gradients):
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
     before = everything(objective)
-    x_adv = objective.adversarial(X, Y, INDEX)
+    x_adv = objective.craft(X, Y, INDEX)
     after = everything(objective)
     assert not x_adv.requires_grad and (x_adv != X).any()
     assert all(torch.equal(value, after["state"][key]) for key, value in before["state"].items())
@@ -129,7 +129,7 @@ def test_an_attack_leaves_the_model_as_it_was(name, with_gradients):
 @pytest.mark.parametrize("norm", ["bn", "dual_bn", "gmm_bn"])
 def test_gradients_and_statistics_are_those_of_the_training_pass_alone(norm):
     objective = built("hybrid", norm, likelihood_weight=0.01 if norm == "gmm_bn" else 0.0)
-    x_adv = objective.adversarial(X, Y, INDEX)
+    x_adv = objective.craft(X, Y, INDEX)
     network = Network(objective.model)
     step = objective(X, Y, index=INDEX)
     assert all(parameter.grad is None for parameter in objective.parameters())
@@ -147,7 +147,7 @@ def test_gradients_and_statistics_are_those_of_the_training_pass_alone(norm):
 
 
 def test_a_training_pass_on_running_statistics_sees_the_images_of_the_same_attack():
-    found = [built("hybrid", statistics=mode).adversarial(X, Y, INDEX) for mode in ("batch", "running")]
+    found = [built("hybrid", statistics=mode).craft(X, Y, INDEX) for mode in ("batch", "running")]
     assert torch.equal(*found)
 
 
@@ -166,7 +166,7 @@ def test_no_two_processes_give_images_without_an_index_the_same_noise(monkeypatc
     for place in range(3):
         monkeypatch.setattr(base, "rank", lambda place=place: place)
         objective = built("hybrid")
-        named += [objective.images(X, Y).index for _ in range(3)]
+        named += [objective.craft_batch(X, Y).index for _ in range(3)]
     assert len(torch.cat(named).unique()) == 9 * len(X)
 
 
@@ -174,9 +174,9 @@ def test_no_two_processes_give_images_without_an_index_the_same_noise(monkeypatc
 def test_a_copy_of_the_attacked_branch_gives_the_clean_output_only_where_that_is_the_same_branch(norm):
     """TRADES compares with the clean output through the clean branch, which a copy of the other one is not."""
     objective = built("trades", norm, attack=pgd(start="gaussian"))
-    expected, seen = objective.adversarial(X, Y, INDEX), []
-    objective.climbed = lambda x: (seen.append(x), objective.logits(x))[1]
-    assert torch.equal(objective.adversarial(X, Y, INDEX), expected)
+    expected, seen = objective.craft(X, Y, INDEX), []
+    surrogate = Execution(surrogate=lambda x: (seen.append(x), objective.logits(x))[1])
+    assert torch.equal(objective.craft(X, Y, INDEX, surrogate), expected)
     of_the_clean = [x for x in seen if torch.equal(x, X)]
     assert len(of_the_clean) == (norm in ("bn", "gn")) and len(seen) == objective.attack.steps + len(of_the_clean)
 
@@ -184,8 +184,8 @@ def test_a_copy_of_the_attacked_branch_gives_the_clean_output_only_where_that_is
 def test_a_permuted_batch_has_the_permuted_adversarial_images():
     objective = built("hybrid")
     order = torch.tensor([4, 0, 3, 1, 2])
-    found = objective.adversarial(X[order], Y[order], INDEX[order])
-    torch.testing.assert_close(found, objective.adversarial(X, Y, INDEX)[order], rtol=0.0, atol=1e-6)
+    found = objective.craft(X[order], Y[order], INDEX[order])
+    torch.testing.assert_close(found, objective.craft(X, Y, INDEX)[order], rtol=0.0, atol=1e-6)
 
 
 def test_with_eps_zero_both_domains_are_the_same_images():
@@ -200,7 +200,7 @@ def test_images_that_leave_ball_or_box_are_put_back():
         def perturb(self, predict: Any, x: Tensor, y: Tensor, noise: Any) -> Tensor:
             return torch.where(x > 0.9, torch.nan, x + 5)
 
-    found = built("hybrid", attack=Far(threat=ThreatModel(eps=0.1))).adversarial(X, Y, INDEX)
+    found = built("hybrid", attack=Far(threat=ThreatModel(eps=0.1))).craft(X, Y, INDEX)
     assert found.isfinite().all() and found.amax() <= 1 and (found - X).abs().amax() <= 0.1
     assert torch.equal(found[X > 0.9], X[X > 0.9])
 
@@ -241,14 +241,14 @@ def test_other_objectives_take_an_attack_on_the_divergence(name):
 
 def test_the_adversarial_images_depend_on_the_weights_at_the_time():
     objective = built("hybrid")
-    before = objective.adversarial(X, Y, INDEX)
+    before = objective.craft(X, Y, INDEX)
     with torch.no_grad():
         for module in objective.model.modules():
             if isinstance(module, nn.Conv2d):
                 module.weight.neg_()
-    assert not torch.equal(objective.adversarial(X, Y, INDEX), before)
+    assert not torch.equal(objective.craft(X, Y, INDEX), before)
 
 
 def test_the_given_attack_of_the_other_tests_is_what_the_training_pass_sees():
     objective = built("hybrid", attack=Given())
-    assert torch.equal(objective.adversarial(X, Y, INDEX), crafted(X))
+    assert torch.equal(objective.craft(X, Y, INDEX), crafted(X))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from advnorm._core.errors import AdvnormError, ConfigError
-from advnorm.objectives import OBJECTIVES, Ligs, list_objectives
+from advnorm.objectives import LIGS, OBJECTIVES, list_objectives
 from support.objective_oracles import Given, images, pgd, tiny
 
 X, Y = images(4)
@@ -192,9 +192,9 @@ def test_images_that_an_attack_would_cut_to_its_box_are_refused_at_the_first_bat
     standard = OBJECTIVES.get("standard")(tiny("bn"))
     assert standard(X - 0.5, Y).loss.isfinite()
     with pytest.raises(ConfigError) as found:
-        Ligs(standard, shift="fgsm")(change(X), Y)  # attacks, and its objective does not
+        LIGS(standard, shift="fgsm")(change(X), Y)  # attacks, and its objective does not
     assert words in str(found.value)
-    assert Ligs(standard, shift="gaussian")(X - 0.5, Y).loss.isfinite()
+    assert LIGS(standard, shift="gaussian")(X - 0.5, Y).loss.isfinite()
 
 
 @pytest.mark.parametrize("name", ["hybrid", "standard", "trades"])

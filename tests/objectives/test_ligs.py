@@ -19,7 +19,7 @@ from advnorm.attacks import PGD
 from advnorm.data.digits import digits
 from advnorm.norms import list_norms
 from advnorm.norms.routing import UNSCOPED, routed_modules
-from advnorm.objectives import Classical, Cross, Hybrid, Ligs, Objective, Standard, Trades
+from advnorm.objectives import LIGS, TRADES, Classical, Cross, Execution, Hybrid, Objective, Standard
 from advnorm.objectives.ligs import Shift, shifted
 from support.digits_training import accuracy, train
 from support.norm_oracles import changed, needed, snapshot
@@ -90,7 +90,7 @@ def one_by_one(model: nn.Module, at: Tensor, *, route: str = "clean", mode: str 
 def test_with_norms_of_single_samples_ligs_is_a_mean_over_gradients_of_single_images(norm, shift):
     model = tiny(norm)
     expected = one_by_one(model, near(model, shift))
-    found = Ligs(Standard(model), shift=shift).similarity(X, Y, noise())
+    found = LIGS(Standard(model), shift=shift).similarity(X, Y, noise())
     torch.testing.assert_close(found.detach(), expected, **EXACT)
     assert 0 < float(found) < 1 - 1e-7
 
@@ -100,7 +100,7 @@ def test_with_norms_in_eval_mode_the_stored_statistics_count(norm):
     model = tiny(norm)
     model.norm1.eval(), model.norm2.eval()
     expected = one_by_one(model, near(model, "gaussian"))
-    found = Ligs(Standard(model)).similarity(X, Y, noise())
+    found = LIGS(Standard(model)).similarity(X, Y, noise())
     torch.testing.assert_close(found.detach(), expected, **EXACT)
 
 
@@ -108,7 +108,7 @@ def test_with_norms_in_eval_mode_the_stored_statistics_count(norm):
 def test_where_a_norm_needs_both_domains_the_stored_statistics_count(norm):
     model = tiny(norm)
     expected = one_by_one(model, near_stored(model))
-    found = Ligs(Hybrid(model, Given())).similarity(X, Y, noise())
+    found = LIGS(Hybrid(model, Given())).similarity(X, Y, noise())
     torch.testing.assert_close(found.detach(), expected, **EXACT)
 
 
@@ -121,7 +121,7 @@ def near_stored(model: nn.Module) -> Tensor:
 def test_with_statistics_of_the_batch_value_and_gradient_are_those_of_the_network_by_hand(norm, shift):
     model = tiny(norm)
     network, expected = by_hand(model, near(model, shift))
-    found = Ligs(Standard(model), shift=shift).similarity(X, Y, noise())
+    found = LIGS(Standard(model), shift=shift).similarity(X, Y, noise())
     torch.testing.assert_close(found, expected, **EXACT)
     found.backward()
     expected.backward()
@@ -136,7 +136,7 @@ def test_it_goes_through_the_first_branch_that_is_trained(objective, domain):
     model = tiny("dual_bn")
     _, expected = by_hand(model, near(model, "gaussian"), domain=domain)
     _, other = by_hand(model, near(model, "gaussian"), domain="adv" if domain == "clean" else "clean")
-    found = Ligs(objective(model, Given())).similarity(X, Y, noise())
+    found = LIGS(objective(model, Given())).similarity(X, Y, noise())
     torch.testing.assert_close(found, expected, **EXACT)
     assert abs(float(expected - other)) > 1e-4
 
@@ -153,7 +153,7 @@ def test_the_gradient_of_the_regularizer_is_its_finite_difference(shift):
     model = tiny("bn")
     model.__class__ = Smooth
     at = near(model, shift, 0.3)  # ν is a constant, also where it is an attack; large, so that there is a slope
-    objective = Ligs(Standard(model), shift=shift, size=0.3)
+    objective = LIGS(Standard(model), shift=shift, size=0.3)
 
     def value() -> Tensor:
         return objective.similarity(X, Y, noise())
@@ -193,7 +193,7 @@ def test_ligs_is_a_cosine_whatever_the_length_of_the_gradients(scale):
     with torch.no_grad():
         model.fc.weight *= scale
     expected = one_by_one(model, near(model, "gaussian"))
-    found = Ligs(Standard(model)).similarity(X, Y, noise())
+    found = LIGS(Standard(model)).similarity(X, Y, noise())
     torch.testing.assert_close(found.detach(), expected, rtol=1e-6, atol=1e-6)
     assert float(expected) > 0.5
 
@@ -202,7 +202,7 @@ def test_an_image_without_a_gradient_makes_nothing_nan():
     model = tiny("none")
     with torch.no_grad():
         model.conv1.bias.fill_(-100)  # no unit is alive
-    step = Ligs(Standard(model))(X32, Y)
+    step = LIGS(Standard(model))(X32, Y)
     step.loss.backward()
     assert step.loss.isfinite() and all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
@@ -213,7 +213,7 @@ def test_an_image_with_a_gradient_at_one_of_the_points_alone_makes_nothing_nan()
     for bias in torch.linspace(-1, 1, 41).tolist():  # some image's units die between its two points
         with torch.no_grad():
             model[1].bias.fill_(bias)
-        objective = Ligs(Standard(model), size=0.3)
+        objective = LIGS(Standard(model), size=0.3)
         model.zero_grad()
         step = objective(X32, Y, index=INDEX)
         step.loss.backward()
@@ -223,7 +223,7 @@ def test_an_image_with_a_gradient_at_one_of_the_points_alone_makes_nothing_nan()
 def test_what_a_network_draws_is_the_same_at_both_points():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(X32[0].numel(), 64), nn.Tanh(), nn.Dropout(0.5), nn.Linear(64, 4))
-    objective = Ligs(Standard(model), size=0.0)
+    objective = LIGS(Standard(model), size=0.0)
     values = [float(objective(X32, Y, index=INDEX).terms["ligs"]) for _ in range(2)]
     assert values == pytest.approx([1, 1], abs=1e-6)
     masks = [objective(X32, Y, index=INDEX).logits["clean"].detach() for _ in range(2)]
@@ -233,21 +233,21 @@ def test_what_a_network_draws_is_the_same_at_both_points():
 def test_a_compiled_model_is_regularized_by_the_model_inside():
     model = tiny("bn")
     compiled = torch.compile(copy.deepcopy(model), backend="aot_eager")
-    found, expected = (Ligs(Standard(m))(X32, Y, index=INDEX) for m in (compiled, model))
+    found, expected = (LIGS(Standard(m))(X32, Y, index=INDEX) for m in (compiled, model))
     torch.testing.assert_close(found.loss, expected.loss, **EXACT)
     found.loss.backward()
 
 
 def test_a_size_is_a_length_in_pixel_scale_for_every_shift():
-    assert Ligs(Standard(tiny("bn")), size="8/255").size == 8 / 255
+    assert LIGS(Standard(tiny("bn")), size="8/255").size == 8 / 255
     for shift in SHIFTS:
         with pytest.raises(ConfigError, match="size is in pixel scale.*did you mean '8/255'"):
-            Ligs(Standard(tiny("bn")), shift=shift, size=8)
+            LIGS(Standard(tiny("bn")), shift=shift, size=8)
 
 
 def test_one_regularizer_is_enough():
-    with pytest.raises(ConfigError, match="one Ligs with the sum of the weights"):
-        Ligs(Ligs(Standard(tiny("bn"))))
+    with pytest.raises(ConfigError, match="one LIGS with the sum of the weights"):
+        LIGS(LIGS(Standard(tiny("bn"))))
 
 
 # -- the shifts of app. B.4 --------------------------------------------------------------------------------------------
@@ -302,9 +302,9 @@ def test_an_image_keeps_its_noise_wherever_it_stands_in_the_batch(order, shift):
 @pytest.mark.parametrize("weight", [0.0, 0.5, 4.0])
 def test_the_loss_is_that_of_the_objective_and_the_weighted_lack_of_similarity(weight):
     model, alone = tiny("dual_bn"), tiny("dual_bn")
-    step = Ligs(Hybrid(model, Given()), weight=weight)(X32, Y, index=INDEX)
+    step = LIGS(Hybrid(model, Given()), weight=weight)(X32, Y, index=INDEX)
     plain = Hybrid(alone, Given())(X32, Y, index=INDEX)
-    similarity = Ligs(Hybrid(alone, Given())).similarity(X32, Y, noise())
+    similarity = LIGS(Hybrid(alone, Given())).similarity(X32, Y, noise())
     torch.testing.assert_close(step.loss, plain.loss + weight * (1 - similarity), **EXACT)
     torch.testing.assert_close(step.terms, {**plain.terms, "ligs": similarity.detach()}, **EXACT)
     assert not step.terms["ligs"].requires_grad and torch.equal(step.labels["adv"], plain.labels["adv"])
@@ -324,7 +324,7 @@ def objective_for(norm: str, model: nn.Module) -> Objective:
 def test_every_registered_norm_can_be_regularized_and_is_fed_nothing_by_it(norm, shift):
     model = tiny(norm, **needed(norm))
     alone = copy.deepcopy(model)
-    step = Ligs(objective_for(norm, model), shift=shift)(X32, Y)
+    step = LIGS(objective_for(norm, model), shift=shift)(X32, Y)
     objective_for(norm, alone)(X32, Y)
     assert changed(model, snapshot(alone)) == set()
     flags = [module.training for module in model.modules()]
@@ -333,17 +333,17 @@ def test_every_registered_norm_can_be_regularized_and_is_fed_nothing_by_it(norm,
     assert all(flags) and all(module.state is UNSCOPED for module in routed_modules(model).values())
 
 
-@pytest.mark.parametrize("wrap", [Trades, Classical, Hybrid])
+@pytest.mark.parametrize("wrap", [TRADES, Classical, Hybrid])
 def test_any_objective_can_be_regularized(wrap):
     model = tiny("dual_bn")
-    step = Ligs(wrap(model, pgd()))(X32, Y)
+    step = LIGS(wrap(model, pgd()))(X32, Y)
     step.loss.backward()
     assert "ligs" in step.terms and step.loss.isfinite()
 
 
 def test_cross_at_can_be_regularized():
     model = tiny("cross_bn")
-    Ligs(Cross(model, Given()))(X32, Y).loss.backward()
+    LIGS(Cross(model, Given()))(X32, Y).loss.backward()
     assert model.conv1.weight.grad.isfinite().all()
 
 
@@ -351,7 +351,7 @@ def test_cross_at_can_be_regularized():
 def test_ligs_uses_the_statistics_that_the_objective_trains_with(mode):
     """Paper E's last epochs train on stored statistics; a regularizer with others would train another function."""
     model = tiny("bn")
-    objective = Ligs(Standard(model))
+    objective = LIGS(Standard(model))
     objective.statistics = mode
     _, expected = by_hand(model, near_stored(model), mode={"batch": "batch_frozen", "running": "running"}[mode])
     found = objective(X, Y, index=INDEX).terms["ligs"]
@@ -363,7 +363,7 @@ def test_built_in_norms_are_fed_nothing(layer):
     model = tiny(plain=True)
     model.norm1 = layer(4, affine=True, track_running_stats=True).double()
     alone = copy.deepcopy(model)
-    Ligs(Standard(model))(X32, Y).loss.backward()
+    LIGS(Standard(model))(X32, Y).loss.backward()
     Standard(alone)(X32, Y)
     assert changed(model, snapshot(alone)) == set() and model.norm1.track_running_stats
 
@@ -373,14 +373,14 @@ def test_a_network_takes_the_images_in_its_own_precision(dtype):
     """As every objective offers: float32 images, whatever the network's precision."""
     model = advnorm.create_model("small_cnn", num_classes=4, norm="bn", in_channels=2, normalize=False).to(dtype)
     Standard(model)(X32, Y).loss.backward()
-    Ligs(Standard(model))(X32, Y).loss.backward()
+    LIGS(Standard(model))(X32, Y).loss.backward()
 
 
 def test_under_autocast_the_value_is_near_that_of_float32():
     model = tiny("bn").float()
-    exact = Ligs(Standard(copy.deepcopy(model)))(X32, Y, index=INDEX).terms["ligs"]
+    exact = LIGS(Standard(copy.deepcopy(model)))(X32, Y, index=INDEX).terms["ligs"]
     with torch.autocast("cpu", torch.bfloat16):
-        step = Ligs(Standard(model))(X32, Y, index=INDEX)
+        step = LIGS(Standard(model))(X32, Y, index=INDEX)
     step.loss.backward()
     assert step.terms["ligs"].dtype == torch.float32 and abs(float(step.terms["ligs"] - exact)) < 0.05
     assert all(p.grad.isfinite().all() for p in model.parameters())
@@ -388,10 +388,9 @@ def test_under_autocast_the_value_is_near_that_of_float32():
 
 def test_a_compiled_network_is_left_aside_for_the_second_derivative():
     model, through = tiny("bn"), []
-    objective = Ligs(Standard(model))
-    original = objective.bare.through
-    objective.bare.through = lambda x: (through.append(1), original(x).detach().requires_grad_())[1]
-    objective(X32, Y).loss.backward()
+    objective = LIGS(Standard(model))
+    execution = Execution(network=lambda x: (through.append(1), model(x).detach().requires_grad_())[1])
+    objective(X32, Y, execution=execution).loss.backward()
     assert through == [1] and model.conv1.weight.grad.abs().sum() > 0
 
 
@@ -407,13 +406,13 @@ def test_a_compiled_network_is_left_aside_for_the_second_derivative():
 )
 def test_wrong_options_are_told_all_at_once(options, told):
     with pytest.raises(ConfigError) as error:
-        Ligs(Standard(tiny()), **options)
+        LIGS(Standard(tiny()), **options)
     assert all(part in str(error.value) for part in told), error.value
 
 
 @pytest.mark.parametrize("shift", SHIFTS)
 def test_a_shift_of_size_0_gives_a_similarity_of_1(shift):
-    objective = Ligs(Standard(tiny("gn")), shift=shift, size=0)
+    objective = LIGS(Standard(tiny("gn")), shift=shift, size=0)
     assert float(objective.similarity(X, Y, noise())) == pytest.approx(1)
 
 
@@ -428,11 +427,11 @@ def test_regularizing_ligs_raises_it_and_the_accuracy_under_attack_at_a_small_co
     attack = PGD(threat=advnorm.ThreatModel(eps=0.1), steps=10)
 
     def measures(model: nn.Module) -> tuple[float, float, float]:
-        similarity = Ligs(Standard(model), size=0.1).similarity(x, y, ImageNoise(1, torch.arange(len(x))))
+        similarity = LIGS(Standard(model), size=0.1).similarity(x, y, ImageNoise(1, torch.arange(len(x))))
         return accuracy(model, x, y), float(similarity), accuracy(model, attack(model, x, y), y)
 
     plain = measures(train(12, seed=seed))
-    found = measures(train(12, seed=seed, wrap=lambda inner: Ligs(inner, weight=0.5, size=0.1)))
+    found = measures(train(12, seed=seed, wrap=lambda inner: LIGS(inner, weight=0.5, size=0.1)))
     assert found[0] > plain[0] - 0.04 and found[0] > 0.95
     assert found[1] > plain[1] + 0.02
     assert found[2] > plain[2] + 0.06

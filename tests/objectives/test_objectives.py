@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from advnorm.objectives import OBJECTIVES, Objective, Step, list_objectives
+from advnorm.objectives import OBJECTIVES, Objective, ObjectiveOutput, list_objectives
 from support.norm_oracles import FORWARDED
 from support.objective_oracles import (
     CONCATENATED,
@@ -142,7 +142,7 @@ STANDARD = Case("standard", {}, lambda t: t["clean_ce"], ("clean_ce",), domains=
 CROSS = Case("cross", {}, lambda t: t["adv_ce"], ("adv_ce",))
 
 
-def agree(objective: Objective, step: Step, network: Network, expected: Expected) -> None:
+def agree(objective: Objective, step: ObjectiveOutput, network: Network, expected: Expected) -> None:
     """Loss, terms, logits, the gradient of every parameter and every statistic, after one backward of both."""
     torch.testing.assert_close(step.loss, expected.loss, **EXACT)
     assert list(step.logits) == list(expected.logits)

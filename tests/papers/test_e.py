@@ -7,8 +7,8 @@ import pytest
 from advnorm.papers import e as paper_e
 from advnorm.studies.base import STUDIES
 from advnorm.studies.run import tasks, work
-from advnorm.training.optimizer import learning_rate
 from advnorm.training.run import Run
+from advnorm.training.schedule import Schedule
 
 NAMES = STUDIES.names("E/*")
 TABLES = [name for name in NAMES if "/table" in name]
@@ -37,8 +37,8 @@ def test_both_decays_of_table_3_end_with_similar_rates():
     first, second = (cell.config for cell in list(STUDIES.get("E/table3").cells())[:2])
 
     def share(config, epoch):
-        how = {key: getattr(config, key) for key in ("schedule", "epochs", "milestones", "gamma")}
-        return learning_rate(epoch, lr=1.0, steps_per_epoch=1, **how)
+        how = {key: getattr(config, key) for key in ("epochs", "milestones", "gamma")}
+        return Schedule(name=config.schedule, lr=1.0, steps_per_epoch=1, **how).learning_rate(epoch)
 
     assert [share(first, epoch) for epoch in (0, 1, 2, 4, 219)] == pytest.approx([1, 1, 0.94, 0.94**2, 0.94**109])
     assert share(first, 219) == pytest.approx(share(second, 109), rel=0.2)

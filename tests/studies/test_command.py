@@ -84,7 +84,7 @@ def test_a_figure_which_prints_no_numbers_is_told_in_whole_lines():
 TERMINATED = """
 import importlib, os, signal
 from advnorm.cli import main
-loop = importlib.import_module("advnorm.training.loop").Loop
+loop = importlib.import_module("advnorm.training.loop").TrainingLoop
 step = loop.train_step
 loop.train_step = lambda self, batch: (os.kill(os.getpid(), signal.SIGTERM), step(self, batch))
 main()

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-from advnorm.objectives import SECOND_PASSES, Ligs, Objective
+from advnorm.objectives import LIGS, SECOND_PASSES, Objective
 from support import objective_ranks
 
 
@@ -24,7 +24,7 @@ class Wrapped:
 
     def objective(self, *, sync: bool) -> Objective:
         inner = self.case.objective(sync=sync)
-        return SECOND_PASSES.get(self.kind)(Ligs(inner, weight=0.5) if self.ligs else inner, **self.settings)
+        return SECOND_PASSES.get(self.kind)(LIGS(inner, weight=0.5) if self.ligs else inner, **self.settings)
 
     @property
     def find_unused(self) -> bool:

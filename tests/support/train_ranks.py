@@ -24,9 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 import advnorm
 from advnorm import Config
 from advnorm._core.records import model_fingerprint
-from advnorm.training import checkpoint
+from advnorm.training import checkpoint, loop, step_program
 from advnorm.training.validation import Validation
-from support.train_worker import EVERY_STEP, NEVER, SMALL, patched, training
+from support.train_worker import EVERY_STEP, NEVER, SMALL, patched
 
 WORLD, STEPS = 2, 20
 LONG: dict[str, Any] = {
@@ -110,11 +110,11 @@ def trained(config: Config, out: Path, **settings: Any) -> dict[str, Any]:
 
 def stopped(config: Config, out: Path, rank: int) -> dict[str, Any]:
     """SIGTERM to the last rank in mid-epoch stops all; then all go on."""
-    original = training.Loop.train_step
+    original = loop.TrainingLoop.train_step
     if rank == WORLD - 1:
-        patched(training.Loop, "train_step", before=lambda *_: os.kill(os.getpid(), signal.SIGTERM), at=3)
+        patched(loop.TrainingLoop, "train_step", before=lambda *_: os.kill(os.getpid(), signal.SIGTERM), at=3)
     first = trained(config, out)
-    training.Loop.train_step = original
+    loop.TrainingLoop.train_step = original
     meta = checkpoint.load(Path(first["folder"]) / "checkpoints", "last")[1]
     dist.barrier()
     return {"first": first, "step": meta["step"], **trained(config, out, checkpoint_minutes=EVERY_STEP)}
@@ -147,7 +147,7 @@ def main(rank: int, world: int, init_file: str, folder: Path) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{init_file}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
-    training.DistributedDataParallel, training.AGREE_EVERY = Counting, 4
+    step_program.DistributedDataParallel, loop.AGREE_EVERY = Counting, 4
     remember_judged()
     cases = {name: (trained, config) for name, config in (SYNCHRONIZED | UNUSED).items()}
     cases |= {

@@ -24,9 +24,8 @@ from advnorm import Config
 from advnorm._core.exit_codes import PREEMPTED
 from advnorm.training import checkpoint
 from advnorm.training.journal import Journal
+from advnorm.training.loop import TrainingLoop
 from advnorm.training.run import Run
-
-training = sys.modules["advnorm.training.loop"]  # `advnorm.training.loop` is the function
 
 SMALL: dict[str, Any] = {
     "data": {"name": "synthetic", "size": 64, "image_size": 8, "channels": 1, "classes": 4},
@@ -83,20 +82,20 @@ def half_a_file(path: Path, data: bytes) -> None:
 #: By name: how the first child dies, and how often it writes checkpoints within an epoch.
 DEATHS: dict[str, tuple[Any, float]] = {
     "alone": (lambda: None, NEVER),
-    "before_any_checkpoint": (lambda: patched(training.Loop, "train_step", before=lambda *_: die(), at=3), NEVER),
-    "in_mid_epoch": (lambda: patched(training.Loop, "train_step", after=die, at=6), EVERY_STEP),
-    "after_an_epoch": (lambda: patched(training.Loop, "train_step", before=lambda *_: die(), at=7), NEVER),
+    "before_any_checkpoint": (lambda: patched(TrainingLoop, "train_step", before=lambda *_: die(), at=3), NEVER),
+    "in_mid_epoch": (lambda: patched(TrainingLoop, "train_step", after=die, at=6), EVERY_STEP),
+    "after_an_epoch": (lambda: patched(TrainingLoop, "train_step", before=lambda *_: die(), at=7), NEVER),
     "writing_half_a_checkpoint": (lambda: patched(checkpoint, "write_atomic", before=half_a_file, at=5), EVERY_STEP),
     "before_the_pointer_moves": (lambda: patched(checkpoint, "_point", before=lambda *_: die(), at=6), EVERY_STEP),
     "between_last_and_best": (lambda: patched(checkpoint, "alias", before=lambda *_: die(), at=2), NEVER),
     "between_metrics_and_checkpoint": (lambda: patched(Journal, "row", after=die, at=2), NEVER),
-    "before_the_record": (lambda: patched(training.Loop, "_finish", before=lambda *_: die()), NEVER),
+    "before_the_record": (lambda: patched(TrainingLoop, "_write_record", before=lambda *_: die()), NEVER),
     "by_sigterm": (
-        lambda: patched(training.Loop, "train_step", before=lambda *_: os.kill(os.getpid(), signal.SIGTERM), at=6),
+        lambda: patched(TrainingLoop, "train_step", before=lambda *_: os.kill(os.getpid(), signal.SIGTERM), at=6),
         NEVER,
     ),
     "by_sigterm_in_the_first_step": (
-        lambda: patched(training.Loop, "train_step", before=lambda *_: os.kill(os.getpid(), signal.SIGTERM)),
+        lambda: patched(TrainingLoop, "train_step", before=lambda *_: os.kill(os.getpid(), signal.SIGTERM)),
         NEVER,
     ),
 }

@@ -8,7 +8,7 @@ from torch import nn
 
 import advnorm
 from advnorm._core.errors import ConfigError
-from advnorm.training.averaging import BUFFERS, Ema
+from advnorm.training.averaging import BUFFERS, EMA
 
 
 def bits(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -48,7 +48,7 @@ def oracle(snapshots: list[torch.Tensor], decay: float) -> torch.Tensor:
 @pytest.mark.parametrize("decay", [0.0, 0.3, 0.99])
 def test_the_average_is_the_equation_in_every_bank(decay, buffers):
     model = dual()
-    ema = Ema(model, decay, buffers=buffers)
+    ema = EMA(model, decay, buffers=buffers)
     snapshots = [bits(model)]
     for seed in range(6):
         train_step(model, seed)
@@ -69,7 +69,7 @@ def test_the_average_is_the_equation_in_every_bank(decay, buffers):
 def test_the_warm_up_of_the_decay_forgets_the_initialization():
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 1.0)
-    ema = Ema(model, 0.9999)
+    ema = EMA(model, 0.9999)
     nn.init.constant_(model.weight, 0.0)
     for expected in (1 / 10, 1 / 10 * 2 / 11, 1 / 10 * 2 / 11 * 3 / 12):
         ema.update(model)
@@ -79,7 +79,7 @@ def test_the_warm_up_of_the_decay_forgets_the_initialization():
 
 def test_the_live_bits_come_back_whatever_happens_inside():
     model = dual()
-    ema = Ema(model, 0.9)
+    ema = EMA(model, 0.9)
     train_step(model, 0)
     ema.update(model)
     before, addresses = bits(model), {name: value.data_ptr() for name, value in model.state_dict().items()}
@@ -98,7 +98,7 @@ def test_the_live_bits_come_back_whatever_happens_inside():
 def test_gradients_and_flags_survive_a_swap_and_training_goes_on():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[0].requires_grad_(False)
-    ema = Ema(model, 0.5)
+    ema = EMA(model, 0.5)
     model(torch.ones(1, 2)).sum().backward()
     gradient = model[1].weight.grad
     with ema.swapped(model):
@@ -111,7 +111,7 @@ def test_gradients_and_flags_survive_a_swap_and_training_goes_on():
 def test_a_shared_layer_is_averaged_once():
     shared = nn.Linear(2, 2)
     model = nn.Sequential(shared, nn.ReLU(), shared)
-    ema = Ema(model, 0.5)
+    ema = EMA(model, 0.5)
     start = shared.weight.detach().clone()
     nn.init.zeros_(shared.weight)
     ema.update(model)
@@ -127,7 +127,7 @@ def test_a_shared_layer_is_averaged_once():
 def test_the_average_loads_into_a_model_over_its_state_dict(buffers):
     model = advnorm.create_model("small_cnn", norm="dual_bn")
     model.register_buffer("constant", torch.ones(1), persistent=False)
-    ema = Ema(model, 0.9, buffers=buffers)
+    ema = EMA(model, 0.9, buffers=buffers)
     ema.update(model)
     model.load_state_dict(model.state_dict() | ema.state_dict()["average"])
 
@@ -135,7 +135,7 @@ def test_the_average_loads_into_a_model_over_its_state_dict(buffers):
 def test_short_floats_are_averaged_in_float32():
     model = nn.Linear(4, 4, bias=False).bfloat16()
     nn.init.ones_(model.weight)
-    ema = Ema(model, 0.999)
+    ema = EMA(model, 0.999)
     ema.updates = 100_000  # past the warm-up
     nn.init.zeros_(model.weight)
     for _ in range(100):
@@ -150,7 +150,7 @@ def test_a_compiled_model_uses_the_average_without_compiling_again():
     model = nn.Linear(3, 2)
     compiled = torch.compile(model, backend="eager")
     x, count = torch.rand(4, 3), torch._dynamo.utils.counters
-    ema = Ema(compiled, 0.5)
+    ema = EMA(compiled, 0.5)
     live = compiled(x)
     nn.init.zeros_(model.weight)
     ema.update(compiled)
@@ -167,13 +167,13 @@ def test_a_restored_average_continues_bit_for_bit(buffers):
     def run(interrupted: bool) -> dict[str, torch.Tensor]:
         torch.manual_seed(3)
         model = dual()
-        ema = Ema(model, 0.9, buffers=buffers)
+        ema = EMA(model, 0.9, buffers=buffers)
         for seed in range(6):
             train_step(model, seed)
             ema.update(model)
             if interrupted and seed == 2:
                 state = ema.state_dict()
-                ema = Ema(dual(), 0.9, buffers=buffers)
+                ema = EMA(dual(), 0.9, buffers=buffers)
                 ema.load_state_dict(state)
         with ema.swapped(model):
             return bits(model)
@@ -183,22 +183,22 @@ def test_a_restored_average_continues_bit_for_bit(buffers):
 
 def test_another_model_is_refused_with_all_differences():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    ema = Ema(model, 0.9, buffers="average")
+    ema = EMA(model, 0.9, buffers="average")
     other = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2, affine=False), nn.Linear(2, 2, bias=False))
     for use in (ema.update, lambda m: ema.swapped(m).__enter__()):
         with pytest.raises(ConfigError) as caught:
             use(other)
-        for part in ("1.weight is missing", "2.weight is not in", "0.weight is (2, 3)", "make a new Ema"):
+        for part in ("1.weight is missing", "2.weight is not in", "0.weight is (2, 3)", "make a new EMA"):
             assert part in str(caught.value)
     before = {name: value.clone() for name, value in ema.state_dict()["average"].items()}
     with pytest.raises(ConfigError, match="1.running_mean is missing in the state"):
-        ema.load_state_dict(Ema(model, 0.9).state_dict())
+        ema.load_state_dict(EMA(model, 0.9).state_dict())
     assert same(ema.state_dict()["average"], before)
 
 
 def test_bad_settings_come_in_one_error():
     with pytest.raises(ConfigError, match=r"decay must be at least 0 and below 1, got 1.0; .*did you mean 'average'"):
-        Ema(nn.Linear(1, 1), 1.0, buffers="averaged")
+        EMA(nn.Linear(1, 1), 1.0, buffers="averaged")
 
 
 @pytest.mark.gpu
@@ -207,7 +207,7 @@ def test_bad_settings_come_in_one_error():
 def test_on_a_gpu_nothing_waits_and_the_average_is_the_same(buffers):
     model = dual().to("cuda", memory_format=torch.channels_last)
     model.short = nn.Parameter(torch.ones(3, device="cuda", dtype=torch.bfloat16))
-    ema, start = Ema(model, 0.9, buffers=buffers), bits(model)
+    ema, start = EMA(model, 0.9, buffers=buffers), bits(model)
     with torch.no_grad():
         for value in (*model.parameters(), *model.buffers()):
             value.add_(1)

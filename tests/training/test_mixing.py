@@ -6,15 +6,15 @@ import torch
 
 import advnorm
 from advnorm.data import load, make_loader
-from advnorm.training.mixing import mixed
-from advnorm.training.run import build_model, described
+from advnorm.training.build import build_model, describe_data
+from advnorm.training.mixing import mix_batch
 
 X = torch.rand(6, 3, 8, 10, generator=torch.Generator().manual_seed(0))
 Y = torch.tensor([0, 1, 2, 3, 0, 1])
 
 
 def draw(kind, step, **settings):
-    return mixed(kind, X, Y, **{"classes": 4, "alpha": 1.0, "seed": 3, "step": step, **settings})
+    return mix_batch(kind, X, Y, **{"classes": 4, "alpha": 1.0, "seed": 3, "step": step, **settings})
 
 
 @pytest.mark.parametrize("step", range(5))
@@ -101,14 +101,14 @@ def test_mixed_images_and_labels_are_those_of_a_loop_by_hand(tmp_path):
     run = advnorm.train(config, out=tmp_path, device="cpu")
     images = load(split="train", **data)
     torch.manual_seed(3)
-    model = build_model(config, described(images)).train()
+    model = build_model(config, describe_data(images)).train()
     objective = advnorm.objectives.Standard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
     loader = make_loader(images, batch_size=12, seed=3, augment="none")
     for epoch, row in enumerate(run.metrics()):
         right = []
         for place, batch in enumerate(loader.epoch(epoch)):
-            x, y = mixed("mixup", batch.x, batch.y, classes=4, alpha=0.5, seed=3, step=4 * epoch + place)
+            x, y = mix_batch("mixup", batch.x, batch.y, classes=4, alpha=0.5, seed=3, step=4 * epoch + place)
             step = objective(x, y, index=batch.index)
             optimizer.zero_grad()
             step.loss.backward()

@@ -28,7 +28,7 @@ from advnorm.attacks import Attack, attacked, input_gradient
 from advnorm.attacks.base import Predict, Progress, check_images, checked
 from advnorm.attacks.losses import cross_entropy
 from advnorm.evaluation.target import EvaluationTarget
-from advnorm.objectives.ligs import Ligs, Shift, shifted
+from advnorm.objectives.ligs import LIGS, Shift, shifted
 from advnorm.threat import parse_length
 
 if TYPE_CHECKING:
@@ -91,9 +91,9 @@ def ligs(
     ``shift`` and ``size`` give ν: Gaussian of that deviation, uniform in ±size, or FGSM or 7-step PGD of that radius
     (app. B.4). With ``running`` statistics each value is that of the image alone, whatever the batch size. With
     ``batch_frozen`` images of a batch hang together by its statistics, and the gradient is that of their summed loss,
-    as in the regularizer :class:`advnorm.objectives.Ligs`.
+    as in the regularizer :class:`advnorm.objectives.LIGS`.
     """
-    problems = Ligs.setting_problems(shift=shift, size=size)
+    problems = LIGS.setting_problems(shift=shift, size=size)
     problems += setting_problems(model, route=route, statistics=statistics, batch_size=batch_size)
     problems += one_domain_problems(model, statistics)
     raise_all(problems, "bad LIGS")
@@ -207,7 +207,7 @@ def ligs_of_runs(
 def named_shifts(shifts: Shift | Sequence[Shift]) -> tuple[Shift, ...]:
     """Kinds of shift, checked before any long work; one may come without a list."""
     chosen: tuple[Shift, ...] = (shifts,) if isinstance(shifts, str) else tuple(shifts)
-    problems = [problem for shift in chosen for problem in Ligs.setting_problems(shift=shift)]
+    problems = [problem for shift in chosen for problem in LIGS.setting_problems(shift=shift)]
     raise_all(problems if chosen else ["no shift given; name some of " + ", ".join(SHIFTS)], "bad LIGS")
     return chosen
 

@@ -15,7 +15,7 @@ from advnorm.analysis.base import COLOURS, LINES, MARKERS
 from advnorm.evaluation.plan import branches
 from advnorm.evaluation.target import EvaluationTarget
 from advnorm.norms import routed_modules
-from advnorm.objectives.base import needs_both
+from advnorm.objectives.base import needs_both_domains
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -76,7 +76,7 @@ def one_domain_problems(model: Any, statistics: str, *, paired: bool = False) ->
         f"{plan.name} normalizes by the batch statistics of both domains, and these batches are of one; use "
         "statistics='running'"
         for plan in plans
-        if needs_both(plan) and (plan.mixture or not paired)
+        if needs_both_domains(plan) and (plan.mixture or not paired)
     ]
 
 

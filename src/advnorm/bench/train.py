@@ -32,7 +32,7 @@ from advnorm.surgery import strip
 from advnorm.threat import ThreatModel
 from advnorm.training.cost import ATTACK_PASSES, TRAINING_PASSES, forward_flops
 from advnorm.training.journal import Journal
-from advnorm.training.loop import Loop
+from advnorm.training.loop import TrainingLoop
 from advnorm.training.ranks import Ranks, placed
 from advnorm.training.run import Run
 
@@ -317,18 +317,18 @@ class _Told(Journal):
         super().__init__(Path("bench"), active=False)
         self._told = told
 
-    def say(self, message: str) -> None:
+    def log(self, message: str) -> None:
         self._told.append(message)
 
 
 def _engine(config: Config, data: ImageData, ranks: Ranks, told: list[str]) -> Steps:
     """The engine, as ``advnorm train`` runs it."""
-    loop = Loop(Run(Path("bench")), config, data, ranks, _Told(told), workers=None)
+    loop = TrainingLoop(Run(Path("bench")), config, data, ranks, _Told(told), workers=None)
     loop.prepare(0)
     batches = itertools.chain.from_iterable(loop.loader.epoch(epoch, 0) for epoch in itertools.count())
 
     def run(steps: int) -> None:
-        with loop.speed():
+        with loop.program.scope():
             for batch in itertools.islice(batches, steps):
                 loop.train_step(batch)
 

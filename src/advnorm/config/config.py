@@ -434,7 +434,7 @@ class Config:
             try:
                 attack = self.attack.build(threat)
                 if fine("objective") and self.objective.name in OBJECTIVES:
-                    OBJECTIVES.get(self.objective.name).prepared(attack)
+                    OBJECTIVES.get(self.objective.name).adapt_attack(attack)
             except ConfigError as error:
                 problems += (problem.inside("attack") for problem in error.problems)
         if fine("validation_attack"):

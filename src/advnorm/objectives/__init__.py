@@ -1,31 +1,33 @@
 """Training objectives: modules that take images and labels, attack, and return the loss with its terms by name."""
 
-from advnorm.objectives.base import OBJECTIVES, Images, Layout, Objective, Step, list_objectives
-from advnorm.objectives.dual import KL, Cross, DualDomain, Hybrid, LogitPairing, Trades
-from advnorm.objectives.ligs import REGULARIZERS, Ligs
-from advnorm.objectives.second_pass import SECOND_PASSES, Apart, ApartSam, Awp, Sam
+from advnorm.objectives.base import OBJECTIVES, Layout, Objective, list_objectives
+from advnorm.objectives.dual import ALP, KL, TRADES, Cross, DualDomain, Hybrid
+from advnorm.objectives.execution import CraftedBatch, Execution, ObjectiveOutput
+from advnorm.objectives.ligs import LIGS, REGULARIZERS
+from advnorm.objectives.second_pass import APART, APARTSAM, AWP, SAM, SECOND_PASSES
 from advnorm.objectives.single import Classical, Standard
 
 __all__ = [
+    "ALP",
+    "APART",
+    "APARTSAM",
+    "AWP",
     "KL",
+    "LIGS",
     "OBJECTIVES",
     "REGULARIZERS",
+    "SAM",
     "SECOND_PASSES",
-    "Apart",
-    "ApartSam",
-    "Awp",
+    "TRADES",
     "Classical",
+    "CraftedBatch",
     "Cross",
     "DualDomain",
+    "Execution",
     "Hybrid",
-    "Images",
     "Layout",
-    "Ligs",
-    "LogitPairing",
     "Objective",
-    "Sam",
+    "ObjectiveOutput",
     "Standard",
-    "Step",
-    "Trades",
     "list_objectives",
 ]

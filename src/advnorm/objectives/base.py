@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from functools import partial
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -30,37 +31,12 @@ from advnorm.attacks.base import (
 from advnorm.norms import Mode, domains, make_plan, route, routed_modules, statistics
 from advnorm.norms.factory import MODULE_OPTIONS
 from advnorm.norms.plan import Plan
+from advnorm.objectives.execution import EAGER, CraftedBatch, Execution, ObjectiveOutput
 
 #: Both domains in one batch (clean first), or one forward each, clean first: different methods (paper C, sec. 3.1).
 Layout = Literal["concatenated", "sequential"]
 #: What the training pass normalizes with: each norm's own training flag, or the stored statistics (paper E, sec. 4.3).
 TrainingStatistics = Literal["batch", "running"]
-
-
-class Step(NamedTuple):
-    """One evaluation of an objective: the loss, the logits of each domain's images, its terms, and the labels."""
-
-    loss: Tensor
-    logits: dict[str, Tensor]
-    terms: dict[str, Tensor]  # by name, detached
-    labels: dict[str, Tensor]  # of each domain's images
-
-
-class Images(NamedTuple):
-    """What an objective measures its loss on: images with labels and identities, and their adversarial counterparts."""
-
-    x: Tensor
-    y: Tensor
-    index: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
-    x_adv: Tensor | None = None  # where the objective attacks
-
-    def take(self, rows: Tensor) -> Images:
-        """Some of them, by position."""
-        return self.map(lambda value: value[rows])
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> Images:
-        """Each of its tensors changed."""
-        return Images(*(change(value) for value in self if value is not None))
 
 
 def _check_floats(x: Tensor) -> None:
@@ -115,14 +91,10 @@ class Objective(nn.Module):
         self.attack = attack
         self.label_smoothing = label_smoothing
         self.statistics = statistics
-        #: Images to logits; an engine may put a compiled function of the model in its place.
-        self.through: Callable[[Tensor], Any] = self._through_model
-        #: What the attack climbs on in place of :meth:`logits`; an engine may put a fast copy of its branch there.
-        self.climbed: Callable[[Tensor], Tensor] | None = None
         #: Of what the objective draws besides its attack: the images of a second pass, the noise of LIGS.
         self.seed = 0
         self._drawn = 0
-        self._looked = False  # at the first batch of images, which waits for the device
+        self._range_checked = False  # of the first batch's images
         self._largest_label: int | None = None  # of that batch
 
     @classmethod
@@ -165,7 +137,7 @@ class Objective(nn.Module):
         return [
             f"{name} normalizes with the statistics of both domains, and an attack with statistics={statistics!r} sees "
             "one; attack with statistics='running'"
-            for name in dict.fromkeys(plan.name for plan in plans if needs_both(plan))
+            for name in dict.fromkeys(plan.name for plan in plans if needs_both_domains(plan))
         ]
 
     @classmethod
@@ -198,13 +170,13 @@ class Objective(nn.Module):
         """The domains whose parameters get a gradient in each step."""
         return self.domains
 
-    def counts(self, batch: int) -> dict[str, int]:
-        """How many images of each domain the training pass sees for a batch of so many."""
-        return dict.fromkeys(self.domains, batch)
+    def images_per_domain(self, batch_size: int) -> dict[str, int]:
+        """Number of images of each domain in the training pass of a batch."""
+        return dict.fromkeys(self.domains, batch_size)
 
     @property
-    def bare(self) -> Objective:
-        """The objective inside all wrappers, which makes the forwards."""
+    def innermost(self) -> Objective:
+        """The objective inside all wrappers, which runs the forwards."""
         return self
 
     @property
@@ -215,7 +187,7 @@ class Objective(nn.Module):
     @attack.setter
     def attack(self, attack: Attack | None) -> None:
         raise_all(self._unusable(attack), f"bad attack of {type(self).__name__}")
-        self._attack = None if attack is None else self.prepared(attack)
+        self._attack = None if attack is None else self.adapt_attack(attack)
 
     @classmethod
     def _unusable(cls, attack: Any) -> list[str]:
@@ -226,13 +198,13 @@ class Objective(nn.Module):
         if not isinstance(attack, Attack):
             return [f"attack must be an Attack such as PGD(...), got {attack!r}"]
         try:
-            cls.prepared(attack)
+            cls.adapt_attack(attack)
         except ConfigError as error:
             return [str(error)]
         return []
 
     @classmethod
-    def prepared(cls, attack: Attack) -> Attack:
+    def adapt_attack(cls, attack: Attack) -> Attack:
         """A given attack as this objective needs it; refuses one that it cannot use."""
         return attack
 
@@ -248,24 +220,25 @@ class Objective(nn.Module):
 
     # -- the adversarial images ------------------------------------------------------------------------------------
 
-    def adversarial(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
-        """Adversarial images for ``x``, inside ball and box; ``index`` is each image's identity for its noise."""
+    def craft(self, x: Tensor, y: Tensor, index: Tensor, execution: Execution = EAGER) -> Tensor:
+        """Craft adversarial images for ``x``, inside ball and box; ``index`` identifies each image for its noise."""
         assert self.attack is not None
         attack, extra = self.attack, {}
-        predict, clean = self.climbed or self.logits, self._branch("clean")
+        own = partial(self.logits, execution=execution)
+        predict, clean = execution.surrogate or own, self._branch("clean")
         if getattr(attack, "loss", None) == "kl":  # the clean output, once, through the branch it is trained in
             with attacked(self.model, route=clean, statistics=attack.statistics), torch.no_grad():
-                extra["clean"] = (predict if self._alike(clean, self.attacked_branch) else self.logits)(x)
-        with attacked(self.model, route=self.attacked_branch, statistics=attack.statistics):
+                extra["clean"] = (predict if self._share_banks(clean, self.attack_route) else own)(x)
+        with attacked(self.model, route=self.attack_route, statistics=attack.statistics):
             return attack.kept(attack.perturb(predict, x, y, attack.noise(index), **extra), x)
 
     @property
-    def attacked_branch(self) -> str | None:
+    def attack_route(self) -> str | None:
         """The route of the attack's forwards."""
         own = None if self.attack is None else self.attack.route
         return own if own is not None else self._branch("adv")
 
-    def _alike(self, one: str | None, other: str | None) -> bool:
+    def _share_banks(self, one: str | None, other: str | None) -> bool:
         """Whether two routes go through the same banks."""
         if one is None or other is None:
             return one == other
@@ -274,40 +247,43 @@ class Objective(nn.Module):
             banks[plan.index(one)] == banks[plan.index(other)]
             for plan in plans
             for banks in (plan.normalized_by, plan.affine)
-            if banks  # none without statistics, or without parameters
+            if banks  # empty without statistics or without parameters
         )
 
     def _branch(self, domain: str) -> str | None:
         return domain if domain in domains(self.model) else None
 
     def _fresh_index(self, x: Tensor) -> Tensor:
-        """Identities that no image had before, for loops that do not name their images."""
+        """Identities that no image had before, for loops that pass no index."""
         start = self._drawn * 2**20 + rank() * 2**40
         self._drawn += 1
         return torch.arange(start, start + len(x), device=x.device)
 
     # -- the training pass -----------------------------------------------------------------------------------------
 
-    def _through_model(self, x: Tensor) -> Any:
+    def run_model(self, x: Tensor) -> Any:
+        """The plain forward of the model, which a step program compiles."""
         return self.model(x)
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Logits in float32 at least: losses in half precision lose what they are about."""
-        logits = wide(logits_of(self.through(x.to(self.dtype)), len(x)))
+    def logits(self, x: Tensor, execution: Execution = EAGER) -> Tensor:
+        """Logits in float32 at least: half precision rounds small losses away."""
+        logits = wide(logits_of((execution.network or self.run_model)(x.to(self.dtype)), len(x)))
         if self._largest_label is not None and self._largest_label >= logits.shape[1]:
-            largest, self._largest_label = self._largest_label, None  # the next batch is looked at anew
+            largest, self._largest_label = self._largest_label, None  # the next batch is checked again
             check_classes(largest, logits)
         return logits
 
     @property
     def dtype(self) -> torch.dtype:
-        """The precision of the model's parameters, which images are brought into."""
+        """The dtype of the model's parameters, to which images are converted."""
         return dtype_of(self.model)
 
-    def passed(self, images: Mapping[str, Tensor], layout: Layout = "concatenated") -> dict[str, Tensor]:
-        """Logits of each domain's images in training, in one forward or in one after the other.
+    def domain_logits(
+        self, images: Mapping[str, Tensor], layout: Layout = "concatenated", execution: Execution = EAGER
+    ) -> dict[str, Tensor]:
+        """Logits of each domain's images in training, by one forward or by one forward per domain.
 
-        What is not trained on, or gives others its statistics, is forwarded for them in the same batch.
+        Domains that are not trained, or that lend their statistics, are forwarded in the same batch.
         """
         images = {domain: x for domain, x in images.items() if len(x)}
         trained = {domain: x for domain, x in images.items() if domain in self.trained_domains()}
@@ -318,13 +294,13 @@ class Objective(nn.Module):
                 logits = {}
                 for domain, x in images.items():
                     with self._routed(domain):
-                        logits[domain] = self.logits(x)
+                        logits[domain] = self.logits(x, execution)
                 return logits
             first, counts = ({domain: len(x) for domain, x in part.items()} for part in (forwarded, trained))
             with self._routed(counts, first):
-                together = self.logits(torch.cat([*forwarded.values(), *trained.values()]))
+                together = self.logits(torch.cat([*forwarded.values(), *trained.values()]), execution)
             pieces = together.split([*first.values(), *counts.values()])
-            by_domain = dict(zip([*forwarded, *trained], pieces))  # of what went along twice, the second
+            by_domain = dict(zip([*forwarded, *trained], pieces))  # a domain in both has its trained logits
             return {domain: by_domain[domain] for domain in images}
 
     def _forwarded(self, trained: set[str]) -> set[str]:
@@ -360,8 +336,10 @@ class Objective(nn.Module):
     def cross_entropy(self, logits: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(logits, y, label_smoothing=self.label_smoothing)
 
-    def images(self, x: Tensor, y: Tensor, index: Tensor | None = None) -> Images:
-        """The images of a step, attacked where the objective attacks. Without an ``index`` the noise is fresh."""
+    def craft_batch(
+        self, x: Tensor, y: Tensor, index: Tensor | None = None, execution: Execution = EAGER
+    ) -> CraftedBatch:
+        """Validate a batch and craft its adversarial images if the objective attacks. No ``index``: fresh noise."""
         _check_floats(x)
         _check_labels(x, y, soft=not self.needs_attack)
         hard = y.numel() and not y.is_floating_point()
@@ -370,16 +348,17 @@ class Objective(nn.Module):
             raise_all(ignored_problems(least), "bad batch")
             self._largest_label = largest
         if self.needs_attack:
-            self.look(x)
+            self.validate_images(x)
         index = self._fresh_index(x) if index is None else index
         if len(index) != len(x):
             raise ConfigError(f"index names {len(index)} images and the batch has {len(x)}")
-        return Images(x, y, index, self.adversarial(x, y, index) if self.needs_attack else None)
+        craft = execution.craft or partial(self.craft, execution=execution)
+        return CraftedBatch(x, y, index, craft(x, y, index) if self.needs_attack else None)
 
-    def look(self, x: Tensor) -> None:
-        """Refuse images that an attack would not perturb by eps: cut to its box, or too coarse to hold the result.
+    def validate_images(self, x: Tensor) -> None:
+        """Reject images that an attack would not perturb by eps: outside of its box, or in half precision.
 
-        Their range is looked at in the first batch alone, which waits for the device.
+        Only the first batch's range is read, because that waits for the device.
         """
         _check_floats(x)
         if torch.finfo(x.dtype).bits < 32:
@@ -387,40 +366,41 @@ class Objective(nn.Module):
                 f"images must be float32, got {x.dtype}, which cannot hold a perturbed pixel; use x.float(), and "
                 "autocast or a model in half precision for speed"
             )
-        if self._looked or torch.compiler.is_compiling():
+        if self._range_checked or torch.compiler.is_compiling():
             return
-        if x.numel():  # an empty batch is told by what forwards it
+        if x.numel():
             raise_all(range_problems(*(value.item() for value in x.detach().aminmax())), "bad batch")
-        self._looked = True
+        self._range_checked = True
 
-    def measured(self, images: Images) -> Step:
-        """The loss on given images and what it consists of."""
+    def compute_loss(self, batch: CraftedBatch, execution: Execution = EAGER) -> ObjectiveOutput:
+        """Compute the loss of a crafted batch and the terms that it consists of."""
         raise NotImplementedError
 
-    def forwards(self, images: Images) -> None:
-        """What a step forwards, for its errors: a network may not take such images, or so many of them."""
-        self.measured(images)
+    def run_forwards(self, batch: CraftedBatch) -> None:
+        """Run the forwards of a step, for the errors of a network that cannot take such a batch."""
+        self.compute_loss(batch)
 
     @property
-    def kinds(self) -> tuple[str, ...]:
-        """What it is, from the outside in."""
+    def class_names(self) -> tuple[str, ...]:
+        """Names of its class and of the classes of the objectives inside, from the outside in."""
         return (type(self).__name__,)
 
-    @property
-    def recipe(self) -> str:
-        """What it is with its settings, on one line."""
+    def describe(self) -> str:
+        """The objective with its settings, on one line."""
         return f"{type(self).__name__}({self.extra_repr()})"
 
-    def forward(self, x: Tensor, y: Tensor, *, index: Tensor | None = None) -> Step:
-        """The loss on images ``x`` with labels ``y``; ``index`` is each image's identity for its attack's noise."""
-        return self.measured(self.images(x, y, index))
+    def forward(
+        self, x: Tensor, y: Tensor, *, index: Tensor | None = None, execution: Execution = EAGER
+    ) -> ObjectiveOutput:
+        """The loss of images ``x`` with labels ``y``; ``index`` identifies each image for its attack's noise."""
+        return self.compute_loss(self.craft_batch(x, y, index, execution), execution)
 
     def extra_repr(self) -> str:
         attack = None if self.attack is None else dataclasses.replace(self.attack, progress=None)
         return f"attack={attack!r}, label_smoothing={self.label_smoothing}, statistics={self.statistics!r}"
 
 
-def needs_both(plan: Plan) -> bool:
+def needs_both_domains(plan: Plan) -> bool:
     """Whether a batch of one domain cannot be normalized: it takes the other's statistics too."""
     return plan.mixture or plan.crosses
 

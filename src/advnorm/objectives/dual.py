@@ -21,14 +21,13 @@ from advnorm.norms import likelihood
 from advnorm.norms.plan import Plan
 from advnorm.objectives.base import (
     OBJECTIVES,
-    Images,
     Layout,
     Objective,
-    Step,
-    needs_both,
+    needs_both_domains,
     share_problem,
     weight_problem,
 )
+from advnorm.objectives.execution import EAGER, CraftedBatch, Execution, ObjectiveOutput
 
 
 class DualDomain(Objective):
@@ -66,7 +65,7 @@ class DualDomain(Objective):
         problems += bad_share
         if layout not in get_args(Layout):
             problems.append(f"unknown layout {layout!r}{did_you_mean(layout, get_args(Layout))}")
-        for name in dict.fromkeys(plan.name for plan in plans if needs_both(plan)):
+        for name in dict.fromkeys(plan.name for plan in plans if needs_both_domains(plan)):
             if layout == "sequential":
                 problems.append(
                     f"{name} normalizes with the statistics of both domains, and a sequential forward sees one; "
@@ -85,16 +84,16 @@ class DualDomain(Objective):
     def trained_domains(self) -> tuple[str, ...]:
         return self.domains if self.clean_share else ("adv",)
 
-    def counts(self, batch: int) -> dict[str, int]:
-        return {"clean": clean_images(batch, self.clean_share), "adv": batch}
+    def images_per_domain(self, batch_size: int) -> dict[str, int]:
+        return {"clean": clean_images(batch_size, self.clean_share), "adv": batch_size}
 
-    def measured(self, images: Images) -> Step:
-        x, y, x_adv = images.x, images.y, images.x_adv
+    def compute_loss(self, batch: CraftedBatch, execution: Execution = EAGER) -> ObjectiveOutput:
+        x, y, x_adv = batch.x, batch.y, batch.x_adv
         assert x_adv is not None
         kept = self._kept(x)
         labels = {"clean": y[kept], "adv": y}
         with likelihood(self.model) if self.likelihood_weight else nullcontext() as nll:
-            logits = self.passed({"clean": x[kept], "adv": x_adv}, self.layout)
+            logits = self.domain_logits({"clean": x[kept], "adv": x_adv}, self.layout, execution)
         clean, adv = logits.get("clean"), logits["adv"]
         terms: dict[str, Tensor] = {}
         loss = adv.new_zeros(())
@@ -112,7 +111,7 @@ class DualDomain(Objective):
             if name in terms:
                 loss = loss + weight * terms[name]
         labels = {domain: labels[domain] for domain in logits}
-        return Step(loss, logits, {name: term.detach() for name, term in terms.items()}, labels)
+        return ObjectiveOutput(loss, logits, {name: term.detach() for name, term in terms.items()}, labels)
 
     def _kept(self, x: Tensor) -> slice | Tensor:
         """Which images go along clean too."""
@@ -203,7 +202,7 @@ class KL(Hybrid):
         super().__init__(model, attack, kl_weight=kl_weight, **options)
 
 
-class LogitPairing(Hybrid):
+class ALP(Hybrid):
     """Hybrid training with the mean squared difference of clean and adversarial logits (ALP; paper E, sec. 4.1)."""
 
     summary, paper = "hybrid with paired logits (ALP)", "E (sec. 4.1)"
@@ -238,7 +237,7 @@ class Cross(DualDomain):
         return ("adv",)
 
 
-class Trades(DualDomain):
+class TRADES(DualDomain):
     """``L_CE(x, y) + β max_δ KL(f(x) || f(x + δ))`` (Zhang et al. 2019; paper C, eq. 2).
 
     The attack ascends the KL divergence: a given PGD, which may have no target, is taken with ``loss="kl"``, and the
@@ -263,7 +262,7 @@ class Trades(DualDomain):
         return {"clean_ce": 1.0, "kl": self.beta}
 
     @classmethod
-    def prepared(cls, attack: Attack) -> Attack:
+    def adapt_attack(cls, attack: Attack) -> Attack:
         target = attack.target if isinstance(attack, PGD) else None
         if target is not None or isinstance(attack, Search | AutoAttack):
             what = type(attack).__name__ if target is None else f"the target {target!r}"
@@ -287,8 +286,8 @@ def _crosses(plan: Plan) -> bool:
 for _name, _objective in (
     ("hybrid", Hybrid),
     ("kl", KL),
-    ("alp", LogitPairing),
+    ("alp", ALP),
     ("cross", Cross),
-    ("trades", Trades),
+    ("trades", TRADES),
 ):
     OBJECTIVES.add(_name, _objective)

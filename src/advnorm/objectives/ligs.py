@@ -16,7 +16,8 @@ from advnorm._core.wrappers import unwrapped
 from advnorm.attacks.base import logits_of
 from advnorm.attacks.pgd import FGSM, PGD
 from advnorm.norms import domains, route, routed_modules, statistics
-from advnorm.objectives.base import Images, Objective, Step, needs_both, weight_problem
+from advnorm.objectives.base import Objective, needs_both_domains, weight_problem
+from advnorm.objectives.execution import EAGER, CraftedBatch, Execution, ObjectiveOutput
 from advnorm.objectives.second_pass import SecondPass
 from advnorm.objectives.wrapper import Wrapper, leaving_no_trace
 from advnorm.threat import ThreatModel, length_problem, parse_length
@@ -38,7 +39,7 @@ def shifted(kind: Shift, x: Tensor, y: Tensor, noise: ImageNoise, size: float, p
     return attack.kept(attack.perturb(predict, x, y, noise), x)
 
 
-class Ligs(Wrapper):
+class LIGS(Wrapper):
     """``L + λ (1 - LIGS)`` with ``LIGS = E cos(∇_x l(x, y), ∇_x l(x + ν, y))`` (paper D, eq. 1), λ = ``weight``.
 
     On the clean images, through the first branch that the objective trains, with the batch's statistics (nothing is
@@ -59,12 +60,12 @@ class Ligs(Wrapper):
     ) -> None:
         own = {"weight": weight, "shift": shift, "size": size}
         problems = [f"unknown option {name!r}{did_you_mean(name, own)}" for name in unknown]
-        raise_all(problems + self.setting_problems(**own), "bad Ligs")
+        raise_all(problems + self.setting_problems(**own), "bad LIGS")
         if isinstance(objective, SecondPass):
             name = type(objective).__name__
-            raise ConfigError(f"the second pass of {name} would not see this term; write {name}(Ligs(...)) instead")
-        if isinstance(objective, Ligs):
-            raise ConfigError("LIGS is a term of this objective already; one Ligs with the sum of the weights will do")
+            raise ConfigError(f"the second pass of {name} would not see this term; write {name}(LIGS(...)) instead")
+        if isinstance(objective, LIGS):
+            raise ConfigError("LIGS is a term of this objective already; one LIGS with the sum of the weights will do")
         super().__init__(objective)
         self.weight, self.size = weight, parse_length(size)
         self.shift: Shift = shift
@@ -78,16 +79,18 @@ class Ligs(Wrapper):
             problems.append(f"unknown shift {shift!r}{did_you_mean(shift, get_args(Shift))}")
         return problems
 
-    def images(self, x: Tensor, y: Tensor, index: Tensor | None = None) -> Images:
+    def craft_batch(
+        self, x: Tensor, y: Tensor, index: Tensor | None = None, execution: Execution = EAGER
+    ) -> CraftedBatch:
         if self.shift in ATTACKS:
-            self.look(x)
-        return super().images(x, y, index)
+            self.validate_images(x)
+        return super().craft_batch(x, y, index, execution)
 
-    def measured(self, images: Images) -> Step:
-        step = super().measured(images)
-        similarity = self.similarity(images.x, images.y, ImageNoise(self.bare.seed, images.index).fold("ligs"))
-        loss = step.loss + self.weight * (1 - similarity)
-        return step._replace(loss=loss, terms={**step.terms, "ligs": similarity.detach()})
+    def compute_loss(self, batch: CraftedBatch, execution: Execution = EAGER) -> ObjectiveOutput:
+        output = super().compute_loss(batch, execution)
+        similarity = self.similarity(batch.x, batch.y, ImageNoise(self.innermost.seed, batch.index).fold("ligs"))
+        loss = output.loss + self.weight * (1 - similarity)
+        return output._replace(loss=loss, terms={**output.terms, "ligs": similarity.detach()})
 
     def similarity(self, x: Tensor, y: Tensor, noise: ImageNoise) -> Tensor:
         """LIGS of a batch, differentiable. An image whose gradient is zero has none: it counts as 0 and moves nothing.
@@ -96,10 +99,10 @@ class Ligs(Wrapper):
         """
         model = unwrapped(self.model)
         branch = next((domain for domain in self.trained_domains() if domain in domains(model)), None)
-        stored = any(needs_both(module.plan) for module in routed_modules(model).values())
+        stored = any(needs_both_domains(module.plan) for module in routed_modules(model).values())
 
         def predict(images: Tensor) -> Tensor:
-            logits = logits_of(model(images.to(self.bare.dtype)), len(images))
+            logits = logits_of(model(images.to(self.innermost.dtype)), len(images))
             return logits if logits.dtype == torch.float64 else logits.float()
 
         def gradient(images: Tensor) -> Tensor:
@@ -114,7 +117,7 @@ class Ligs(Wrapper):
         with (
             torch.enable_grad(),
             leaving_no_trace(model),
-            self.bare.training_statistics(),
+            self.innermost.training_statistics(),
             route(model, branch) if branch else nullcontext(),
             statistics(model, mode="running") if stored else nullcontext(),
         ):
@@ -128,5 +131,5 @@ class Ligs(Wrapper):
 
 
 #: Regularizers by name, for configurations and listings.
-REGULARIZERS: Registry[type[Ligs]] = Registry("regularizer")
-REGULARIZERS.add("ligs", Ligs)
+REGULARIZERS: Registry[type[LIGS]] = Registry("regularizer")
+REGULARIZERS.add("ligs", LIGS)

@@ -24,7 +24,8 @@ from advnorm._core.registry import Registry
 from advnorm._core.seeding import ImageNoise
 from advnorm.norms import statistics, zero_perturbation
 from advnorm.norms.layers import norm_parameters
-from advnorm.objectives.base import Images, Objective, Step, weight_problem
+from advnorm.objectives.base import Objective, weight_problem
+from advnorm.objectives.execution import EAGER, CraftedBatch, Execution, ObjectiveOutput
 from advnorm.objectives.wrapper import Wrapper, leaving_no_trace
 
 
@@ -37,7 +38,7 @@ class SecondPass(Wrapper):
     def __init__(self, objective: Objective) -> None:
         if isinstance(objective, SecondPass):
             raise ConfigError(
-                f"{type(objective).__name__} takes a second pass already; for statistics and weights use ApartSam"
+                f"{type(objective).__name__} takes a second pass already; for statistics and weights use APARTSAM"
             )
         super().__init__(objective)
 
@@ -66,19 +67,19 @@ class SecondPass(Wrapper):
     #: Whether the weights are attacked, so that every rank needs the gradient of the whole batch.
     attacks_weights = False
 
-    def measured(self, images: Images) -> Step:
-        """The loss of both passes; its gradient is computed already. Nothing here waits for the device."""
+    def compute_loss(self, batch: CraftedBatch, execution: Execution = EAGER) -> ObjectiveOutput:
+        """Compute the loss of both passes and its gradient, without waiting for the device."""
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         if not parameters or not torch.is_grad_enabled():
             why = "no parameter takes a gradient" if not parameters else "torch.no_grad() is on"
             raise ConfigError(
                 f"{type(self).__name__} takes gradients, and {why}; for the loss alone call the objective inside of it"
             )
-        subset = self._subset(images)  # before anything is fed: a batch may be too small
+        subset = self._subset(batch)  # before a bank is updated: a batch may be too small
         delta = None if self.radius is None else zero_perturbation(self.model)
 
         with nullcontext() if delta is None else statistics(self.model, perturbation=delta):
-            first = self.objective.measured(images)
+            first = self.objective.compute_loss(batch, execution)
             found = _gradients(first.loss, [*parameters, *(delta.tensors if delta else ())])
         own, of_statistics = found[: len(parameters)], found[len(parameters) :]
         worst = None
@@ -92,35 +93,35 @@ class SecondPass(Wrapper):
             attacked.enter_context(leaving_no_trace(self.model))
             if worst is not None or self.groups > 1:
                 attacked.enter_context(statistics(self.model, groups=self.groups, perturbation=worst))
-            second = self.objective.measured(subset)
+            second = self.objective.compute_loss(subset, execution)
             resisting = _gradients(second.loss, parameters)
 
-        r = self.share(len(images.x))
+        r = self.share(len(batch.x))
         loss = (1 - r) * first.loss.detach() + r * second.loss.detach()
         total = [_mixed(g, h, r) for g, h in zip(own, resisting)]
         terms = {**first.terms, "second_pass": second.loss.detach()}
         # Of a graph that is gone; DDP would look through it for parameters without a gradient.
         logits = {domain: value.detach() for domain, value in first.logits.items()}
-        return Step(_with_gradients(loss, parameters, total), logits, terms, first.labels)
+        return ObjectiveOutput(_with_gradients(loss, parameters, total), logits, terms, first.labels)
 
-    def forwards(self, images: Images) -> None:
-        super().forwards(images)
+    def run_forwards(self, batch: CraftedBatch) -> None:
+        super().run_forwards(batch)
         with statistics(self.model, groups=self.groups) if self.groups > 1 else nullcontext():
-            super().forwards(self._subset(images))
+            super().run_forwards(self._subset(batch))
 
-    def _subset(self, images: Images) -> Images:
+    def _subset(self, batch: CraftedBatch) -> CraftedBatch:
         """N images in random order, drawn by their identities (algorithm 1, lines 6 and 7)."""
-        count = self.rows(len(images.x))
-        if count == len(images.x) and self.groups == 1:
-            return images
-        for domain, of_domain in self.counts(count).items():
+        count = self.rows(len(batch.x))
+        if count == len(batch.x) and self.groups == 1:
+            return batch
+        for domain, of_domain in self.images_per_domain(count).items():
             if of_domain % self.groups:
                 raise ConfigError(
                     f"{of_domain} {domain} images of a second pass cannot be cut into {self.groups} equal groups; "
                     "change groups, samples, clean_share or the batch size"
                 )
-        order = ImageNoise(self.bare.seed, images.index).fold("second pass").bits(()).argsort(stable=True)
-        return images.take(order[:count])
+        order = ImageNoise(self.innermost.seed, batch.index).fold("second pass").bits(()).argsort(stable=True)
+        return batch.take(order[:count])
 
     @contextmanager
     def _moved(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Iterator[None]:
@@ -140,7 +141,7 @@ class SecondPass(Wrapper):
             torch.clear_autocast_cache()
 
 
-class Apart(SecondPass):
+class APART(SecondPass):
     """Adversarially perturbed batch statistics (paper B, algorithm 1): ``g = M/(M+N) g_φ + N/(M+N) h_φ``.
 
     ``radius`` ε of the perturbation ``θ = ε sign(g_θ)`` of every norm's mean and deviation (eq. 3). ``samples`` N of
@@ -158,7 +159,7 @@ class Apart(SecondPass):
         super().__init__(objective)
         if any(isinstance(module, _BatchNorm) for module in self.model.modules()):
             raise ConfigError(
-                "Apart perturbs the statistics of routed norms, and the model has built-in batch norms; convert it "
+                "APART perturbs the statistics of routed norms, and the model has built-in batch norms; convert it "
                 "first: advnorm.convert_norm(model, 'bn')"
             )
         zero_perturbation(self.model, requires_grad=False)  # says what is missing
@@ -204,7 +205,7 @@ class Apart(SecondPass):
         return f"radius={self.radius}, samples={self.samples}, groups={self.groups}"
 
 
-class Sam(SecondPass):
+class SAM(SecondPass):
     """Sharpness-aware minimization: the gradient at ``w + ρ g / ||g||_2`` (Foret et al. 2021; paper B, eq. 6, 7)."""
 
     summary, paper = "sharpness-aware minimization", "B (eq. 6)"
@@ -227,7 +228,7 @@ class Sam(SecondPass):
         return f"rho={self.rho}"
 
 
-class ApartSam(Apart):
+class APARTSAM(APART):
     """APART with the weights moved too, by ``δ = ρ g_φ / ||g_φ||_2`` (paper B, eq. 7 with p = 2), at no extra pass."""
 
     summary, paper = "statistics and weights perturbed together", "B (eq. 7)"
@@ -250,7 +251,7 @@ class ApartSam(Apart):
         return f"rho={self.rho}, {super().extra_repr()}"
 
 
-class Awp(SecondPass):
+class AWP(SecondPass):
     """Adversarial weight perturbation: the gradient at ``w_l + γ ||w_l|| g_l / ||g_l||`` (Wu et al. 2020), by layer.
 
     Weights of convolutions and linear layers are moved; with ``norms`` those of norm layers too. Biases never are.
@@ -266,7 +267,7 @@ class Awp(SecondPass):
         self.gamma, self.norms = gamma, norms
         if not any(p.requires_grad for p in self._attacked()):
             raise ConfigError(
-                "Awp moves the weights of convolutions and linear layers, and none that is trained is there; use Sam, "
+                "AWP moves the weights of convolutions and linear layers, and none that is trained is there; use SAM, "
                 "or norms=True for those of norms"
             )
 
@@ -300,7 +301,7 @@ class Awp(SecondPass):
 
 #: Second passes by name, for configurations and listings.
 SECOND_PASSES: Registry[type[SecondPass]] = Registry("second pass")
-for _name, _kind in (("apart", Apart), ("sam", Sam), ("apart_sam", ApartSam), ("awp", Awp)):
+for _name, _kind in (("apart", APART), ("sam", SAM), ("apart_sam", APARTSAM), ("awp", AWP)):
     SECOND_PASSES.add(_name, _kind)
 
 

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from advnorm.norms.plan import Plan
-from advnorm.objectives.base import OBJECTIVES, Images, Objective, Step, needs_both
+from advnorm.objectives.base import OBJECTIVES, Objective, needs_both_domains
+from advnorm.objectives.execution import EAGER, CraftedBatch, Execution, ObjectiveOutput
 
 
 class SingleDomain(Objective):
@@ -20,13 +21,13 @@ class SingleDomain(Objective):
         return super().plan_problems(plans, **options) + [
             f"{name} normalizes with the statistics of both domains, and {cls.__name__} trains on one; use another "
             "norm, or an objective of both such as Hybrid"
-            for name in dict.fromkeys(plan.name for plan in plans if needs_both(plan))
+            for name in dict.fromkeys(plan.name for plan in plans if needs_both_domains(plan))
         ]
 
-    def _of_domain(self, domain: str, x: Tensor, y: Tensor) -> Step:
-        logits = self.passed({domain: x})
+    def _domain_loss(self, domain: str, x: Tensor, y: Tensor, execution: Execution) -> ObjectiveOutput:
+        logits = self.domain_logits({domain: x}, execution=execution)
         loss = self.cross_entropy(logits[domain], y)
-        return Step(loss, logits, {f"{domain}_ce": loss.detach()}, {domain: y})
+        return ObjectiveOutput(loss, logits, {f"{domain}_ce": loss.detach()}, {domain: y})
 
 
 class Standard(SingleDomain):
@@ -36,8 +37,8 @@ class Standard(SingleDomain):
     domains = ("clean",)
     summary, paper = "cross-entropy on clean images", "B, D"
 
-    def measured(self, images: Images) -> Step:
-        return self._of_domain("clean", images.x, images.y)
+    def compute_loss(self, batch: CraftedBatch, execution: Execution = EAGER) -> ObjectiveOutput:
+        return self._domain_loss("clean", batch.x, batch.y, execution)
 
 
 class Classical(SingleDomain):
@@ -46,9 +47,9 @@ class Classical(SingleDomain):
     domains = ("adv",)
     summary, paper = "cross-entropy on adversarial images (Madry)", "A (eq. 1), E"
 
-    def measured(self, images: Images) -> Step:
-        assert images.x_adv is not None
-        return self._of_domain("adv", images.x_adv, images.y)
+    def compute_loss(self, batch: CraftedBatch, execution: Execution = EAGER) -> ObjectiveOutput:
+        assert batch.x_adv is not None
+        return self._domain_loss("adv", batch.x_adv, batch.y, execution)
 
 
 OBJECTIVES.add("standard", Standard)

@@ -14,7 +14,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from advnorm._core.errors import ConfigError
 from advnorm.norms.feeding import without_feeding
 from advnorm.norms.routing import Routed
-from advnorm.objectives.base import Images, Objective, Step
+from advnorm.objectives.base import Objective
+from advnorm.objectives.execution import EAGER, CraftedBatch, Execution, ObjectiveOutput
 
 
 def _of_the_inner(name: str) -> Any:
@@ -55,40 +56,41 @@ class Wrapper(Objective):
     #: Settings of the objective inside, which makes the forwards.
     attack = _of_the_inner("attack")  # pyright: ignore[reportIncompatibleMethodOverride]
     statistics = _of_the_inner("statistics")  # pyright: ignore[reportIncompatibleMethodOverride]
-    label_smoothing, seed, through, climbed = map(_of_the_inner, ("label_smoothing", "seed", "through", "climbed"))
+    label_smoothing, seed = map(_of_the_inner, ("label_smoothing", "seed"))
 
     def trained_domains(self) -> tuple[str, ...]:
         return self.objective.trained_domains()
 
-    def counts(self, batch: int) -> dict[str, int]:
-        return self.objective.counts(batch)
-
-    def adversarial(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
-        return self.objective.adversarial(x, y, index)
-
-    def look(self, x: Tensor) -> None:
-        self.objective.look(x)
+    def images_per_domain(self, batch_size: int) -> dict[str, int]:
+        return self.objective.images_per_domain(batch_size)
 
     @property
-    def bare(self) -> Objective:
-        return self.objective.bare
+    def innermost(self) -> Objective:
+        return self.objective.innermost
 
-    def images(self, x: Tensor, y: Tensor, index: Tensor | None = None) -> Images:
-        return self.objective.images(x, y, index)
+    def craft(self, x: Tensor, y: Tensor, index: Tensor, execution: Execution = EAGER) -> Tensor:
+        return self.objective.craft(x, y, index, execution)
 
-    def measured(self, images: Images) -> Step:
-        return self.objective.measured(images)
+    def craft_batch(
+        self, x: Tensor, y: Tensor, index: Tensor | None = None, execution: Execution = EAGER
+    ) -> CraftedBatch:
+        return self.objective.craft_batch(x, y, index, execution)
 
-    def forwards(self, images: Images) -> None:
-        self.objective.forwards(images)
+    def validate_images(self, x: Tensor) -> None:
+        self.objective.validate_images(x)
+
+    def compute_loss(self, batch: CraftedBatch, execution: Execution = EAGER) -> ObjectiveOutput:
+        return self.objective.compute_loss(batch, execution)
+
+    def run_forwards(self, batch: CraftedBatch) -> None:
+        self.objective.run_forwards(batch)
 
     @property
-    def kinds(self) -> tuple[str, ...]:
-        return type(self).__name__, *self.objective.kinds
+    def class_names(self) -> tuple[str, ...]:
+        return type(self).__name__, *self.objective.class_names
 
-    @property
-    def recipe(self) -> str:
-        return f"{type(self).__name__}({self.objective.recipe}, {self.extra_repr()})"
+    def describe(self) -> str:
+        return f"{type(self).__name__}({self.objective.describe()}, {self.extra_repr()})"
 
     def extra_repr(self) -> str:
         return ""

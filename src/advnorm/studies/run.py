@@ -34,7 +34,7 @@ from advnorm.studies.protocols import under
 from advnorm.studies.record import FORMAT, Record, read_record, stands
 from advnorm.studies.summary import in_words
 from advnorm.threat import ThreatModel
-from advnorm.training.loop import train
+from advnorm.training import train
 from advnorm.training.run import Run
 
 #: Parts of an analysis' record that stay beside the run: settings, and a number for each image.

@@ -1,6 +1,6 @@
-"""Training by a configuration: loop, step program, checkpoints, ranks, journal."""
+"""Training by a configuration: entry point, loop, step program, checkpoints, ranks, journal."""
 
-from advnorm.training.loop import train
+from advnorm.training.entry_point import train
 from advnorm.training.ranks import TrainingError
 from advnorm.training.run import Run
 

@@ -17,7 +17,7 @@ from advnorm.training.checkpoint import differences
 BUFFERS = ("copy", "average")
 
 
-class Ema:
+class EMA:
     """average ← d · average + (1 - d) · live, with d = min(decay, (1 + t) / (10 + t)) after t updates.
 
     The smaller d of the first updates forgets the initialization. Parameters are averaged, in float32 at least. For
@@ -52,7 +52,7 @@ class Ema:
         """Averages and live tensors side by side, each once."""
         live = self._averaged(model)
         problems = differences(live, self._average, "the model", "the average")
-        raise_all(problems, "the average is of another model; after surgery make a new Ema")
+        raise_all(problems, "the average is of another model; after surgery make a new EMA")
         pairs = {average: live[name] for name, average in self._average.items()}
         return list(pairs), list(pairs.values())
 

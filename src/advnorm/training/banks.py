@@ -1,4 +1,4 @@
-"""Which banks a training feeds, and which of them learn: for DDP, for validation and for the record."""
+"""The banks that an objective trains and updates, for DDP and for the record."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from advnorm.objectives import Objective
 
 
 def leaves_banks_unused(objective: Objective) -> bool:
-    """Whether some parameters get no gradient in a step, so that DDP must look for them (trap of one-sided routes)."""
+    """Whether some affine banks get no gradient in a step, so that DDP must find unused parameters."""
     trained = set(objective.trained_domains())
     return any(
         {module.plan.affine[module.plan.index(domain)] for domain in trained & set(module.plan.domains)}
@@ -20,7 +20,7 @@ def leaves_banks_unused(objective: Objective) -> bool:
 
 
 def routing(objective: Objective) -> list[dict[str, Any]]:
-    """For each kind of norm: which bank each domain's training images are normalized by, scaled by, and feed."""
+    """For each kind of norm, the banks that normalize and scale each domain's training images, and that they update."""
     plans: dict[Plan, int] = {}
     for module in routed_modules(objective.model).values():
         plans[module.plan] = plans.get(module.plan, 0) + 1
@@ -32,9 +32,9 @@ def routing(objective: Objective) -> list[dict[str, Any]]:
 
 
 def _banks(plan: Plan, domain: str, trained: tuple[str, ...]) -> dict[str, str | None]:
-    """The banks that a domain's images meet in training; None where training has no such images.
+    """The banks of a domain's images in training; None if training has no such images.
 
-    Images that are trained on and forwarded too feed their bank while they are forwarded.
+    Images that are both trained on and forwarded update their bank while they are forwarded.
     """
     forwarded = domain in plan.forwarded_for(trained)
     if domain not in trained and not forwarded:

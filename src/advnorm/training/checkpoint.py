@@ -299,6 +299,11 @@ def differences(given: Mapping[str, Tensor], own: Mapping[str, Tensor], given_as
     return _shortened(problems)
 
 
+def select(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names start with a prefix, by the rest of their names."""
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
 def _shortened(problems: list[str], most: int = 8) -> list[str]:
     return problems if len(problems) <= most else [*problems[:most], f"and {len(problems) - most} more"]
 

@@ -1,4 +1,4 @@
-"""What a training writes while it works, and what it shows on a terminal."""
+"""The clock, the log and metrics files, and the progress display of a training."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from torch import Tensor
 from advnorm._core.errors import ConfigError
 from advnorm._core.records import write_atomic
 
-#: Steps in which networks are compiled, attacks captured and caches filled: no measure of speed.
+#: First steps, which compile networks, capture attacks and fill caches; the speed leaves them out.
 WARM_UP = 5
 
 
 class Clock:
-    """Seconds of training without validation and checkpoints: in all, of the first step, and of the steady part."""
+    """Seconds of training without validation and checkpoints: total, of the first step, and after the warm-up."""
 
-    #: What a checkpoint keeps of it.
+    #: Attributes that a checkpoint keeps.
     KEPT = ("total", "first_step", "steady", "steady_steps")
 
     def __init__(self, device: torch.device) -> None:
@@ -32,15 +32,15 @@ class Clock:
         self.total = 0.0
         self.first_step: float | None = None
         self.steady, self.steady_steps = 0.0, 0
-        self._steps = self._booked = 0  # of this attempt, which warms up for itself
+        self._steps = self._counted = 0  # of this attempt, which has its own warm-up
         self.start()
 
     def start(self) -> None:
-        """Training goes on from here."""
+        """Start or continue to measure."""
         self._mark = time.perf_counter()
 
     def step(self) -> None:
-        """A step is done; only the first ones wait for the device."""
+        """Count a step; only the first ones wait for the device."""
         self._steps += 1
         if self._steps in (1, WARM_UP):
             if self._device.type == "cuda":
@@ -51,24 +51,24 @@ class Clock:
             self.start()
 
     def stop(self) -> float:
-        """Book the time since the start, and return it. The caller has waited for the device."""
+        """Add the time since the start and return it. The caller has waited for the device."""
         seconds = time.perf_counter() - self._mark
         self.total += seconds
-        if self._booked >= WARM_UP:
+        if self._counted >= WARM_UP:
             self.steady += seconds
-            self.steady_steps += self._steps - self._booked
-        self._booked = self._steps
+            self.steady_steps += self._steps - self._counted
+        self._counted = self._steps
         return seconds
 
     def steps_per_second(self) -> float | None:
-        """After the warm-up; None for a run that never got so far."""
+        """Speed after the warm-up; None for a shorter run."""
         return self.steady_steps / self.steady if self.steady else None
 
 
 class Journal:
-    """``log.txt`` for people, ``metrics.jsonl`` and ``timing.jsonl``, TensorBoard events and progress where wanted.
+    """``log.txt``, ``metrics.jsonl``, ``timing.jsonl``, and on request TensorBoard events and progress.
 
-    Progress is a bar on a terminal, else a line per epoch. Only the first process has a journal that writes.
+    Progress is a bar on a terminal, else a line per epoch. Only the first process writes (``active``).
     """
 
     def __init__(self, folder: Path, *, active: bool, progress: bool = False, tensorboard: bool = False) -> None:
@@ -80,10 +80,10 @@ class Journal:
         self._shown = 0.0
         self.rows: list[dict[str, Any]] = []  # of the metrics, for checkpoints
         if tensorboard:
-            _summary_writer()  # a missing package is told before anything is made
+            _summary_writer()  # a missing package raises before a file is written
 
     def open(self, stack: ExitStack, *, step: int, steps: int, epochs: int, batch_size: int) -> None:
-        """Start showing, from a step on, so many epochs of so many steps; ``stack`` ends it, whatever happens."""
+        """Start the display at ``step`` of ``epochs`` times ``steps`` steps; ``stack`` closes it."""
         self._from, self._began = step, time.monotonic()
         self._steps, self._epochs, self._batch_size = steps, epochs, batch_size
         if self._tensorboard:
@@ -96,48 +96,48 @@ class Journal:
             self._bar = stack.enter_context(_bar())
             stack.callback(setattr, self, "_bar", None)
             self._task = self._bar.add_task("training", total=epochs * steps, completed=step, rate="")
-        self._tell(f"run: {self.folder}")
+        self._print(f"run: {self.folder}")
 
-    def say(self, message: str) -> None:
-        """A line for the log, and for the terminal where someone looks."""
+    def log(self, message: str) -> None:
+        """Write a line to the log, and to the terminal if progress is shown."""
         if self._active:
             self._append("log.txt", f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {message}")
-            self._tell(message)
+            self._print(message)
 
-    def _tell(self, message: str) -> None:
+    def _print(self, message: str) -> None:
         if self._bar is not None:
             console = self._bar.console
-            console.print(folded(message, console.width), highlight=False, markup=False)
+            console.print(wrap_pairs(message, console.width), highlight=False, markup=False)
         elif self._lines:
-            with suppress(OSError):  # nobody reads any more: no reason to stop
+            with suppress(OSError):  # a closed standard output does not stop a training
                 print(message, flush=True)
 
     def row(self, metrics: Mapping[str, Any], timing: Mapping[str, Any]) -> None:
-        """An epoch: what it learned, the same bits in every attempt, and apart from it what it took."""
+        """Write an epoch: its metrics, which every attempt repeats bit for bit, and its timing."""
         if self._active:
             self.rows.append(dict(metrics))
             self._append("metrics.jsonl", json.dumps(metrics, allow_nan=False))
             self._append("timing.jsonl", json.dumps(timing))
             if self._board is not None:
-                for name, value in flat(metrics):
+                for name, value in flatten(metrics):
                     self._board.add_scalar(name, value, metrics["epoch"])
             if self._bar is not None:
                 self._bar.update(self._task, completed=metrics["step"])
-        self.say(line(metrics, timing["seconds"]))
+        self.log(format_epoch(metrics, timing["seconds"]))
 
     def show(self, step: int, terms: Mapping[str, Tensor], lr: float) -> None:
-        """Move the bar, twice a second: reading the terms waits for the device."""
+        """Move the bar, at most twice a second, because reading the terms waits for the device."""
         if self._bar is None or (now := time.monotonic()) - self._shown < 0.5:
             return
         self._shown = now
-        values = [*short((name, float(value)) for name, value in terms.items()), f"lr {lr:.4g}"]
-        self._bar.terms = folded("  ".join(values), self._bar.console.width)
+        values = [*format_values((name, float(value)) for name, value in terms.items()), f"lr {lr:.4g}"]
+        self._bar.terms = wrap_pairs("  ".join(values), self._bar.console.width)
         rate = (step - self._from) * self._batch_size / max(now - self._began, 1e-9)
         epoch = f"epoch {(step - 1) // self._steps + 1}/{self._epochs}"
         self._bar.update(self._task, completed=step, description=epoch, rate=f"{rate:,.0f} images/s")
 
     def restore(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """The files as a checkpoint with these metrics has them, whatever was written after it or lost."""
+        """Reset the files to the metrics of a checkpoint: drop later lines, write lost ones again."""
         if not self._active:
             return
         self.rows = [dict(row) for row in rows]
@@ -155,7 +155,7 @@ class Journal:
 
 
 def _epoch(line: bytes) -> float:
-    """Of a line of the timing; one that is cut short or damaged belongs to none."""
+    """The epoch of a line of the timing; infinity for a line that is cut short or damaged."""
     try:
         return json.loads(line)["epoch"] if line.endswith(b"\n") else math.inf
     except (ValueError, KeyError, TypeError):
@@ -166,12 +166,13 @@ def _summary_writer() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise ConfigError("TensorBoard is not installed; pip install 'advnorm[tensorboard]', or leave it out") from None
+        hint = "pip install 'advnorm[tensorboard]', or leave tensorboard out"
+        raise ConfigError("missing_package", "TensorBoard is not installed", field="tensorboard", hint=hint) from None
     return SummaryWriter
 
 
 def _bar() -> Any:
-    """A bar with the terms on a line of their own, so that both fit on a narrow terminal."""
+    """A bar with the terms on a second line, so that both fit on a narrow terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     from rich.text import Text
 
@@ -193,8 +194,8 @@ def _bar() -> Any:
     )
 
 
-def folded(text: str, width: int) -> str:
-    """Lines of at most ``width``, broken where two spaces are: a name stays with its number."""
+def wrap_pairs(text: str, width: int) -> str:
+    """Wrap at double spaces to lines of at most ``width``: a name stays with its number."""
     lines = [""]
     for piece in text.split("  "):
         joined = f"{lines[-1]}  {piece}" if lines[-1] else piece
@@ -202,37 +203,37 @@ def folded(text: str, width: int) -> str:
     return "\n".join(lines)
 
 
-def flat(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Numbers of an epoch with slashed names."""
+def flatten(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """The numbers of an epoch with names such as ``held_out/clean``."""
     for name, value in row.items():
         if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{name}/")
+            yield from flatten(value, f"{prefix}{name}/")
         elif name not in ("epoch", "step"):
             yield f"{prefix}{name}", value
 
 
-def short(values: Any) -> Iterator[str]:
-    """Names and numbers for people: accuracies in percent, losses with three digits."""
+def format_values(values: Any) -> Iterator[str]:
+    """Names with numbers: accuracies in percent, losses with three digits."""
     for name, value in values:
         if name.endswith("_accuracy"):
             yield f"{name.removesuffix('_accuracy')} {value:.1%}"
         elif name.startswith("held_out/"):
-            yield f"{attack_words(name.removeprefix('held_out/'))} {value:.1%}"
+            yield f"{attack_label(name.removeprefix('held_out/'))} {value:.1%}"
         else:
             yield f"{name} {value:.3f}"
 
 
-def attack_words(name: str) -> str:
-    """What a column of held-out accuracies is called: one is named by the attack of the training."""
+def attack_label(name: str) -> str:
+    """The label of a column of held-out accuracies."""
     return "training attack" if name == "training" else name
 
 
-def line(row: Mapping[str, Any], seconds: float) -> str:
-    """An epoch for people."""
-    values = dict(flat(row))
+def format_epoch(row: Mapping[str, Any], seconds: float) -> str:
+    """The log line of an epoch."""
+    values = dict(flatten(row))
     training = {name: value for name, value in values.items() if name != "lr" and not name.startswith("held_out/")}
     held_out = {name: values[name] for name in values if name.startswith("held_out/") and name != "held_out/score"}
-    text = f"epoch {row['epoch']:>3}  {'  '.join(short(training.items()))}"
+    text = f"epoch {row['epoch']:>3}  {'  '.join(format_values(training.items()))}"
     if held_out:
-        text += f"  | held out: {'  '.join(short(held_out.items()))}"
+        text += f"  | held out: {'  '.join(format_values(held_out.items()))}"
     return f"{text}  | {seconds:.1f} s"

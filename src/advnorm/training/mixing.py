@@ -1,4 +1,4 @@
-"""mixup (Zhang et al. 2018) and CutMix (Yun et al. 2019): each image with its neighbour in the shuffled batch."""
+"""mixup (Zhang et al. 2018) and CutMix (Yun et al. 2019) of each image and its neighbour in the shuffled batch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from advnorm.config.config import Mix
 
 
-def mixed(
+def mix_batch(
     kind: Mix, x: Tensor, y: Tensor, *, classes: int, alpha: float, seed: int, step: int
 ) -> tuple[Tensor, Tensor]:
-    """Mixed images and soft labels: ``λ (x, y) + (1 - λ) (x', y')`` with λ ~ Beta(α, α), one for the batch of a step.
+    """Return mixed images and soft labels: ``λ (x, y) + (1 - λ) (x', y')`` with one λ ~ Beta(α, α) per batch.
 
-    CutMix puts a box of the share 1 - λ from the neighbour into each image; λ then is the share that is left. The draw
-    depends on seed and step alone, so it is the same for every rank and after a resume.
+    CutMix replaces a box of the share 1 - λ of each image by the neighbour's; λ then is the share that remains. The
+    draw depends on seed and step alone, so that all ranks and a resumed run draw the same.
     """
     if kind == "none":
         return x, y

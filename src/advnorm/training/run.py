@@ -16,10 +16,8 @@ from advnorm._core.errors import ConfigError
 from advnorm._core.locks import exclusive
 from advnorm._core.records import read_json, write_atomic, write_json
 from advnorm.config.config import Config
-from advnorm.data import FolderData, ImageData
-from advnorm.models import create_model
-from advnorm.surgery import convert_head
 from advnorm.training import checkpoint
+from advnorm.training.build import build_model
 
 FORMAT = "advnorm.run/1"
 #: A checkpoint of a run: ``best``, ``last``, or ``epoch5`` where ``snapshots`` kept it.
@@ -100,13 +98,16 @@ class Run:
 
         By default the best where there is one. With an EMA it is the averaged one. It comes in eval mode.
         """
-        name = self.judged(which)
-        tensors, _ = checkpoint.load(self.checkpoints, name)
-        with torch.random.fork_rng([]):  # the weights are drawn, then overwritten; nobody's random state moves
+        weights = self.weights(which)
+        with torch.random.fork_rng([]):  # the weights are drawn, then overwritten; the caller's random state stays
             model = build_model(self.config, self.description["data"])
-        state = part(tensors, "model.") | part(tensors, "ema.")
-        checkpoint.restore_model(model, state, f"the checkpoint {name!r} of {self.folder}")
+        checkpoint.restore_model(model, weights, f"the checkpoint {self.judged(which)!r} of {self.folder}")
         return model.to(device).eval()
+
+    def weights(self, which: Which | None = None) -> dict[str, Tensor]:
+        """The tensors of :meth:`model`, by their names in its state dict."""
+        tensors, _ = checkpoint.load(self.checkpoints, self.judged(which))
+        return checkpoint.select(tensors, "model.") | checkpoint.select(tensors, "ema.")
 
     @property
     def snapshots(self) -> dict[int, Which]:
@@ -173,62 +174,20 @@ class Run:
             yield
 
 
-def described(data: ImageData | FolderData) -> dict[str, Any]:
-    """What a model must know of its data, and what a record says of it."""
-    return {
-        "name": data.name,
-        "images": len(data),
-        "image_shape": list(data.image_shape),
-        "num_classes": data.num_classes,
-        "fingerprint": data.fingerprint,
-    }
-
-
 def snapshot(epoch: int) -> Which:
-    """What the checkpoint is called that is kept after so many epochs."""
+    """The name of the checkpoint that is kept after an epoch."""
     return f"epoch{epoch}"
 
 
-def build_model(config: Config, data: Mapping[str, Any]) -> nn.Module:
-    """The untrained model of a configuration for data as :func:`described`.
-
-    Other than three channels have no published mean and deviation: such images are not normalized unless the model's
-    options say how.
-    """
-    channels = data["image_shape"][0]
-    options = dict(config.model.options)
-    if channels != 3 and not {"mean", "std", "normalize"} & set(options):
-        options["normalize"] = False
-    norm_options = dict(config.norm_options)
-    if config.sync_statistics:
-        norm_options["sync"] = True
-    model = create_model(
-        config.model.name,
-        data["num_classes"],
-        config.norm,
-        norm_options=norm_options,
-        in_channels=channels,
-        **options,
-    )
-    if config.dual_head:
-        convert_head(model)
-    return model
-
-
-def start_from(model: nn.Module, weights: str) -> None:
+def load_initial_weights(model: nn.Module, weights: str) -> None:
     """Fill a model from a safetensors file or from the checkpoint of a run; every tensor must fit."""
     if not Path(weights).exists():
-        raise ConfigError(f"weights {weights}: no such file or folder")
+        raise ConfigError("missing_file", f"{{field}} {weights}: no such file or folder", field="weights")
     if Path(weights).is_dir():
-        checkpoint.restore_model(model, Run.open(weights).model().state_dict(), f"the run {weights}")
+        checkpoint.restore_model(model, Run.open(weights).weights(), f"the run {weights}")
     else:
         checkpoint.load_weights(model, weights)
 
 
 def _version(description: Mapping[str, Any]) -> str:
     return f"advnorm {description['advnorm']}" if "advnorm" in description else "another version of advnorm"
-
-
-def part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors of a checkpoint whose names start with a prefix, without it."""
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

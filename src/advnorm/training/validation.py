@@ -17,7 +17,7 @@ from advnorm.data import FolderData, ImageData, make_loader, split_held_out
 from advnorm.norms import domains
 from advnorm.norms.routing import unmoving
 from advnorm.training.ranks import Ranks
-from advnorm.training.step_program import Precision, forwards
+from advnorm.training.step_program import Precision, autocast
 
 #: Images at a time, per process.
 BATCH = {"cpu": 250, "cuda": 1000}
@@ -99,7 +99,7 @@ class Validation:
             go_on()
             if not len(x):
                 continue
-            with forwards(self.precision, device):
+            with autocast(self.precision, device):
                 x_adv = attack(model, x, y, index=index)
             for position, (images, branch) in enumerate(((x, clean), (x_adv, adv))):
                 with float32_as("ieee", device), attacked(model, route=branch) as predict, torch.no_grad():

@@ -1,0 +1,59 @@
+"""What goes into an objective and comes out of it: the way to run its network, a crafted batch, an output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+#: Images to what the model returns.
+NetworkForward = Callable[[Tensor], Any]
+#: Images, labels and image identities to adversarial images.
+Craft = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How an objective runs its network and crafts adversarial images; by default with the plain network.
+
+    A step program passes compiled functions and graph replays here. They change rounding and speed, not the loss.
+    """
+
+    #: The network's forward in training and in the attack; None: the model itself.
+    network: NetworkForward | None = None
+    #: Images to logits that the attack differentiates instead of the network's, such as those of a folded copy.
+    surrogate: Callable[[Tensor], Tensor] | None = None
+    #: Crafts the adversarial images; None: :meth:`Objective.craft` with this execution.
+    craft: Craft | None = None
+
+
+#: The plain network.
+EAGER = Execution()
+
+
+class CraftedBatch(NamedTuple):
+    """Images with labels and identities, and their adversarial counterparts if the objective attacks."""
+
+    x: Tensor
+    y: Tensor
+    index: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    x_adv: Tensor | None = None
+
+    def take(self, rows: Tensor) -> CraftedBatch:
+        """Select rows of every tensor."""
+        return self.map(lambda value: value[rows])
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> CraftedBatch:
+        """Apply a function to every tensor."""
+        return CraftedBatch(*(change(value) for value in self if value is not None))
+
+
+class ObjectiveOutput(NamedTuple):
+    """One evaluation of an objective; every dictionary has the domains or the terms as keys."""
+
+    loss: Tensor
+    logits: dict[str, Tensor]
+    terms: dict[str, Tensor]  # detached
+    labels: dict[str, Tensor]

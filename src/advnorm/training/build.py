@@ -1,0 +1,64 @@
+"""The model and the objective of a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from advnorm.config.config import Config
+from advnorm.data import FolderData, ImageData
+from advnorm.models import create_model
+from advnorm.objectives import OBJECTIVES, REGULARIZERS, SECOND_PASSES, Objective
+from advnorm.surgery import convert_head
+
+
+def describe_data(data: ImageData | FolderData) -> dict[str, Any]:
+    """The properties of a data set that a model and a record need."""
+    return {
+        "name": data.name,
+        "images": len(data),
+        "image_shape": list(data.image_shape),
+        "num_classes": data.num_classes,
+        "fingerprint": data.fingerprint,
+    }
+
+
+def build_model(config: Config, data: Mapping[str, Any]) -> nn.Module:
+    """Build the untrained model of a configuration for data as in :func:`describe_data`.
+
+    Only images of three channels have a published mean and deviation. Others are not normalized unless the model's
+    options set it.
+    """
+    channels = data["image_shape"][0]
+    options = dict(config.model.options)
+    if channels != 3 and not {"mean", "std", "normalize"} & set(options):
+        options["normalize"] = False
+    norm_options = dict(config.norm_options)
+    if config.sync_statistics:
+        norm_options["sync"] = True
+    model = create_model(
+        config.model.name,
+        data["num_classes"],
+        config.norm,
+        norm_options=norm_options,
+        in_channels=channels,
+        **options,
+    )
+    if config.dual_head:
+        convert_head(model)
+    return model
+
+
+def build_objective(config: Config, model: nn.Module) -> Objective:
+    """Build the objective of a configuration around a model, with its regularizer and its second pass."""
+    kind = OBJECTIVES.get(config.objective.name)
+    attack = config.build_attack() if kind.needs_attack else None
+    objective: Objective = kind(model, attack, label_smoothing=config.label_smoothing, **config.objective.options)
+    objective.seed = config.seed
+    if config.regularizer is not None:
+        objective = REGULARIZERS.get(config.regularizer.name)(objective, **config.regularizer.options)
+    if config.second_pass is not None:
+        objective = SECOND_PASSES.get(config.second_pass.name)(objective, **config.second_pass.options)
+    return objective

@@ -1,0 +1,133 @@
+"""``train``: from a configuration to a finished run."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from advnorm._core.errors import AdvnormError, ConfigError, Description, Problem, first_line, raise_problems
+from advnorm._core.provenance import environment
+from advnorm.config.config import Config
+from advnorm.data import load
+from advnorm.training.build import describe_data
+from advnorm.training.journal import Journal
+from advnorm.training.loop import TrainingLoop
+from advnorm.training.ranks import TrainingError, placed
+from advnorm.training.run import Run
+
+
+def train(
+    config: Config,
+    *,
+    seed: int | None = None,
+    out: Path | str = "runs",
+    data_dir: Path | str | None = None,
+    device: str | torch.device | None = None,
+    download: bool = False,
+    workers: int | None = None,
+    max_minutes: float | None = None,
+    checkpoint_minutes: float = 10.0,
+    progress: bool = False,
+    tensorboard: bool = False,
+) -> Run:
+    """Train by a configuration into a folder of ``out``; the same call resumes from the last checkpoint.
+
+    A resumed run ends with the same bits as an uninterrupted one, on the same device and with as many processes.
+
+    Args:
+        seed: Replaces the seed of the configuration.
+        out: Gets one folder per configuration and seed. Nothing is written before all checks have passed.
+        data_dir: Where the data set lies.
+        device: By default a GPU if there is one.
+        download: Fetch a missing data set.
+        workers: Processes that decode image files; by default one per core, 4 at most.
+        max_minutes: Stop at a checkpoint after this time. SIGTERM does the same; then ``run.finished`` is False.
+            Ctrl-C stops at a checkpoint and raises ``KeyboardInterrupt``; a second one stops at once.
+        checkpoint_minutes: Time between checkpoints within an epoch.
+        progress: Show a bar on a terminal, else a line per epoch.
+        tensorboard: Write TensorBoard events.
+
+    Under ``torchrun`` every process calls this, and all of them must see ``out``.
+    """
+    began = time.monotonic()
+    _validate(config, max_minutes, checkpoint_minutes)
+    if seed is not None:
+        config = dataclasses.replace(config, seed=seed)
+    run = Run(Path(out) / f"{config.run_name}-seed{config.seed}")
+    with _system_errors_translated(), torch.inference_mode(False), torch.enable_grad(), ExitStack() as stack:
+        ranks = stack.enter_context(placed(device))
+        read = partial(load, config.data.name, "train", data_dir, download=download, **config.data.options)
+        if download and ranks.world > 1:  # by the first process; the others find the files
+            ranks.lead_does(read)
+        data = read()
+        about = describe_data(data)
+        ranks.lead_does(lambda: run.check(config, about))
+        if ranks.agreed(int(run.finished)):
+            return run
+        journal = Journal(run.folder, active=ranks.lead, progress=progress, tensorboard=tensorboard)
+        loop = TrainingLoop(run, config.scaled(), data, ranks, journal, workers=workers)
+        start: dict[str, Any] = {"advnorm": environment(ranks.device)["advnorm"]}
+        start |= {"weights_fingerprint": loop.weights_fingerprint} if loop.weights_fingerprint else {}
+        ranks.lead_does(lambda: stack.enter_context(run.claimed(config, about, **start)))
+        if ranks.agreed(int(run.finished)):  # by another process, meanwhile
+            return run
+        stack.push(partial(_log_failure, journal))
+        loop.run(
+            until=math.inf if max_minutes is None else began + 60 * max_minutes,
+            checkpoint_seconds=60 * checkpoint_minutes,
+        )
+    if loop.signals.interrupted and not run.finished:
+        raise KeyboardInterrupt
+    return run
+
+
+def _validate(config: object, max_minutes: float | None, checkpoint_minutes: float) -> None:
+    if not isinstance(config, Config):
+        where = repr(config) if isinstance(config, str) else "..."
+        raise ConfigError(
+            "wrong_type",
+            "train needs a Config",
+            field="config",
+            got=Description(type(config).__name__),
+            hint=f"read a file with advnorm.load_config({where}), a study's cell with advnorm.studies.get({where})",
+        )
+    problems = []
+    for field, value in (("max_minutes", max_minutes), ("checkpoint_minutes", checkpoint_minutes)):
+        if value is not None and not value >= 0:
+            problems.append(Problem(code="out_of_range", message="{field} must be at least 0", field=field, got=value))
+    raise_problems(problems, "bad training")
+
+
+@contextmanager
+def _system_errors_translated() -> Iterator[None]:
+    """Raise errors of memory and files as one readable error."""
+    intact = "the last checkpoint, if any, is intact"
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise TrainingError(
+            "out_of_memory",
+            f"out of memory: {first_line(error)}",
+            hint=f"lower batch_size, use precision='bf16', or a smaller model; {intact}",
+        ) from error
+    except OSError as error:
+        if isinstance(error, AdvnormError):
+            raise
+        raise TrainingError(
+            "not_writable", f"cannot read or write a file: {error}", hint=f"run the same command to resume; {intact}"
+        ) from error
+
+
+def _log_failure(journal: Journal, _kind: Any, error: BaseException | None, _trace: Any) -> None:
+    """Write the error to the log too, for readers who have not seen the terminal."""
+    if error is not None:
+        with suppress(OSError):
+            journal.log(f"failed: {str(error) or type(error).__name__}")

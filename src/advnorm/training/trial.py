@@ -1,0 +1,68 @@
+"""Trial forwards before a training: a batch that the network cannot take is an error before any file is written."""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+
+import torch
+
+from advnorm._core.errors import ConfigError, first_line
+from advnorm.attacks import attacked
+from advnorm.config.config import Config
+from advnorm.norms import domains, routed_modules
+from advnorm.norms.routing import Scope
+from advnorm.objectives import CraftedBatch
+from advnorm.training.ranks import Ranks
+from advnorm.training.step_program import StepProgram, autocast
+
+
+def try_forwards(
+    program: StepProgram,
+    config: Config,
+    ranks: Ranks,
+    image_shape: tuple[int, ...],
+    num_classes: int,
+    *,
+    channels_last: bool,
+) -> None:
+    """Reject images and batches that the network cannot take, by forwards that change nothing in it.
+
+    They run in the program's scope, because cuDNN keeps the kernels that it chooses here.
+    """
+    objective, model, device = program.objective.innermost, program.objective.model, ranks.device
+    count = config.batch_size // ranks.world
+    share = getattr(objective, "clean_share", 1)
+    if ranks.world > 1 and not math.isclose(share * count, round(share * count)):
+        raise ConfigError(
+            "conflict",
+            f"{{field}} {share} of the {count} images of each process is not a whole number, so that {ranks.world} "
+            "processes would not train like one",
+            field="objective.clean_share",
+            hint=f"change clean_share or batch_size so that clean_share · batch_size / {ranks.world} is whole",
+        )
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    x = torch.full((count, *image_shape), 0.5, device=device).contiguous(memory_format=memory_format)
+    index = torch.arange(count, device=device)
+    batch = CraftedBatch(x, index % num_classes, index, x)
+    size = "×".join(map(str, image_shape))
+    field, tried = "model", f"model {config.model.name} with norm {config.norm} cannot take {count} images of {size}"
+    hint = "use another model, norm, batch_size or image size"
+    try:
+        with program.scope(), autocast(program.precision, device), torch.no_grad():
+            for domain in objective.trained_domains():
+                branch = domain if domain in domains(model) else None
+                with attacked(model, route=branch) as predict:
+                    predict(x)
+            with attacked(model, statistics="batch_frozen"), ExitStack() as stack:
+                if routed_modules(model):  # over all processes, as in training
+                    stack.enter_context(Scope(model, {"alone": False}))
+                objective.run_forwards(batch)
+                if config.second_pass is not None:
+                    field, tried = "second_pass", f"second_pass {config.second_pass.name} cannot take {count} images"
+                    hint = "change second_pass.samples, second_pass.groups or batch_size"
+                    program.objective.run_forwards(batch)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a network may raise anything for a shape that it cannot take
+        raise ConfigError("wrong_shape", f"{tried}: {first_line(error)}", field=field, hint=hint) from error
