@@ -118,7 +118,7 @@ def test_what_the_engine_could_not_do_stands_below_the_table(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", lambda *_, **__: fails)  # a compiler that is missing would stay so
     result = bench_train(**{**SMALL, "batch_sizes": (6,)}, modes=("compiled",))
-    assert len(result.notes) == 1 and result.notes[0].startswith("the network cannot be compiled and runs as it is: ")
+    assert len(result.notes) == 1 and result.notes[0].startswith("the network cannot be compiled and runs eagerly: ")
     assert any(line.startswith("note: the network cannot be compiled") for line in lines(result))
 
 

@@ -124,7 +124,7 @@ def raised(config: Config, out: Path) -> dict[str, Any]:
     try:
         return trained(config, out)
     except advnorm.AdvnormError as error:
-        return {"error_type": type(error).__name__, "message": str(error)}
+        return {"problems": [(problem.code, problem.field) for problem in error.problems]}
 
 
 def full_disk(config: Config, out: Path, rank: int) -> dict[str, Any]:

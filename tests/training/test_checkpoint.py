@@ -35,6 +35,7 @@ from advnorm.training.checkpoint import (
     save_weights,
 )
 from advnorm.training.optimizer import OPTIMIZERS, make_optimizer
+from support.problems import raises_problem
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(7), "c": torch.ones(3, dtype=torch.bfloat16)}
 
@@ -125,7 +126,10 @@ def test_a_tensor_under_several_names_is_stored_once(tmp_path):
 
 def in_a_process_of_its_own(function: Callable[[Path], None], folder: Path) -> None:
     """This file as a program: it imports torch once and forks for every death."""
-    done = subprocess.run([sys.executable, __file__, function.__name__, folder], capture_output=True, text=True)
+    paths = [str(Path(advnorm.__file__).parent.parent), str(Path(__file__).parent.parent)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, __file__, function.__name__, folder]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -226,7 +230,7 @@ def full_disks(folder: Path) -> None:
     def run(limit: int) -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-        with pytest.raises(CheckpointError, match="cannot write the checkpoint .*free some space") as caught:
+        with raises_problem("not_writable", kind=CheckpointError) as caught:
             checkpoint.save(folder, "last", {"x": torch.zeros(10_000)}, {"step": 2, "note": "n" * 60_000})
         assert isinstance(caught.value, OSError) and isinstance(caught.value, AdvnormError)
 
@@ -243,7 +247,7 @@ def test_a_file_that_does_not_fit_leaves_the_old_checkpoint_and_no_rest(tmp_path
 
 def test_a_folder_that_cannot_be_made_is_a_checkpoint_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="choose another folder"):
+    with raises_problem("not_writable", kind=CheckpointError):
         checkpoint.save(tmp_path / "file" / "run", "last", TENSORS, {"step": 1})
 
 
@@ -253,22 +257,22 @@ def test_every_kind_of_damage_is_named_with_its_cure(tmp_path):
     flips = [whole[:i] + bytes([whole[i] ^ 1]) + whole[i + 1 :] for i in (0, 9, len(whole) // 2, len(whole) - 1)]
     for data in (*flips, whole[:-1], whole[:5], b"", whole + b"\0"):
         path.write_bytes(data)
-        with pytest.raises(ConfigError, match=f"{path.name} is damaged.*delete .*last.json to start anew"):
+        with raises_problem("damaged_file"):
             checkpoint.load(tmp_path, "last")
     path.unlink()
-    with pytest.raises(ConfigError, match=f"cannot read .*{path.name}.*delete .*last.json"):
+    with raises_problem("missing_file"):
         checkpoint.load(tmp_path, "last")
     path.write_bytes(whole)
     record = json.loads(pointer)
     for change in ({"file": "../../etc/passwd"}, {"file": None}, {"meta": []}, {"blake2b": 3}):
         (tmp_path / "last.json").write_text(json.dumps(record | change))
-        with pytest.raises(ConfigError, match="last.json is damaged"):
+        with raises_problem("damaged_file"):
             checkpoint.load(tmp_path, "last")
     (tmp_path / "last.json").write_text(json.dumps(record | {"format": "advnorm.checkpoint/2"}))
-    with pytest.raises(ConfigError, match="has the format 'advnorm.checkpoint/2'.*use the version that wrote it"):
+    with raises_problem("not_supported"):
         checkpoint.load(tmp_path, "last")
     (tmp_path / "last.json").write_text(pointer[:40])
-    with pytest.raises(ConfigError, match="last.json is damaged"):
+    with pytest.raises(ConfigError):
         checkpoint.load(tmp_path, "last")
     (tmp_path / "last.json").write_text(pointer)
     assert same(checkpoint.load(tmp_path, "last")[0], TENSORS)
@@ -278,17 +282,17 @@ def test_numbers_beside_the_tensors_are_checked_too(tmp_path):
     checkpoint.save(tmp_path, "last", TENSORS, {"step": 7, "best": {"score": 0.25}})
     pointer = tmp_path / "last.json"
     pointer.write_text(pointer.read_text().replace("0.25", "0.75"))
-    with pytest.raises(ConfigError, match=r"last\.json is damaged"):
+    with raises_problem("damaged_file"):
         checkpoint.load(tmp_path, "last")
 
 
 def test_a_missing_checkpoint_is_missed_by_name(tmp_path):
-    with pytest.raises(ConfigError, match="no checkpoint 'last'"):
+    with raises_problem("unknown_name", "name"):
         checkpoint.load(tmp_path, "last")
     checkpoint.save(tmp_path, "last", TENSORS, {"step": 1})
     (tmp_path / "record.json").write_text("{}")
     for call in (lambda: checkpoint.load(tmp_path, "lost"), lambda: checkpoint.alias(tmp_path, "lost", "best")):
-        with pytest.raises(ConfigError, match="no checkpoint 'lost'.*did you mean 'last'"):
+        with raises_problem("unknown_name", "name"):
             call()
 
 
@@ -309,9 +313,8 @@ def test_a_load_while_a_run_saves_the_next_one_gets_one_of_them(tmp_path, monkey
 def test_all_that_is_wrong_with_a_checkpoint_comes_in_one_error_before_anything_is_written(tmp_path):
     with pytest.raises(ConfigError) as caught:
         checkpoint.save(tmp_path, "../last", TENSORS, {"loss": float("nan")})
-    for part in ("letters, digits and _, got '../last'", "'step', an integer from 0 on, got None", "without NaN"):
-        assert part in str(caught.value)
-    with pytest.raises(ConfigError, match="plain JSON"):
+    assert [problem.field for problem in caught.value.problems] == ["name", "meta", "meta.step"]
+    with raises_problem("wrong_type", "meta"):
         checkpoint.save(tmp_path, "last", TENSORS, {"step": 1, "x": torch.ones(1)})
     assert files(tmp_path) == []
 
@@ -444,10 +447,10 @@ def test_what_does_not_fit_an_optimizer_is_listed_and_nothing_changes():
     with pytest.raises(ConfigError, match=r"optimizer.conv1.weight.momentum_buffer is \(2,\)"):
         restore_optimizer(fresh, names_of(model), wrong, meta)
     adam = make_optimizer(model, optimizer="adam", lr=0.01, norm_weight_decay=False)
-    with pytest.raises(ConfigError, match="it is of SGD, the optimizer is Adam"):
+    with pytest.raises(ConfigError, match="the state is of SGD, the optimizer is Adam"):
         restore_optimizer(adam, names_of(model), tensors, meta)
     one_group = make_optimizer(model, optimizer="sgd", lr=0.01, norm_weight_decay=True)
-    with pytest.raises(ConfigError, match="groups are divided in another way"):
+    with pytest.raises(ConfigError, match="the parameter groups differ"):
         restore_optimizer(one_group, names_of(model), tensors, meta)
     fewer = torch.optim.SGD([model.conv1.weight], lr=0.1)
     with pytest.raises(ConfigError, match="state for .*bn1.bias_adv, which is not optimized.*and .* more"):
@@ -514,18 +517,18 @@ def test_all_that_does_not_fit_a_model_comes_in_one_error(tmp_path):
 
 def test_files_that_are_no_weights_are_refused_with_the_cure(tmp_path):
     model = nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match="a pickle .* can run any code"):
+    with raises_problem("not_supported", "weights"):
         load_weights(model, tmp_path / "w.pt")
-    with pytest.raises(ConfigError, match="cannot read .*No such file"):
+    with raises_problem("missing_file", "weights"):
         load_weights(model, tmp_path / "w.safetensors")
     path = save_weights(tmp_path / "w.safetensors", model, {})
     whole = path.read_bytes()
     header = b'{"__metadata__":{"advnorm":"[]"}}'
     for data in (b"", b"nonsense that is no header", whole[:-1], len(header).to_bytes(8, "little") + header):
         path.write_bytes(data)
-        with pytest.raises(ConfigError, match="w.safetensors is damaged or no safetensors file"):
+        with raises_problem("damaged_file", "weights"):
             load_weights(model, path)
-    with pytest.raises(ConfigError, match="plain JSON"):
+    with raises_problem("wrong_type", "meta"):
         save_weights(path, model, {"x": float("inf")})
 
 
@@ -533,7 +536,7 @@ def test_weights_that_cannot_be_written_leave_nothing_behind(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "folder.safetensors").mkdir()
     for path in (tmp_path / "file" / "w.safetensors", tmp_path / "folder.safetensors"):
-        with pytest.raises(CheckpointError, match="cannot write .*choose another folder"):
+        with raises_problem("not_writable", kind=CheckpointError):
             save_weights(path, nn.Linear(2, 2), {})
     assert files(tmp_path) == ["file", "folder.safetensors"]
 

@@ -17,6 +17,7 @@ from advnorm.training.optimizer import (
     only_norms,
     parameter_groups,
 )
+from support.problems import raises_problem
 
 # -- parameters --------------------------------------------------------------------------------------------------------
 
@@ -75,7 +76,7 @@ def test_a_group_without_parameters_is_left_out_and_no_parameters_at_all_are_ref
     model = nn.Sequential(nn.Linear(2, 2))
     assert len(parameter_groups(model, weight_decay=0.1, norm_weight_decay=False)) == 1
     model.requires_grad_(False)
-    with pytest.raises(ConfigError, match="no trainable parameters"):
+    with raises_problem("empty"):
         parameter_groups(model, weight_decay=0.1, norm_weight_decay=False)
 
 
@@ -98,7 +99,7 @@ def test_a_frozen_norm_stays_frozen_and_a_model_without_norms_is_refused():
     only_norms(model)
     assert [value.requires_grad for value in model.parameters()] == [False] * 4 + [True] * 2
     plain = nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match="no norm parameters to train"):
+    with raises_problem("empty", "train_only"):
         only_norms(plain)
     assert plain.weight.requires_grad  # an error changes nothing
 
@@ -156,13 +157,12 @@ def test_rmsprop_is_the_equation_and_norms_do_not_decay(momentum):
         assert torch.allclose(value, weights[name], rtol=1e-12), name
 
 
-def test_all_that_is_wrong_with_an_optimizer_comes_in_one_error():
+def test_all_problems_of_an_optimizer_come_in_one_error():
     with pytest.raises(ConfigError) as caught:
         make_optimizer(nn.Linear(1, 1), optimizer="sdg", lr=-1, momentum=1.0, weight_decay=float("nan"))
-    for part in ("did you mean 'sgd'?", "lr must be at least 0, got -1", "momentum", "weight_decay"):
-        assert part in str(caught.value)
+    assert [problem.field for problem in caught.value.problems] == ["optimizer", "lr", "momentum", "weight_decay"]
     for kind, momentum in (("sgd", 0.0), ("adam", 0.9), ("rmsprop", 0.9)):
-        with pytest.raises(ConfigError, match="nesterov needs optimizer='sgd' and a momentum above 0"):
+        with raises_problem("conflict", "nesterov"):
             make_optimizer(nn.Linear(1, 1), optimizer=kind, lr=0.1, momentum=momentum, nesterov=True)
 
 

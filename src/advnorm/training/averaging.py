@@ -1,4 +1,4 @@
-"""An exponential moving average of a model, with a rule for the statistics of its norms."""
+"""Exponential moving average of a model, with a rule for the statistics of its norms."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from advnorm._core.errors import did_you_mean, raise_all
+from advnorm._core.errors import Problem, raise_problems, unknown_name
 from advnorm._core.precision import wide
 from advnorm._core.wrappers import unwrapped
 from advnorm.training.checkpoint import differences
@@ -20,27 +20,26 @@ BUFFERS = ("copy", "average")
 class EMA:
     """average ← d · average + (1 - d) · live, with d = min(decay, (1 + t) / (10 + t)) after t updates.
 
-    The smaller d of the first updates forgets the initialization. Parameters are averaged, in float32 at least. For
-    floating buffers, which are the running statistics of norms, ``buffers`` decides: ``"copy"`` uses those of the live
-    model, ``"average"`` averages them too. Neither are the statistics that the averaged weights would produce;
-    ``recalibrate`` inside :meth:`swapped` gives those. Integer buffers, and those that are in no state dict, are always
-    the live model's.
+    The smaller d of the first updates forgets the initialization. Parameters are averaged, in float32 at least.
+    ``buffers`` decides about floating buffers, which are the running statistics of norms: ``"copy"`` uses those of the
+    live model, ``"average"`` averages them too. Neither are the statistics that the averaged weights would produce;
+    ``recalibrate`` inside :meth:`swapped` estimates those. Integer buffers and buffers outside of the state dict are
+    always the live model's.
     """
 
     def __init__(self, model: nn.Module, decay: float, *, buffers: str = "copy") -> None:
-        problems = []
+        problems = [] if buffers in BUFFERS else [unknown_name("buffers", buffers, BUFFERS)]
         if not 0 <= decay < 1:
-            problems.append(f"decay must be at least 0 and below 1, got {decay}")
-        if buffers not in BUFFERS:
-            problems.append(f"unknown rule for buffers {buffers!r}{did_you_mean(buffers, BUFFERS)}")
-        raise_all(problems, "bad moving average")
+            message = "{field} must be at least 0 and below 1"
+            problems.append(Problem(code="out_of_range", message=message, field="decay", got=decay))
+        raise_problems(problems, "bad moving average")
         self.decay, self.buffers, self.updates = decay, buffers, 0
         live = self._averaged(model)
         averages = {value: wide(value.detach()).clone() for value in live.values()}
         self._average = {name: averages[value] for name, value in live.items()}
 
     def _averaged(self, model: nn.Module) -> dict[str, Tensor]:
-        """The tensors that have an average, by their names in the state dict; a shared one has several names."""
+        """The tensors that are averaged, by their names in the state dict; a shared tensor has several names."""
         state = unwrapped(model).state_dict(keep_vars=True)
         return {
             name: value
@@ -49,16 +48,16 @@ class EMA:
         }
 
     def _matched(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-        """Averages and live tensors side by side, each once."""
+        """Averages and their live tensors, each once."""
         live = self._averaged(model)
         problems = differences(live, self._average, "the model", "the average")
-        raise_all(problems, "the average is of another model; after surgery make a new EMA")
+        raise_problems(problems, "the average is of another model; after surgery make a new EMA")
         pairs = {average: live[name] for name, average in self._average.items()}
         return list(pairs), list(pairs.values())
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """Take in the live model, after each step of the optimizer. Waits for no device."""
+        """Add the live model, after each step of the optimizer, without waiting for the device."""
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         average, live = self._matched(model)
         live = [wide(value) for value in live]
@@ -67,7 +66,7 @@ class EMA:
 
     @contextmanager
     def swapped(self, model: nn.Module) -> Iterator[None]:
-        """Scope: the model holds the average, in the same tensors; afterwards its own bits again, buffers too."""
+        """Scope: the model holds the average in its own tensors; afterwards it has its own bits again, buffers too."""
         average, live = self._matched(model)
         inner = unwrapped(model)
         everything = [*inner.parameters(), *inner.buffers()]
@@ -85,9 +84,10 @@ class EMA:
         return {"updates": self.updates, "average": dict(self._average)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a :meth:`state_dict`; nothing changes where it does not fit."""
+        """Continue from a :meth:`state_dict`; nothing changes if it does not fit."""
         average = state["average"]
-        raise_all(differences(average, self._average, "the state", "the average"), "the state is of another average")
+        problems = differences(average, self._average, "the state", "the average")
+        raise_problems(problems, "the state is of another average")
         for name, value in self._average.items():
             value.copy_(average[name])
         self.updates = int(state["updates"])

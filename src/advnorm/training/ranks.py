@@ -51,7 +51,7 @@ class Ranks:
             except Exception as raised:
                 error = raised
         if self.agreed(int(error is not None)):
-            raise error or TrainingError("the first process stopped; its message says why")
+            raise error or TrainingError("first_process_failed", "the first process failed", hint="see its message")
 
     def gathered(self, values: Tensor) -> Tensor:
         """Every process's values: shape ``(world, *values.shape)``."""
