@@ -162,7 +162,7 @@ def test_there_is_no_drawer_for_odds_and_ends():
 @pytest.mark.parametrize(
     "program",
     [
-        "from advnorm.report import terminal, Table; import advnorm.report.studies",
+        "from advnorm.report import to_rich_table, ReportTable; import advnorm.report.studies",
         "from advnorm.cli.app import app, main",
         "import advnorm; advnorm.__version__",
     ],

@@ -7,27 +7,28 @@ import pytest
 
 from advnorm import train
 from advnorm.attacks import get as get_attack
-from advnorm.papers import a as paper_a
-from advnorm.studies import STUDIES, printed
-from advnorm.studies.base import Measure
-from advnorm.studies.run import Task, measured, tasks, work
+from advnorm.papers.a import trainings
+from advnorm.studies import STUDIES, Measure, printed_entry
+from advnorm.studies.measurement import take_measurement
+from advnorm.studies.run import run_task
+from advnorm.studies.task import Task, list_tasks
 from advnorm.threat import ThreatModel
 
 
 def test_pgd10_takes_steps_of_2_255_in_training_and_everywhere_at_test_time():
-    for eps in paper_a.BOTH:
+    for eps in trainings.EPSILONS:
         threat = ThreatModel(eps=eps)
-        wanted = paper_a.hybrid(eps).attack.build(threat)
-        assert get_attack(paper_a.ATTACKS["pgd10"], threat=threat) == wanted
-        assert paper_a.along_training(eps).build_validation_attack() == wanted
+        wanted = trainings.hybrid(eps).attack.build(threat)
+        assert get_attack(trainings.ATTACKS["pgd10"], threat=threat) == wanted
+        assert trainings.along_training(eps).build_validation_attack() == wanted
 
 
 def test_clean_training_is_one_run_whatever_eps_it_is_judged_at(tmp_path):
-    both = tasks(STUDIES.get("A/table6"), protocol="fast", out=tmp_path)
-    (figure,) = tasks(STUDIES.get("A/fig7"), protocol="fast", out=tmp_path)
+    both = list_tasks(STUDIES.get("A/table6"), protocol="fast", out=tmp_path)
+    (figure,) = list_tasks(STUDIES.get("A/fig7"), protocol="fast", out=tmp_path)
     assert {task.run.folder for task in both} == {figure.run.folder}
-    eps = [task.found().measures[0].options.get("eps", task.found().config.eps) for task in both]
-    assert eps == list(paper_a.BOTH)
+    eps = [task.planned_cell.measures[0].options.get("eps", task.planned_cell.config.eps) for task in both]
+    assert eps == list(trainings.EPSILONS)
 
 
 # -- the claims --------------------------------------------------------------------------------------------------------
@@ -65,16 +66,16 @@ def test_the_check_of_table_7_needs_nothing_of_what_the_text_lost(as_printed):
 def test_a_number_that_contradicts_the_claim_is_not_confirmed(as_printed, name, cell, value, other):
     values = as_printed(name)
     assert (cell, value) in values
-    assert STUDIES.get(name).answer({**values, (cell, value): [other]}) == "not confirmed"
+    assert STUDIES.get(name).verdict({**values, (cell, value): [other]}) == "not confirmed"
 
 
 @pytest.mark.parametrize(("missing", "left"), [("setup1/eps16", "8"), ("dual_bn/eps8", "16"), ("single/eps16", "8")])
 def test_what_is_measured_at_one_eps_is_judged_though_a_cell_of_the_other_is_missing(as_printed, missing, left):
     values = {place: value for place, value in as_printed("A/table3").items() if place[0] != missing}
     study, alone = STUDIES.get("A/table3"), f"single/eps{left}"
-    assert study.answer(values) == "not run"
-    found = study.concluded({**values, (alone, "shared/autoattack"): [47.0]})
-    assert found.answer == "not confirmed"
+    assert study.verdict(values) == "not run"
+    found = study.evaluate_claim({**values, (alone, "shared/autoattack"): [47.0]})
+    assert found.verdict == "not confirmed"
     assert any(f"far above a single BN at {left}/255" in clause.text and not clause.held for clause in found.clauses)
 
 
@@ -104,7 +105,7 @@ NO_ROBUSTNESS = [("", "shared/autoattack", 0.0), ("dual_affine_", "adv/autoattac
 def test_a_half_of_a_claim_is_not_confirmed(as_printed, name, changes):
     values = as_printed(name)
     assert changes.keys() <= values.keys()
-    assert STUDIES.get(name).answer(values | {place: [other] for place, other in changes.items()}) == "not confirmed"
+    assert STUDIES.get(name).verdict(values | {place: [other] for place, other in changes.items()}) == "not confirmed"
 
 
 # The figures print no numbers: each check gets made-up ones that hold the claim, and a change that breaks it. Two seeds
@@ -156,9 +157,9 @@ GAPS = {
 )
 def test_a_figure_is_confirmed_by_numbers_that_hold_its_claim_and_by_no_others(name, values, change):
     study = STUDIES.get(name)
-    assert study.answer(values) == "confirmed"
+    assert study.verdict(values) == "confirmed"
     assert change.keys() <= values.keys()
-    assert study.answer({**values, **change}) == "not confirmed"
+    assert study.verdict({**values, **change}) == "not confirmed"
 
 
 # -- really run --------------------------------------------------------------------------------------------------------
@@ -175,11 +176,11 @@ def smoke(study, cell, out):
 
 def test_table_5_is_in_percent_as_table_1_is(out):
     task = smoke("A/table5", "dual_bn/eps16", out)
-    config, _ = task.configured()
-    run = train(config, seed=0, out=task.runs, device="cpu")
+    config, _ = task.training
+    run = train(config, seed=0, out=task.runs_folder, device="cpu")
     swaps = replace(STUDIES.get("A/table5").cell(task.cell).measures[0], options={"attacks": ["pgd2"], "limit": None})
-    rows = measured(run, swaps, task)
-    judged = measured(run, Measure(options={"attacks": {"pgd2": "pgd2"}, "route": ["clean", "adv"]}), task)
+    rows = take_measurement(run, swaps, task)
+    judged = take_measurement(run, Measure(options={"attacks": {"pgd2": "pgd2"}, "route": ["clean", "adv"]}), task)
     found = [rows[f"rows/{row}/clean"] for row in (0, 1)]
     assert found == pytest.approx([judged["adv/clean"], judged["clean/clean"]])
     assert max(found) > 1  # of a hundred: some image of the test set is recognized
@@ -189,13 +190,13 @@ def test_the_rows_of_table_5_are_those_of_the_swap_table(out):
     task = smoke("A/table5", "dual_bn/eps16", out)
     run = task.run
     if not run.finished:
-        work(replace(task, study="A/fig4"))
+        run_task(replace(task, study="A/fig4"))
     quick = Measure(name="swap_table", options={"attacks": ["pgd2-step2"], "limit": 4})
-    values = measured(run, quick, task)
+    values = take_measurement(run, quick, task)
     rows = json.loads((run.folder / "measures" / f"{quick.key}.json").read_text())["rows"]
     study = STUDIES.get("A/table5")
-    for row in printed("A/table5")["rows"]:
-        _, path = study.place(row["label"], "16/255 pgd10")
+    for row in printed_entry("A/table5")["rows"]:
+        _, path = study.locate(row["label"], "16/255 pgd10")
         position = int(path.split("/")[1])
         found = rows[position]
         assert path == f"rows/{position}/pgd10-step2"

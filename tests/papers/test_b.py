@@ -2,7 +2,7 @@
 
 import pytest
 
-from advnorm.studies import STUDIES, printed
+from advnorm.studies import STUDIES, printed_entry
 
 TABLES = ["B/table1", "B/table2", "B/table3"]
 
@@ -31,8 +31,8 @@ def test_the_ablation_and_the_figures_take_the_trainings_of_the_first_table():
 def test_the_budget_that_is_printed_is_what_the_training_costs(name):
     study = STUDIES.get(name)
     budgets = {
-        study.place(row["label"], column)[0]: float(row["label"]["budget"][:-1])
-        for row in printed(name)["rows"]
+        study.locate(row["label"], column)[0]: float(row["label"]["budget"][:-1])
+        for row in printed_entry(name)["rows"]
         for column in {number.column for number in study.numbers()}
     }
     for cell in study.cells():
@@ -69,7 +69,7 @@ def test_the_budget_that_is_printed_is_what_the_training_costs(name):
 def test_a_number_that_contradicts_the_claim_is_not_confirmed(name, cell, other, as_printed):
     values = as_printed(name)
     assert (cell, "shared/clean") in values
-    assert STUDIES.get(name).answer({**values, (cell, "shared/clean"): [other]}) == "not confirmed"
+    assert STUDIES.get(name).verdict({**values, (cell, "shared/clean"): [other]}) == "not confirmed"
 
 
 # The figures print no numbers: each check gets made-up ones that hold the claim, and a change that breaks it. Each of
@@ -105,12 +105,12 @@ def fig1_values(**changed):
     ],
 )
 def test_the_attack_on_statistics_is_judged_against_noise_and_by_groups(changed, answer):
-    assert STUDIES.get("B/fig1").answer(fig1_values(**changed)) == answer
+    assert STUDIES.get("B/fig1").verdict(fig1_values(**changed)) == answer
 
 
 def test_that_the_attack_on_statistics_is_judged_on_other_images_than_the_papers_is_said():
-    assert "training set" in printed("B/fig1")["caption"]
-    assert "judges on the test images" in printed("B/fig1")["notes"]
+    assert "training set" in printed_entry("B/fig1")["caption"]
+    assert "judges on the test images" in printed_entry("B/fig1")["notes"]
 
 
 def fig2_values(changed=None):
@@ -135,4 +135,4 @@ def fig2_values(changed=None):
     ],
 )
 def test_robustness_to_perturbed_statistics_is_judged_by_accuracy_and_by_what_is_lost(changed, answer):
-    assert STUDIES.get("B/fig2").answer(fig2_values(changed)) == answer
+    assert STUDIES.get("B/fig2").verdict(fig2_values(changed)) == answer

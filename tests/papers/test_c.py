@@ -3,28 +3,28 @@
 import pytest
 
 from advnorm.attacks import get as get_attack
-from advnorm.papers import c as paper_c
+from advnorm.papers.c import tables, trainings
 from advnorm.studies import STUDIES
 from advnorm.threat import ThreatModel
 
-LARGE = paper_c.LARGE
+LARGE = trainings.LARGE_EPS
 
 
-@pytest.mark.parametrize("setting", paper_c.SETTINGS)
+@pytest.mark.parametrize("setting", trainings.SETTINGS)
 def test_training_validation_and_judgement_use_the_same_pgd(setting):
-    config = paper_c.mat(setting, 0.5)
+    config = trainings.mat(setting, 0.5)
     threat = ThreatModel(eps=config.eps)
-    judge = get_attack(paper_c.judged(setting).options["attacks"]["pgd10"], threat=threat)
-    assert judge == config.build_attack() == config.build_validation_attack()
-    assert (judge.steps, judge.step_size) == (10, "2/255" if setting.endswith("eps8") else "4/255")
+    evaluation = get_attack(trainings.accuracies(setting).options["attacks"]["pgd10"], threat=threat)
+    assert evaluation == config.build_attack() == config.build_validation_attack()
+    assert (evaluation.steps, evaluation.step_size) == (10, "2/255" if setting.endswith("eps8") else "4/255")
 
 
 PRINTED4 = {(number.cell, number.value): number.printed for number in STUDIES.get("C/table4").numbers()}
 #: DBN is worse by a point everywhere, and in one number much better, so that it is better on average.
 ONE_LARGE_GAIN = {
     (f"{setting}/{after}", f"shared/{metric}"): PRINTED4[f"{setting}/{before}", f"shared/{metric}"] - 1
-    for setting in paper_c.SETTINGS
-    for before, after in paper_c.WITH_DBN.items()
+    for setting in trainings.SETTINGS
+    for before, after in tables._WITH_DBN.items()
     for metric in ("clean", "autoattack")
 } | {("imagenette/eps16/mat_cat_0.5_dbn", "shared/clean"): 92.0}
 
@@ -46,14 +46,14 @@ ONE_LARGE_GAIN = {
         ("C/table4", {("cifar10/eps8/trades_cat_6_dbn", "shared/clean"): 79.0}),  # a loss that is not slight
         (
             "C/table4",
-            {(f"{s}/mat_cat_0.5_kl_1", "shared/clean"): 60.0 for s in paper_c.SETTINGS},
+            {(f"{s}/mat_cat_0.5_kl_1", "shared/clean"): 60.0 for s in trainings.SETTINGS},
         ),  # no better trade-off
     ],
 )
 def test_numbers_that_contradict_the_claim_are_not_confirmed(name, changed, as_printed):
     values = as_printed(name)
     assert changed.keys() <= values.keys()
-    assert STUDIES.get(name).answer({**values, **{key: [v] for key, v in changed.items()}}) == "not confirmed"
+    assert STUDIES.get(name).verdict({**values, **{key: [v] for key, v in changed.items()}}) == "not confirmed"
 
 
 # The figures print no numbers of cells: each check gets made-up ones that hold the claim, and a change that breaks it.
@@ -75,9 +75,9 @@ def line(setting, names, up):
 
 
 def trade_off(setting, ours, others, ours_up=1.0):
-    kl = line(setting, [f"{ours}{beta:g}" for beta in paper_c.KL_BETAS], ours_up)
-    mat = line(setting, [f"mat_cat_{gamma:g}" for gamma in reversed(paper_c.GAMMAS)], 0.0)
-    trades = line(setting, [f"{others}{beta:g}" for beta in paper_c.TRADES_BETAS], -3.0)
+    kl = line(setting, [f"{ours}{beta:g}" for beta in trainings.KL_BETAS], ours_up)
+    mat = line(setting, [f"mat_cat_{gamma:g}" for gamma in reversed(trainings.GAMMAS)], 0.0)
+    trades = line(setting, [f"{others}{beta:g}" for beta in trainings.TRADES_BETAS], -3.0)
     return {**kl, **mat, **trades, f"{setting}/adversarial_training": (60.0, 34.0, 20.0)}
 
 
@@ -107,13 +107,13 @@ FIG5 |= {f"{LARGE}/mat_cat_{gamma:g}": (90.0, 33.0, 4.0) for gamma in (0.3, 0.4,
 def test_curves_are_confirmed_where_they_hold_the_claim_and_else_not(name, points, changed):
     study = STUDIES.get(name)
     assert {cell.name for cell in study.cells()} <= points.keys()
-    assert study.answer(judged(points)) == "confirmed"
-    assert study.answer(judged({**points, **changed})) == "not confirmed"
+    assert study.verdict(judged(points)) == "confirmed"
+    assert study.verdict(judged({**points, **changed})) == "not confirmed"
 
 
 def test_false_robustness_is_no_part_of_a_trade_off():
     false = {f"{LARGE}/mat_cat_{gamma:g}": (94.0, 33.0, 4.0) for gamma in (0.3, 0.4, 0.5, 0.75)}
-    assert STUDIES.get("C/fig2").answer(judged({**FIG2, **false})) == "confirmed"
+    assert STUDIES.get("C/fig2").verdict(judged({**FIG2, **false})) == "confirmed"
 
 
 def plane(cell, centres):
@@ -141,7 +141,7 @@ PAIRED_PLANE = plane(f"{LARGE}/mat_cat_0.5_kl_0.4", {"clean": -1.0, "adv": 1.0, 
     ],
 )
 def test_the_projection_is_judged_by_the_distance_of_the_domains_and_what_lies_between(values, answer):
-    assert STUDIES.get("C/fig1").answer(values) == answer
+    assert STUDIES.get("C/fig1").verdict(values) == answer
 
 
 @pytest.mark.parametrize(
@@ -164,4 +164,4 @@ def test_the_shift_of_statistics_is_judged_along_training(sequential, concatenat
         for place, value in enumerate(course, 8)  # 80, 90, 100, 110: in the order of numbers
         for kind in ("clean", "adv")
     }
-    assert STUDIES.get("C/fig4").answer(values) == answer
+    assert STUDIES.get("C/fig4").verdict(values) == answer

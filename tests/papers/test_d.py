@@ -7,25 +7,27 @@ import pytest
 from advnorm.analysis import RECIPES
 from advnorm.config.config import Named
 from advnorm.data import load
-from advnorm.papers import d as paper_d
-from advnorm.studies import STUDIES, printed
-from advnorm.studies.base import mean
-from advnorm.studies.protocols import under
-from advnorm.studies.run import Task, run_all, work
-from advnorm.studies.summary import collected
+from advnorm.papers.d import features as feature_studies
+from advnorm.papers.d import figures, tables, trainings
+from advnorm.studies import STUDIES, printed_entry
+from advnorm.studies.claims import mean
+from advnorm.studies.protocols import plan_cell
+from advnorm.studies.results import collect_values
+from advnorm.studies.run import run_task, run_tasks
+from advnorm.studies.task import Task
 
 
 def test_a_claim_on_small_images_needs_no_imagenet(as_printed):
     study = STUDIES.get("D/table1")
     small = {place: value for place, value in as_printed("D/table1").items() if not place[0].startswith("imagenet")}
-    assert study.answer(small) == "confirmed"
+    assert study.verdict(small) == "confirmed"
     del small["svhn/vgg16/bn", "shared/cw l2 0.25"]
-    assert study.answer(small) == "not run"
+    assert study.verdict(small) == "not run"
 
 
 def test_trainings_on_features_have_the_printed_hyperparameters():
-    for row in printed("D/table6")["rows"]:
-        config = paper_d.learns(row["label"]["dataset"])
+    for row in printed_entry("D/table6")["rows"]:
+        config = feature_studies.learns(row["label"]["dataset"])
         settings = (config.lr, config.batch_size, bool(config.milestones), config.augment != "none")
         assert [*settings, config.momentum, config.weight_decay] == row["values"]
         assert (config.epochs, config.milestones, config.optimizer) == (150, (50.0, 100.0), "sgd")
@@ -56,14 +58,14 @@ def test_trainings_that_studies_share_have_one_configuration():
     ("protocol", "epochs"), [("paper", (5, 20, 75, 150)), ("fast", (1, 4, 15, 30)), ("smoke", (1,))]
 )
 def test_networks_are_looked_at_along_their_training(protocol, epochs):
-    cell = under(protocol, STUDIES.get("D/fig4").cell("standard/bn"))
+    cell = plan_cell(STUDIES.get("D/fig4").cell("standard/bn"), protocol)
     assert cell.config.snapshots == epochs and {measure.checkpoint for measure in cell.measures} == {"along"}
 
 
 # -- checks of figures and lost tables, on made-up values that bear the claim out --------------------------------------
 
 LIGS = "networks/run/shifts/{}/mean"
-NORMED = paper_d.NORMED
+NORMED = trainings.NORMED
 
 
 def trend(epochs=(5, 20, 75, 150), **cells):
@@ -84,7 +86,7 @@ def smooth(**cells):
 
 def table2():
     pgd = {"none": 30.0, "bn": 20.0, "in": 10.0, "ln": 20.0, "gn": 20.0}
-    cells = {f"{data}/{model}/{norm}".lower(): pgd[norm] for data, model in paper_d.SMALL for norm in pgd}
+    cells = {f"{data}/{model}/{norm}".lower(): pgd[norm] for data, model in tables.SMALL for norm in pgd}
     return {(cell, "shared/pgd l2 0.25"): value for cell, value in cells.items()} | {
         ("cifar10/resnet50/bn", "shared/pgd l2 0.25"): 5.0  # the exception
     }
@@ -94,7 +96,7 @@ def table3():
     return {
         (f"{training}/gn", f"accuracy/{training}/{source}/{training}/{target}"): value + 10 * (source == "none")
         for training, value in (("standard", 0.2), ("robust", 50.0))
-        for source, target in itertools.product(paper_d.NORMS, repeat=2)
+        for source, target in itertools.product(trainings.NORMS, repeat=2)
     }
 
 
@@ -108,7 +110,7 @@ def fig1():
         + better[norm]
         + by_training.get(name, 0) * (training == "robust")
         for training in ("standard", "robust")
-        for norm in paper_d.NORMS
+        for norm in trainings.NORMS
         for name, pair in accuracy.items()
         for level in range(5)
     }
@@ -126,7 +128,7 @@ def less_robust(*norms):
 
 
 def fig8():
-    factors = trend(**dict.fromkeys(paper_d.FACTORS, (0.3, 10, 90)), base=(0.3, 10, 90))
+    factors = trend(**dict.fromkeys(figures.FACTORS, (0.3, 10, 90)), base=(0.3, 10, 90))
     higher, crossing = ("width/2", "activation/selu", "optimizer/adam"), ("weight_decay/0.005", "lr/0.5")
     early = trend((5,), **dict.fromkeys((*higher, *crossing), (0.32, 10, 90)))
     late = trend((150,), **dict.fromkeys(higher, (0.32, 10, 90)))
@@ -135,8 +137,8 @@ def fig8():
 
 
 def fig9():
-    shortcuts = {f"{model}{end}": (0.3, 10, 91) for model in paper_d.SHORTCUTS for end in ("", "_noshortcut")}
-    return trend(**shortcuts, **{f"fixup_{model}": (0.5, 20, 90) for model in paper_d.SHORTCUTS})
+    shortcuts = {f"{model}{end}": (0.3, 10, 91) for model in trainings.SHORTCUTS for end in ("", "_noshortcut")}
+    return trend(**shortcuts, **{f"fixup_{model}": (0.5, 20, 90) for model in trainings.SHORTCUTS})
 
 
 def fig11():
@@ -189,7 +191,7 @@ MADE_UP = {
 def test_a_claim_about_the_whole_training_is_checked_at_every_moment(cell):
     values = {place: [value] for place, value in less_robust("bn").items()}
     values[cell, f"20/{LIGS.format('gaussian')}"] = [0.8]  # above none's 0.6, and below 0.9
-    assert STUDIES.get("D/fig4").answer(values) == "not confirmed"
+    assert STUDIES.get("D/fig4").verdict(values) == "not confirmed"
 
 
 @pytest.mark.parametrize(("name", "worse"), [("gaussian_noise", -50), ("fog", 50), ("speckle_noise", -50)])
@@ -198,27 +200,27 @@ def test_what_adversarial_training_does_to_corruptions_is_part_of_the_claim(name
     if name == "speckle_noise":  # of the arrays of CIFAR-10-C
         values |= {(cell, path.replace("shot", "speckle")): value for (cell, path), value in values.items()}
     study = STUDIES.get("D/fig1")
-    assert study.answer({place: [value] for place, value in values.items()}) == "confirmed"
+    assert study.verdict({place: [value] for place, value in values.items()}) == "confirmed"
     there = {place for place in values if place[0] == "robust/gn" and f"/{name}/" in place[1]}
     assert there
     changed = {place: [value + worse * (place in there)] for place, value in values.items()}
-    assert study.answer(changed) == "not confirmed"
-    assert study.answer({place: [value] for place, value in values.items() if place not in there}) == "not run"
+    assert study.verdict(changed) == "not confirmed"
+    assert study.verdict({place: [value] for place, value in values.items() if place not in there}) == "not run"
 
 
 def test_ligs_with_bn_must_be_lower_at_every_moment():
     values = {place: [value] for place, value in fig2().items()}
     between = {(cell, f"75/{LIGS.format('fgsm')}"): [value] for cell, value in (("none", 0.8), ("bn", 0.5))}
     study = STUDIES.get("D/fig2")
-    assert study.answer(values | between) == "confirmed"
-    assert study.answer(values | between | {("bn", f"75/{LIGS.format('fgsm')}"): [0.81]}) == "not confirmed"
+    assert study.verdict(values | between) == "confirmed"
+    assert study.verdict(values | between | {("bn", f"75/{LIGS.format('fgsm')}"): [0.81]}) == "not confirmed"
 
 
 @pytest.mark.parametrize(("gain", "answer"), [(7.5, "confirmed"), (20.0, "confirmed"), (0.5, "not confirmed")])
 def test_the_boost_by_adapted_statistics_may_be_larger_than_printed(as_printed, gain, answer):
     values = as_printed("D/table7")
     (before,) = values["vgg16", "networks/run/mean"]
-    assert STUDIES.get("D/table7").answer(values | {("vgg16", "networks/run/adapted_mean"): [before + gain]}) == answer
+    assert STUDIES.get("D/table7").verdict(values | {("vgg16", "networks/run/adapted_mean"): [before + gain]}) == answer
 
 
 def test_every_study_without_printed_numbers_has_made_up_ones():
@@ -231,9 +233,9 @@ def test_values_as_the_paper_describes_them_bear_the_claim_out_and_their_opposit
     values = MADE_UP[name]()
     cells = {cell.name for cell in study.cells()}
     assert {cell for cell, _ in values} <= cells
-    assert study.answer({place: [value, value] for place, value in values.items()}) == "confirmed"
+    assert study.verdict({place: [value, value] for place, value in values.items()}) == "confirmed"
     upside_down = {place: [300 - 99 * value] for place, value in values.items()}
-    assert study.answer(upside_down) == "not confirmed"
+    assert study.verdict(upside_down) == "not confirmed"
 
 
 # -- smoke -------------------------------------------------------------------------------------------------------------
@@ -241,12 +243,12 @@ def test_values_as_the_paper_describes_them_bear_the_claim_out_and_their_opposit
 
 def smoked(out, study, cell):
     task = Task(study=study, cell=cell, seed=0, protocol="smoke", out=str(out), device="cpu")
-    return task, work(task)["values"]
+    return task, run_task(task)["values"]
 
 
 def test_a_cell_of_table_1_runs_and_measures_under_both_threats(tmp_path):
     task, values = smoked(tmp_path, "D/table1", "svhn/vgg11/none")
-    wanted = {f"shared/{column}" for column in printed("D/table1")["columns"]}
+    wanted = {f"shared/{column}" for column in printed_entry("D/table1")["columns"]}
     assert wanted == {*values} and all(0 <= value <= 100 for value in values.values())
     # each measure under its own threat
     records = [path.read_text() for path in (task.run.folder / "measures").glob("benchmark-*.json")]
@@ -256,11 +258,11 @@ def test_a_cell_of_table_1_runs_and_measures_under_both_threats(tmp_path):
 def test_conflicting_features_are_made_learned_and_judged(tmp_path):
     study = STUDIES.get("D/fig7")
     todo = [Task(study=study.name, cell=c.name, seed=0, protocol="smoke", out=str(tmp_path)) for c in study.cells()]
-    assert [outcome.error for outcome in run_all(todo, retries=0)] == [None] * len(todo)
-    values, _ = collected(study, protocol="smoke", out=tmp_path)
+    assert [outcome.error for outcome in run_tasks(todo, retries=0)] == [None] * len(todo)
+    values, _ = collect_values(study, protocol="smoke", out=tmp_path)
     robust, other = (f"1/aligned_with_{kind}_features/0" for kind in ("robust", "non_robust"))
     assert 0 <= mean(values, "D_conflict/bn", robust) + mean(values, "D_conflict/bn", other) <= 100
-    assert study.answer(values) in ("confirmed", "not confirmed")
+    assert study.verdict(values) in ("confirmed", "not confirmed")
     by_recipe = {
         folder.name.split("-")[-1 if folder.name.endswith("D_R") else -2]: folder for folder in features(tmp_path)
     }

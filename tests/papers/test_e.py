@@ -4,9 +4,10 @@ from itertools import pairwise
 
 import pytest
 
-from advnorm.papers import e as paper_e
-from advnorm.studies.base import STUDIES
-from advnorm.studies.run import tasks, work
+from advnorm.papers.e import trainings
+from advnorm.studies import STUDIES
+from advnorm.studies.run import run_task
+from advnorm.studies.task import list_tasks
 from advnorm.training.run import Run
 from advnorm.training.schedule import Schedule
 
@@ -19,7 +20,7 @@ def test_the_training_is_that_of_section_3():
     attack = config.build_attack()
     assert (attack.steps, attack.step, attack.threat.eps) == (30, 1 / 255, 16 / 255)
     assert (attack.start, attack.target, config.epochs, config.milestones) == (0.2, "random", 110, (35, 70, 95))
-    fewer = [paper_e.adversarial(steps).attack.step_size for steps in (5, 10, 20)]
+    fewer = [trainings.adversarial(steps).attack.step_size for steps in (5, 10, 20)]
     assert fewer == ["4/255", "2/255", "1/255"]  # footnote 6
 
 
@@ -67,7 +68,7 @@ def test_the_numbers_of_table_7_and_of_the_text_bear_the_claims_of_figures_out(n
     values["clean/resnet338", "shared/clean"] = [78.9 + 0.5]  # sec. 5
     values["adv_to_clean", "shared/clean"] = [73]  # sec. 4.4
     values["clean_to_adv", "shared/pgd2000"] = [0]
-    assert STUDIES.get(name).answer(values) == "confirmed"
+    assert STUDIES.get(name).verdict(values) == "confirmed"
 
 
 def statistics(cell, series):
@@ -86,7 +87,7 @@ def test_figure_5_is_confirmed_by_larger_adversarial_statistics_and_by_nothing_l
     study = STUDIES.get("E/fig5")
 
     def answer(clean, adv):
-        return study.answer(statistics("mbn_hybrid/pgd30", {"NS^clean_running": clean, "NS^adv_running": adv}))
+        return study.verdict(statistics("mbn_hybrid/pgd30", {"NS^clean_running": clean, "NS^adv_running": adv}))
 
     assert answer(small, large) == "confirmed"
     assert answer(large, small) == answer(small, {**large, "std": small["std"]}) == "not confirmed"
@@ -99,7 +100,7 @@ def test_figure_6_is_confirmed_where_variances_differ_more_than_means():
     study = STUDIES.get("E/fig6")
 
     def answer(batch):
-        return study.answer(statistics("adv/pgd30", {"running": stored, "batch 1": stored, "batch 2": batch}))
+        return study.verdict(statistics("adv/pgd30", {"running": stored, "batch 1": stored, "batch 2": batch}))
 
     assert answer(other_variance) == "confirmed"
     assert answer(other_mean) == "not confirmed"
@@ -108,7 +109,7 @@ def test_figure_6_is_confirmed_where_variances_differ_more_than_means():
     up, down = (statistics("adv/pgd30", kinds) for _ in range(2))
     down["adv/pgd30", "statistics/batch 2/mean/0"] = [-0.4]
     both = {place: [*up[place], *down[place]] for place in up}
-    assert study.answer(up) == study.answer(down) == study.answer(both) == "not confirmed"  # not their mean, 0
+    assert study.verdict(up) == study.verdict(down) == study.verdict(both) == "not confirmed"  # not their mean, 0
 
 
 def test_claims_are_refuted_by_numbers_that_contradict_them(as_printed):
@@ -120,7 +121,7 @@ def test_claims_are_refuted_by_numbers_that_contradict_them(as_printed):
     values["mbn_alp/pgd30", "clean/clean"] = [50.0]
     flat = {"E/fig3", "E/fig5", "E/fig6"}
     for name in set(NAMES) - flat:
-        assert STUDIES.get(name).answer(values) == "not confirmed", name
+        assert STUDIES.get(name).verdict(values) == "not confirmed", name
 
 
 @pytest.mark.parametrize("name", [*TABLES, "E/fig1", "E/fig2", "E/fig3", "E/fig7", "E/sec4.4"])
@@ -128,7 +129,7 @@ def test_networks_without_robustness_bear_no_claim_out(name, as_printed):
     """Under attack a fiftieth of what is printed is left, and clean accuracy is as it was."""
     values = as_printed(name)
     weak = {place: [found[0] / (50 if "/pgd" in place[1] else 1)] for place, found in values.items()}
-    assert STUDIES.get(name).answer(weak) == "not confirmed"
+    assert STUDIES.get(name).verdict(weak) == "not confirmed"
 
 
 @pytest.mark.parametrize(
@@ -148,13 +149,13 @@ def test_networks_without_robustness_bear_no_claim_out(name, as_printed):
 def test_a_number_that_contradicts_the_claim_is_not_confirmed(name, place, other, as_printed):
     values = as_printed(name)
     assert place in values
-    assert STUDIES.get(name).answer({**values, place: [other]}) == "not confirmed"
+    assert STUDIES.get(name).verdict({**values, place: [other]}) == "not confirmed"
 
 
 def test_norms_are_tuned_from_the_weights_of_another_cell(tmp_path):
     """Section 4.4 as a smoke test."""
-    for task in tasks(STUDIES.get("E/sec4.4"), protocol="smoke", out=tmp_path, device="cpu"):
-        work(task)
+    for task in list_tasks(STUDIES.get("E/sec4.4"), protocol="smoke", out=tmp_path, device="cpu"):
+        run_task(task)
     runs = [Run.open(folder) for folder in (tmp_path / "runs").iterdir()]
     tuned = [run for run in runs if run.config.train_only == "norms"]
     assert {run.config.objective.name for run in tuned} == {"standard", "classical"}

@@ -7,7 +7,7 @@ import pytest
 
 import advnorm
 
-PRINTED = Path(advnorm.__file__).parent / "studies" / "printed"
+PRINTED = Path(advnorm.__file__).parent / "papers" / "printed"
 SECOND = Path(__file__).parent / "transcription"
 PAPERS = ("a", "b", "c", "d", "e")
 #: Settings of trainings, no results: only one of the two transcribed them.

@@ -15,9 +15,10 @@ from rich.console import Console
 import advnorm
 from advnorm._core.errors import ConfigError
 from advnorm.cli.report import report
-from advnorm.report import draw, render_studies
-from advnorm.report.studies import MOST_ENTRIES, cost, counts
+from advnorm.report import draw_figure, render_studies_page
+from advnorm.report.studies import MOST_ENTRIES, count_verdicts, format_cost
 from support.page_reader import Reader
+from support.problems import raises_problem
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -42,7 +43,7 @@ def cell(name, seeds, minutes, **settings):
 def result(**changes):
     return {
         "protocol": None,
-        "answer": "not run",
+        "verdict": "not run",
         "clauses": [],
         "entries": [],
         "series": [],
@@ -65,7 +66,7 @@ def study(name, results, **changes):
 
 DONE = result(
     protocol="fast",
-    answer="confirmed",
+    verdict="confirmed",
     entries=[
         entry("Dual BN", "clean", "dual_bn/eps16", 61.84, 60.5, 0.75, 3),
         entry("Dual BN", "autoattack", "dual_bn/eps16", None, 21.0, None, 1),
@@ -80,7 +81,7 @@ DONE = result(
 )
 CURVES = result(
     protocol="paper",
-    answer="not confirmed",
+    verdict="not confirmed",
     clauses=[("the loss <falls>: 3 and 1", False), ("it is finite", True)],
     entries=[entry("bn", f"v{i}", "bn", None, 0.00012, None, 1) for i in range(MOST_ENTRIES + 5)],
     series=[{"cell": "bn", "value": "loss", "over": "epoch", "x": [1, 2, 3], "ours": [-1.0, 250.0, 3.0]}],
@@ -98,7 +99,7 @@ SUMMARY = {
     "minutes": {"NVIDIA H200": 12.34, "cpu": 1.0},
     "problems": ["records/x.json is skipped: it is <damaged>"],
     "others": {"bench": 5},
-    "words": {"near": "within <3> points", "far": "beyond"},
+    "definitions": {"near": "within <3> points", "far": "beyond"},
 }
 
 
@@ -113,27 +114,27 @@ def rows(html):
     return [[unescape(text) for text in re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row, re.S)] for row in found]
 
 
-def test_the_parts_of_a_claim_are_listed_with_what_failed():
-    text = Reader(section(render_studies(SUMMARY), "D-fig4")).text
-    assert "✗ not so: the loss <falls>: 3 and 1 ✓ it is finite" in text
-    assert "not so" not in Reader(section(render_studies(SUMMARY), "A-table2")).text
+def test_the_clauses_of_a_claim_are_listed_and_failures_marked():
+    text = Reader(section(render_studies_page(SUMMARY), "D-fig4")).text
+    assert "✗ fails: the loss <falls>: 3 and 1 ✓ it is finite" in text
+    assert "not so" not in Reader(section(render_studies_page(SUMMARY), "A-table2")).text
 
 
 def test_the_overview_has_every_study_with_its_verdict_protocol_and_claim():
-    text = Reader(render_studies(SUMMARY)).text
+    text = Reader(render_studies_page(SUMMARY)).text
     assert "A: A title" in text and "D: Another" in text
     assert "A/table2 ✓ confirmed protocol fast, 1 of 2 cells, 3 seeds claim <of> A/table2" in text
-    assert "one that fails decides. In their words near is within <3> points, far is beyond, where" in text
+    assert "one clause that fails decides. In a claim, near is within <3> points, far is beyond, unless" in text
     assert "A/table4 ○ not run claim <of> A/table4" in text
     assert (
-        "D/fig4 ✗ not confirmed protocol paper, 1 of 1 cells, 1 seed claim <of> D/fig4 paper, not so: the loss" in text
+        "D/fig4 ✗ not confirmed protocol paper, 1 of 1 cells, 1 seed claim <of> D/fig4 paper, fails: the loss" in text
     )
     assert "✓ 1 confirmed ✗ 1 not confirmed ○ 1 not run" in text
     assert "Training took 12.3 GPU minutes (NVIDIA H200), 1.0 CPU minutes" in text
 
 
 def test_the_table_shows_paper_ours_with_spread_and_n_and_the_difference():
-    found = rows(section(render_studies(SUMMARY), "A-table2"))
+    found = rows(section(render_studies_page(SUMMARY), "A-table2"))
     assert ["", "paper", "ours", "n", "difference"] in found
     assert ["clean", "61.84", "60.50 ± 0.75", "3", "−1.34"] in found
     assert ["autoattack", "–", "21.00", "1", "–"] in found
@@ -141,7 +142,7 @@ def test_the_table_shows_paper_ours_with_spread_and_n_and_the_difference():
 
 
 def test_what_was_not_run_is_shown_as_missing():
-    html = render_studies(SUMMARY)
+    html = render_studies_page(SUMMARY)
     assert ["clean", "59.56", "not run", "0", "–"] in rows(section(html, "A-table2"))
     assert ["cross_bn/eps16", "norm cross_bn", "not run", "not run"] in rows(section(html, "A-table2"))
     assert ["clean", "75.12", "not run", "0", "–"] in rows(section(html, "A-table4"))
@@ -150,7 +151,7 @@ def test_what_was_not_run_is_shown_as_missing():
 
 
 def test_conditions_cost_and_settings_stand_beside_the_numbers():
-    text = Reader(section(render_studies(SUMMARY), "A-table2")).text
+    text = Reader(section(render_studies_page(SUMMARY), "A-table2")).text
     for piece in (
         "Protocol fast: a shortened schedule",
         "12.3 GPU minutes (NVIDIA H200)",
@@ -167,15 +168,15 @@ def test_conditions_cost_and_settings_stand_beside_the_numbers():
         assert piece in text, piece
 
 
-def test_numbers_of_settings_that_the_study_has_left_are_named_where_they_stand():
+def test_outdated_records_are_named_beside_their_numbers():
     outdated = {**DONE, "outdated": ["dual_bn/eps16 seed 0", "dual_bn/eps16 seed 2"]}
-    text = Reader(render_studies({**SUMMARY, "studies": [study("A/table2", [outdated])]})).text
-    assert "of other settings than now dual_bn/eps16 seed 0, dual_bn/eps16 seed 2" in text
-    assert "of other settings" not in Reader(render_studies(SUMMARY)).text
+    text = Reader(render_studies_page({**SUMMARY, "studies": [study("A/table2", [outdated])]})).text
+    assert "outdated records dual_bn/eps16 seed 0, dual_bn/eps16 seed 2" in text
+    assert "of other settings" not in Reader(render_studies_page(SUMMARY)).text
 
 
 def test_pointing_at_a_number_of_the_figure_shows_its_conditions():
-    html = section(render_studies(SUMMARY), "A-table2")
+    html = section(render_studies_page(SUMMARY), "A-table2")
     hints = [unescape(hint) for hint in re.findall(r'<g class="row" tabindex="0"><title>(.*?)</title>', html)]
     assert hints[0] == (
         "Dual BN, clean: paper 61.84, ours 60.50 ± 0.75 · n = 3, protocol fast, seeds 0, 1, 2 · NVIDIA H200 · "
@@ -185,7 +186,7 @@ def test_pointing_at_a_number_of_the_figure_shows_its_conditions():
 
 
 def test_a_figure_without_printed_numbers_shows_ours_alone_as_table_and_lines():
-    html = section(render_studies(SUMMARY), "D-fig4")
+    html = section(render_studies_page(SUMMARY), "D-fig4")
     assert ["v0", "0.00012", "1"] in rows(html) and ["", "ours", "n"] in rows(html)
     assert "5 more measured numbers and lines are in the records" in html
     assert "LIGS, close to: 1" in html and 'class="line s0"' in html
@@ -203,7 +204,7 @@ def test_lines_whose_names_differ_in_one_part_share_a_figure():
     series = [
         {"cell": "bn", "value": name, "over": "channel", "x": [1, 2, 3], "ours": [1.0, 2.0, 3.0]} for name in names
     ]
-    html = render_studies({**SUMMARY, "studies": [study("A/fig5", [{**CURVES, "series": series}])]})
+    html = render_studies_page({**SUMMARY, "studies": [study("A/fig5", [{**CURVES, "series": series}])]})
     figures = [part.partition("</figure")[0] for part in section(html, "A-fig5").split("<figure")[1:]]
     titles = ["affine/weight", "affine/bias", "loss", "A/fig5: fog"]
     assert [title in figure for title, figure in zip(titles, figures, strict=True)] == [True] * 4
@@ -215,7 +216,7 @@ def test_lines_whose_names_differ_in_one_part_share_a_figure():
 def test_a_line_has_one_colour_in_every_figure_of_a_study():
     names = ["near/AP/total", "near/NS/total", "far/NS/total", "far/AP/total", "far/AP/mean"]
     series = [{"cell": "bn", "value": name, "over": "layer", "x": [1, 2, 3], "ours": [1.0, 2.0, 3.0]} for name in names]
-    html = render_studies({**SUMMARY, "studies": [study("A/fig6", [{**CURVES, "series": series}])]})
+    html = render_studies_page({**SUMMARY, "studies": [study("A/fig6", [{**CURVES, "series": series}])]})
     figures = [part.partition("</figure")[0] for part in section(html, "A-fig6").split("<figure")[1:]]
     colours = [re.findall(r'class="line (s\d)"', figure) for figure in figures]
     assert colours == [["s0", "s1"], ["s1", "s0"], ["s0"]]
@@ -224,21 +225,21 @@ def test_a_line_has_one_colour_in_every_figure_of_a_study():
 def test_cells_measured_for_other_studies_are_explained_where_there_are_any():
     (one,) = (item for item in SUMMARY["studies"] if item["name"] == "D/fig4")
     text = "For: the study that it was measured for."
-    for name, told in (("bn", False), ("dual_bn", True)):
+    for name, shown in (("bn", False), ("dual_bn", True)):
         cells = [cell(name, [0], 1.0)]
-        html = render_studies({**SUMMARY, "studies": [{**one, "results": [{**CURVES, "cells": cells}]}]})
-        assert (text in html) is told
+        html = render_studies_page({**SUMMARY, "studies": [{**one, "results": [{**CURVES, "cells": cells}]}]})
+        assert (text in html) is shown
 
 
 def test_problems_are_listed_and_other_folders_named():
-    text = Reader(render_studies(SUMMARY)).text
+    text = Reader(render_studies_page(SUMMARY)).text
     assert "1 problem with records." in text
     assert "records/x.json is skipped: it is <damaged>" in text and "bench (5)" in text
-    assert 'id="problems"' not in render_studies({**SUMMARY, "problems": [], "others": {}})
+    assert 'id="problems"' not in render_studies_page({**SUMMARY, "problems": [], "others": {}})
 
 
 def test_the_page_refers_to_nothing_outside_itself():
-    html = render_studies(SUMMARY)
+    html = render_studies_page(SUMMARY)
     reader = Reader(html)
     assert not {"link", "img", "iframe", "base"} & set(reader.tags)
     assert not [value for name, value in reader.attributes if name in ("src", "srcset", "xlink:href", "action")]
@@ -250,7 +251,7 @@ def test_the_page_refers_to_nothing_outside_itself():
 
 
 def test_the_page_follows_light_and_dark_and_the_width_of_a_phone():
-    html = render_studies(SUMMARY)
+    html = render_studies_page(SUMMARY)
     assert "prefers-color-scheme: dark" in html and 'name="viewport" content="width=device-width' in html
 
 
@@ -262,15 +263,15 @@ def test_a_study_that_lacks_cells_is_partly_run_and_a_smoke_test_runs_nothing_of
         ("smoke", "○ not run protocol smoke"),
     ):
         some["studies"][1]["results"] = [result(protocol=protocol, cells=cells)]
-        assert text in Reader(render_studies(some)).text
-        assert counts(some)["partly run"] == (protocol == "fast") == 1 - counts(some)["not run"]
+        assert text in Reader(render_studies_page(some)).text
+        assert count_verdicts(some)["partly run"] == (protocol == "fast") == 1 - count_verdicts(some)["not run"]
 
 
 def test_a_study_under_two_protocols_shows_both_and_counts_once():
     both = copy.deepcopy(SUMMARY)
-    both["studies"][1]["results"] = [result(protocol="paper"), result(protocol="fast", answer="confirmed")]
-    assert counts(both) == {"confirmed": 2, "not confirmed": 1, "partly run": 0, "not run": 0}
-    text = Reader(section(render_studies(both), "A-table4")).text
+    both["studies"][1]["results"] = [result(protocol="paper"), result(protocol="fast", verdict="confirmed")]
+    assert count_verdicts(both) == {"confirmed": 2, "not confirmed": 1, "partly run": 0, "not run": 0}
+    text = Reader(section(render_studies_page(both), "A-table4")).text
     assert "Protocol paper: the schedule as printed" in text and "Protocol fast: a shortened schedule" in text
 
 
@@ -279,7 +280,7 @@ def test_a_study_under_two_protocols_shows_both_and_counts_once():
     [({}, None), ({"cpu": 0.25}, "0.2 CPU minutes"), ({"NVIDIA H200": 61.24}, "61.2 GPU minutes (NVIDIA H200)")],
 )
 def test_cost_as_text(minutes, text):
-    assert cost(minutes) == text
+    assert format_cost(minutes) == text
 
 
 def test_dots_stand_at_their_values_and_a_spread_stays_on_the_axis():
@@ -288,7 +289,7 @@ def test_dots_stand_at_their_values_and_a_spread_stays_on_the_axis():
         {**dot, "paper": 0.0, "ours": 100.0, "spread": 50.0},
         {**dot, "paper": 50.0, "ours": 25.0, "spread": None},
     ]
-    svg = draw({"kind": "dots", "title": "t", "groups": [("g", dots)]})
+    svg = draw_figure({"kind": "dots", "title": "t", "groups": [("g", dots)]})
     _, *ours = (float(x) for x in re.findall(r'<circle cx="([\d.]+)"', svg))  # the first is the legend's
     _, *paper = (float(x) for x in re.findall(r'<path d="M([\d.]+) [\d.]+l5', svg))
     full = ours[0] - paper[0]
@@ -301,49 +302,49 @@ def test_dots_stand_at_their_values_and_a_spread_stays_on_the_axis():
 @pytest.mark.parametrize("values", [[0.0], [-3.0, -1.0], [1e-6, 3e-6], [4000.0, 2.0], []])
 def test_an_axis_holds_whatever_values_there_are(values):
     dots = [{"label": "a", "hint": "h", "paper": value, "ours": None, "spread": None} for value in values]
-    assert "nan" not in draw({"kind": "dots", "title": "t", "groups": [("g", dots)]})
+    assert "nan" not in draw_figure({"kind": "dots", "title": "t", "groups": [("g", dots)]})
 
 
-def test_the_page_is_made_where_there_is_no_torch():
+def test_the_page_needs_no_torch():
     code = (
         "import sys, types\n"
         "sys.modules['torch'] = None\n"
         "package = types.ModuleType('advnorm')\n"
         f"package.__path__ = [{str(Path(advnorm.__file__).parent)!r}]\n"
         "sys.modules['advnorm'] = package\n"
-        "from advnorm.report import render_studies\n"
-        f"print(render_studies({SUMMARY!r}))\n"
+        "from advnorm.report import render_studies_page\n"
+        f"print(render_studies_page({SUMMARY!r}))\n"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, encoding="utf-8")
     assert out.returncode == 0, out.stderr
-    assert out.stdout.strip() == render_studies(SUMMARY).strip()
+    assert out.stdout.strip() == render_studies_page(SUMMARY).strip()
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-def told(results, out):
+def run_report(results, out):
     console = Console(width=200, color_system=None, force_terminal=False)
     with console.capture() as capture:
         code = report(console, results, out)
     return code, capture.get()
 
 
-def test_the_command_writes_the_page_tells_problems_and_goes_on(tmp_path):
+def test_the_command_writes_the_page_and_reports_problems(tmp_path):
     broken = tmp_path / "results" / "records" / "A" / "table2" / "single" / "eps16" / "fast-seed0.json"
     broken.parent.mkdir(parents=True)
     broken.write_text("{")
-    code, text = told(tmp_path / "results", tmp_path / "deep" / "report.html")
+    code, text = run_report(tmp_path / "results", tmp_path / "deep" / "report.html")
     assert code == 0 and "fast-seed0.json is skipped" in text and "0 confirmed, 0 not confirmed" in text
     html = (tmp_path / "deep" / "report.html").read_text(encoding="utf-8")
     assert "fast-seed0.json is skipped" in Reader(html).text and "Nothing was run yet" in html
 
 
-def test_the_command_refuses_what_it_cannot_read_or_write(tmp_path):
-    with pytest.raises(ConfigError, match="is no folder"):
-        told(tmp_path / "nowhere", tmp_path / "report.html")
-    with pytest.raises(ConfigError, match="name a file in it"):
-        told(tmp_path, tmp_path)
+def test_the_command_rejects_a_missing_folder_and_an_output_folder(tmp_path):
+    with raises_problem("missing_file", "out"):
+        run_report(tmp_path / "nowhere", tmp_path / "report.html")
+    with pytest.raises(ConfigError):
+        run_report(tmp_path, tmp_path)
 
 
 # -- in a browser ------------------------------------------------------------------------------------------------------
@@ -367,7 +368,7 @@ def test_in_a_browser_a_link_opens_its_study_and_pointing_shows_the_conditions(t
         "});</script></body>"
     )
     page = tmp_path / "page.html"
-    page.write_text(render_studies(SUMMARY).replace("</body>", probe), encoding="utf-8")
+    page.write_text(render_studies_page(SUMMARY).replace("</body>", probe), encoding="utf-8")
     done = subprocess.run(
         [
             *(chromium(), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"),

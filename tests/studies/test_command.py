@@ -16,8 +16,8 @@ from advnorm.cli import listing
 from advnorm.cli.app import app, spelled_out
 from advnorm.studies import STUDIES
 from advnorm.studies.record import FORMAT
-from advnorm.studies.run import tasks
-from advnorm.studies.summary import decisive
+from advnorm.studies.results import values_read_by_check
+from advnorm.studies.task import list_tasks
 
 
 def invoke(*arguments):
@@ -38,11 +38,11 @@ def test_a_smoke_test_runs_every_cell_prints_the_table_and_keeps_nothing(tmp_pat
 
 def test_a_dry_run_says_how_far_each_cell_is_and_runs_nothing(tmp_path):
     study = STUDIES.get("A/table3")
-    done, damaged, started, *_ = tasks(study, protocol="fast", out=tmp_path)
+    done, damaged, started, *_ = list_tasks(study, protocol="fast", out=tmp_path)
     names = {"format": FORMAT, "study": done.study, "cell": done.cell, "protocol": "fast", "seed": 0}
-    run = {"config": {**done.found().config.to_dict(), "lr": 7.0}, "seconds": 1.0, "processes": 1, "device": "one"}
-    write_json(done.record, {**names, "values": {"shared/clean": 90.0}, "run": run})
-    write_json(damaged.record, {})
+    run = {"config": {**done.planned_cell.config.to_dict(), "lr": 7.0}, "seconds": 1.0, "processes": 1, "device": "one"}
+    write_json(done.record_path, {**names, "values": {"shared/clean": 90.0}, "run": run})
+    write_json(damaged.record_path, {})
     started.run.folder.mkdir(parents=True)
     before = sorted(tmp_path.rglob("*"))
     out = invoke("study", "A/table3", "--protocol", "fast", "--dry-run", "--out", tmp_path)
@@ -50,11 +50,11 @@ def test_a_dry_run_says_how_far_each_cell_is_and_runs_nothing(tmp_path):
     states = [line.split("│")[1:5] for line in out.output.splitlines() if "│ fast" in line]
     found = {cell.strip(): state.strip() for cell, _, _, state in states}
     states = {done.cell: "done", damaged.cell: "damaged", started.cell: "started"}
-    assert found == dict.fromkeys(study.by_name(), "to do") | states
-    assert "to do: 7 training(s), an estimated 303 PFLOP" in " ".join(out.output.split())
-    assert "1 of 8 cells were measured before, on one: their records in" in " ".join(out.output.split())
+    assert found == dict.fromkeys(study.by_name(), "pending") | states
+    assert "pending: 7 training(s), an estimated 303 PFLOP" in " ".join(out.output.split())
+    assert "1 of 8 cells were measured before, on one: the records in" in " ".join(out.output.split())
     assert "single/eps8/fast-seed0.json was made with other settings than the study has now: lr 7.0, now" in out.output
-    assert "single/eps16/fast-seed0.json is skipped: its format is None" in out.output
+    assert "single/eps16/fast-seed0.json is skipped: not a record of a cell: its format must be" in out.output
     assert sorted(tmp_path.rglob("*")) == before
     assert "88.06 | 90.00" in out.output and "claim: " in out.output  # what is there already
     empty = invoke("study", "A/table3", "--protocol", "fast", "--dry-run", "--out", tmp_path / "empty")
@@ -68,10 +68,10 @@ def test_a_figure_which_prints_no_numbers_is_told_in_whole_lines():
     told = listing.study(study, sums, "fast").plain
     assert (
         told.startswith("C/fig4 fast\nclaim: ")
-        and "Not confirmed.\n✗ not so: " in told
+        and "Not confirmed.\n✗ fails: " in told
         and "`advnorm report` shows ours" in told
     )
-    read = sorted(decisive(study, sums))
+    read = sorted(values_read_by_check(study, sums))
     assert read and told.splitlines()[-len(read) :] == [f"{cell} {name}: 1" for cell, name in read]
     out = invoke("study", "A/fig7", "--smoke", "--device", "cpu")
     assert (
@@ -95,20 +95,20 @@ def test_sigterm_stops_a_study_at_a_checkpoint_with_the_exit_status_of_a_trainin
     command = [sys.executable, "-c", TERMINATED, "study", "A/table6", "--smoke", "--device", "cpu"]
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == PREEMPTED, found.stderr
-    assert "standard/eps8 was stopped before its end; the same command goes on" in found.stdout
+    assert "standard/eps8 was stopped before its end; run the same command to resume" in found.stdout
     assert not any(word in found.stdout for word in ("done", "failed"))
 
 
 def test_a_cell_that_fails_is_told_the_others_go_on_and_the_exit_status_is_1(tmp_path):
-    damaged, done = tasks(STUDIES.get("A/table6"), protocol="fast", out=tmp_path)
-    write_json(damaged.record, {})
+    damaged, done = list_tasks(STUDIES.get("A/table6"), protocol="fast", out=tmp_path)
+    write_json(damaged.record_path, {})
     names = {"format": FORMAT, "study": done.study, "cell": done.cell, "protocol": "fast", "seed": 0}
-    run = {"config": done.found().config.to_dict(), "seconds": 1.0, "processes": 1}
-    write_json(done.record, {**names, "values": {"shared/clean": 90.0}, "run": run})
+    run = {"config": done.planned_cell.config.to_dict(), "seconds": 1.0, "processes": 1}
+    write_json(done.record_path, {**names, "values": {"shared/clean": 90.0}, "run": run})
     out = invoke("study", "A/table6", "--protocol", "fast", "--out", tmp_path)
     assert out.exit_code == 1
     assert "failed standard/eps8 seed 0" in out.output and "done standard/eps16 seed 0" in out.output
-    assert "once it is gone the same command does the cell" in " ".join(out.output.split())
+    assert "then the same command runs the cell again" in " ".join(out.output.split())
     assert "| not run" in out.output and "Not run." in out.output
 
 
@@ -116,7 +116,7 @@ def test_a_cell_that_fails_is_told_the_others_go_on_and_the_exit_status_is_1(tmp
     ("given", "cure"),
     [
         ([], "cifar10 is read from a folder; name it with --data-dir"),
-        (["--data-dir", "nothing"], "CIFAR-10 is not at nothing: missing .*or use advnorm.data.load"),
+        (["--data-dir", "nothing"], "CIFAR-10 is not at nothing: .*load"),
         (["--device", "cuda:99"], "device 'cuda:99' is not available.*use 'cpu'"),
         (["--out", __file__], "cannot write .* is not a folder; choose another place"),
         (["--launcher", "slurm"], "unknown launcher 'slurm'; allowed: 'local', 'ray'"),
@@ -183,7 +183,7 @@ def test_a_table_fits_into_the_terminal_and_breaks_no_word(name, width, values):
         (["study", "A/table6", "--smoke", "--launcher", "rye", "--device", "cpu"], "did you mean 'ray'"),
         (["show", "A/table33/x"], "unknown study 'A/table33', did you mean 'A/table3'"),
         (["show", "a/table3"], "did you mean 'A/table3'"),
-        (["show", "A/table3/dual_bn/eps61"], "A/table3 has no cell 'dual_bn/eps61', did you mean 'dual_bn/eps16'"),
+        (["show", "A/table3/dual_bn/eps61"], "unknown cell 'dual_bn/eps61', did you mean 'dual_bn/eps16'"),
         (["train", "A/tabel3/dual_bn/eps16"], "unknown study 'A/tabel3', did you mean 'A/table3'"),
         (["show", "A/mine.yaml"], "A/mine.yaml: cannot be read: No such file"),
         (["show", "mine/table3"], "a configuration is a file that ends in .yaml"),

@@ -1,4 +1,4 @@
-"""Launchers: the same numbers as in one process, whoever dies meanwhile; nothing lost and nothing done twice."""
+"""Launchers give the same numbers as one process, even if a process or node dies; nothing is lost or run twice."""
 
 import importlib.util
 import os
@@ -21,30 +21,32 @@ from advnorm._core.locks import exclusive
 from advnorm._core.records import read_json
 from advnorm.studies import STUDIES
 from advnorm.studies import launch as launching
-from advnorm.studies.launch import chains, launch
-from advnorm.studies.run import Task, run_all, tasks, work
+from advnorm.studies.launch import AttemptResult, group_into_chains, launch
+from advnorm.studies.run import run_task, run_tasks
+from advnorm.studies.task import Task, list_tasks
+from support.problems import raises_problem
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
 
 def todo(out):
     """Two trainings and two records: both studies have Dual BN at 16/255."""
-    one, two = (tasks(STUDIES.get(f"A/table{n}"), protocol="smoke", out=out, device="cpu") for n in (1, 7))
+    one, two = (list_tasks(STUDIES.get(f"A/table{n}"), protocol="smoke", out=out, device="cpu") for n in (1, 7))
     return [*one, two[0]]
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """The records of one process."""
-    outcomes = run_all(todo(tmp_path_factory.mktemp("alone")))
+    outcomes = run_tasks(todo(tmp_path_factory.mktemp("alone")))
     assert [outcome.error for outcome in outcomes] == [None] * 3
-    return [work(outcome.task) for outcome in outcomes]
+    return [run_task(outcome.task) for outcome in outcomes]
 
 
 def assert_nothing_lost_and_nothing_done_twice(out, alone, killed):
     """All records with the values of one process; each training ended once, and only the killed one began twice."""
-    assert [task.record.exists() for task in todo(out)] == [True, True, False]
-    found = [work(task) for task in todo(out)]
+    assert [task.record_path.exists() for task in todo(out)] == [True, True, False]
+    found = [run_task(task) for task in todo(out)]
     assert [record["values"] for record in found] == [record["values"] for record in alone]
     assert [record["run"]["last"] for record in found] == [record["run"]["last"] for record in alone]
     logs = {folder: (folder / "log.txt").read_text() for folder in (out / "runs").iterdir()}
@@ -93,21 +95,22 @@ def a_death_in_training(out, kill):
 
 @linux
 @pytest.mark.world_size
-def test_local_processes_give_the_records_of_one_though_one_of_them_is_killed(tmp_path, alone):
-    told = []
+def test_local_processes_give_the_records_of_one_process_even_if_one_is_killed(tmp_path, alone):
+    reported = []
     with a_death_in_training(tmp_path, lambda pid: os.kill(pid, signal.SIGKILL)) as killed:
-        outcomes = launch(todo(tmp_path), processes=2, on_outcome=told.append)
+        outcomes = launch(todo(tmp_path), processes=2, on_outcome=reported.append)
     assert [outcome.error for outcome in outcomes] == [None] * 3
     assert [outcome.task for outcome in outcomes] == todo(tmp_path)
-    assert sorted(map(str, told)) == sorted(map(str, outcomes))
+    assert sorted(map(str, reported)) == sorted(map(str, outcomes))
     assert len(killed) == 1
     assert_nothing_lost_and_nothing_done_twice(tmp_path, alone, killed[0])
 
 
 @linux
 @pytest.mark.world_size
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
-def test_a_ray_cluster_gives_the_records_of_one_process_though_a_node_is_killed(tmp_path, alone, monkeypatch):
+def test_a_ray_cluster_gives_the_records_of_one_process_even_if_a_node_is_killed(tmp_path, alone, monkeypatch):
     from ray.cluster_utils import Cluster
 
     monkeypatch.chdir(tmp_path)  # a relative path means the same folder on every node
@@ -135,15 +138,15 @@ def test_a_ray_cluster_gives_the_records_of_one_process_though_a_node_is_killed(
 @linux
 @pytest.mark.world_size
 @pytest.mark.slow
-def test_processes_end_when_their_launcher_is_killed_and_the_same_command_goes_on(tmp_path, alone):
+def test_processes_end_with_a_killed_launcher_and_the_same_command_resumes(tmp_path, alone):
     program = tmp_path / "program.py"
     program.write_text(
         "from advnorm.studies import STUDIES\n"
         "from advnorm.studies.launch import launch\n"
-        "from advnorm.studies.run import tasks\n"
+        "from advnorm.studies.task import list_tasks\n"
         "if __name__ == '__main__':\n"
-        "    todo = tasks(STUDIES.get('A/table1'), protocol='smoke', out='.', device='cpu')\n"
-        "    assert [outcome.error for outcome in launch(todo)] == [None, None]\n"
+        "    tasks = list_tasks(STUDIES.get('A/table1'), protocol='smoke', out='.', device='cpu')\n"
+        "    assert [outcome.error for outcome in launch(tasks)] == [None, None]\n"
     )
     command = [sys.executable, str(program)]
     parent = subprocess.Popen(command, cwd=tmp_path)
@@ -161,9 +164,9 @@ def test_processes_end_when_their_launcher_is_killed_and_the_same_command_goes_o
         while holder(killed[0] / ".lock") is not None and time.monotonic() < until:
             time.sleep(0.1)
         assert holder(killed[0] / ".lock") is None
-    assert not todo(tmp_path)[0].record.exists()
+    assert not todo(tmp_path)[0].record_path.exists()
     subprocess.run(command, cwd=tmp_path, check=True)
-    assert read_json(todo(tmp_path)[0].record)["values"] == alone[0]["values"]
+    assert read_json(todo(tmp_path)[0].record_path)["values"] == alone[0]["values"]
 
 
 class Scripted:
@@ -179,75 +182,75 @@ class Scripted:
     def __exit__(self, *error):
         assert not self.working
 
-    def free(self):
+    def has_room(self):
         return len(self.working) < self.room
 
     def start(self, task):
-        assert self.free()
+        assert self.has_room()
         assert task.run.folder not in [other.run.folder for other in self.working], "two at once in one training"
         self.working.append(task)
         self.started.append(task.cell)
 
-    def next(self):
+    def wait_for_next(self):
         task = self.working.popleft()
         return task, self.results[task.cell].pop(0)
 
 
 def named(cells):
-    """Tasks of made-up cells: name of the cell to name of its training and the cell it comes after."""
+    """Tasks of invented cells, given as cell: (training, cell before)."""
 
-    def found(self):
+    def planned_cell(self):
         training, after = cells[self.cell]
         return SimpleNamespace(after=after, features=None, measures=(), config=SimpleNamespace(run_name=training))
 
     context = pytest.MonkeyPatch()
-    context.setattr(Task, "found", found)
-    context.setattr(Task, "configured", lambda self: (found(self).config, None))
+    context.setattr(Task, "planned_cell", property(planned_cell))
+    context.setattr(Task, "training", property(lambda self: (planned_cell(self).config, None)))
     return context, [Task(study="x", cell=cell, seed=0, protocol="smoke", out=".", device="cpu") for cell in cells]
 
 
 @pytest.fixture
 def scripted(monkeypatch):
-    """Launch made-up cells with given results; what was started, what was told, what came back."""
+    """Launch invented cells with scripted results; return the started cells, the reported and the returned outcomes."""
 
     def run(cells, results, **options):
         context, made = named(cells)
         with context.context():
             pool = Scripted(results)
-            monkeypatch.setattr(launching, "LocalPool", lambda places: pool)
-            told = []
+            monkeypatch.setattr(launching, "LocalPool", lambda devices: pool)
+            store, reported = SimpleNamespace(state=lambda task: "pending"), []
             try:
-                outcomes = launch(made, on_outcome=told.append, **options)
+                outcomes = launch(made, on_outcome=reported.append, store=store, **options)
             finally:
                 context.undo()
-        return pool.started, told, outcomes
+        return pool.started, reported, outcomes
 
     return run
 
 
-OK, DIED, WRONG = (None, False), ("died", True), ("wrong", False)
+OK, DIED, WRONG = AttemptResult(None, False), AttemptResult("died", True), AttemptResult("wrong", False)
 
 
-def test_a_task_that_fails_is_tried_again_and_then_told_once_and_the_others_go_on(scripted):
+def test_a_failing_task_is_retried_then_reported_once_and_the_others_continue(scripted):
     cells = {"a": ("a", None), "b": ("b", None), "c": ("c", None), "d": ("d", None)}
     results = {"a": [DIED, DIED, DIED], "b": [WRONG], "c": [DIED, OK], "d": [OK]}
-    started, told, outcomes = scripted(cells, results, retries=2)
+    started, reported, outcomes = scripted(cells, results, retries=2)
     assert sorted(started) == ["a", "a", "a", "b", "c", "c", "d"]
     assert [outcome.error for outcome in outcomes] == ["died", "wrong", None, None]
-    assert sorted(outcome.task.cell for outcome in told) == ["a", "b", "c", "d"]
+    assert sorted(outcome.task.cell for outcome in reported) == ["a", "b", "c", "d"]
 
 
-def test_tasks_wait_for_those_they_share_a_training_with_or_start_from(scripted):
+def test_tasks_wait_for_tasks_that_share_their_training_or_precede_them(scripted):
     cells = {"after": ("x", "base"), "base": ("y", None), "same": ("y", None), "other": ("z", None)}
-    started, told, outcomes = scripted(cells, {cell: [DIED, OK] for cell in cells}, retries=1)
+    started, reported, outcomes = scripted(cells, {cell: [DIED, OK] for cell in cells}, retries=1)
     assert [cell for cell in started if cell != "other"] == ["base", "base", "same", "same", "after", "after"]
     assert [outcome.task.cell for outcome in outcomes] == list(cells)
-    assert [outcome.error for outcome in told] == [None] * 4
+    assert [outcome.error for outcome in reported] == [None] * 4
 
 
 @given(st.data(), st.integers(1, 8))
 @settings(deadline=None, max_examples=50, derandomize=True)
-def test_chains_keep_together_what_belongs_together_in_the_order_of_need(data, number):
+def test_chains_group_related_tasks_with_prerequisites_first(data, number):
     cells = {}
     for index in data.draw(st.permutations(range(number))):
         after = data.draw(st.none() | st.integers(0, index - 1)) if index else None
@@ -255,7 +258,7 @@ def test_chains_keep_together_what_belongs_together_in_the_order_of_need(data, n
         cells[str(index)] = (str(training), None if after is None else str(after))
     context, made = named(cells)
     with context.context():
-        found = chains(made + made)
+        found = group_into_chains(made + made)
         context.undo()
     assert sorted(task.cell for chain in found for task in chain) == sorted(cells)
     place = {task.cell: (which, position) for which, chain in enumerate(found) for position, task in enumerate(chain)}
@@ -275,7 +278,7 @@ def test_chains_keep_together_what_belongs_together_in_the_order_of_need(data, n
         assert family == {task.cell for task in chain}
 
 
-def test_a_process_waits_for_one_that_is_about_to_let_go_of_the_run(tmp_path, monkeypatch):
+def test_a_process_waits_until_another_releases_the_run(tmp_path, monkeypatch):
     held, order = threading.Event(), []
 
     def hold():
@@ -284,36 +287,41 @@ def test_a_process_waits_for_one_that_is_about_to_let_go_of_the_run(tmp_path, mo
             time.sleep(0.3)
             order.append("let go")
 
-    launching._wait_for(tmp_path)  # nobody ever trained there
+    launching._wait_for_release(tmp_path)  # nobody ever trained there
     thread = threading.Thread(target=hold)
     thread.start()
     held.wait()
-    launching._wait_for(tmp_path)
+    launching._wait_for_release(tmp_path)
     order.append("went on")
     thread.join()
     assert order == ["let go", "went on"]
-    monkeypatch.setattr(launching, "PATIENCE", 0.0)
+    monkeypatch.setattr(launching, "RELEASE_SECONDS", 0.0)
     with exclusive(tmp_path):
-        launching._wait_for(tmp_path)  # not for ever: training then says who is there
+        launching._wait_for_release(tmp_path)  # not for ever: training then says who is there
 
 
-def test_wrong_settings_are_told_all_at_once(tmp_path, monkeypatch):
+def test_all_wrong_settings_are_reported_at_once(tmp_path, monkeypatch):
     made = todo(tmp_path)
     with pytest.raises(ConfigError) as error:
         launch(made, devices=["cpu", "gpu", "cuda:99"], processes=0, retries=-1, address="auto")
-    for part in ("processes must be", "retries must be", "address 'auto'", "unknown device 'gpu'", "'cuda:99'"):
-        assert part in str(error.value)
-    with pytest.raises(ConfigError, match="did you mean 'ray'"):
+    assert [(problem.code, problem.field) for problem in error.value.problems] == [
+        ("out_of_range", "processes"),
+        ("out_of_range", "retries"),
+        ("conflict", "address"),
+        ("no_device", "device"),
+        ("no_device", "device"),
+    ]
+    with raises_problem("unknown_name", "launcher"):
         launch(made, launcher="rays")
-    with pytest.raises(ConfigError, match="devices and processes are for"):
+    with raises_problem("conflict", "devices"):
         launch(made, launcher="ray", devices=["cpu"])
-    with pytest.raises(ConfigError, match="devices is empty"):
+    with raises_problem("empty", "devices"):
         launch(made, devices=[])
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"pip install 'advnorm\[ray\]'"):
+    with raises_problem("not_installed", "launcher"):
         launch(made, launcher="ray")
     assert not list(tmp_path.iterdir())
 
 
-def test_nothing_to_do_starts_nothing():
+def test_no_tasks_start_no_process():
     assert launch([]) == []

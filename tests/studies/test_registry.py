@@ -1,4 +1,4 @@
-"""Every study of every paper: it is there, its cells can be run, its numbers have their places, and it runs whole."""
+"""Every study of every paper: its cells are valid, its printed numbers are located, and it runs."""
 
 import inspect
 import math
@@ -11,14 +11,16 @@ import pytest
 
 from advnorm.analysis import ANALYSES
 from advnorm.attacks import get as get_attack
-from advnorm.studies import STUDIES, printed
-from advnorm.studies.base import Answer, Protocol
-from advnorm.studies.protocols import under
-from advnorm.studies.run import run_all, tasks
-from advnorm.studies.summary import collected
+from advnorm.studies import STUDIES, printed_entry
+from advnorm.studies.protocols import plan_cell
+from advnorm.studies.results import collect_values
+from advnorm.studies.run import run_tasks
+from advnorm.studies.store import RecordStore
+from advnorm.studies.study import ClaimVerdict, Protocol
+from advnorm.studies.task import list_tasks
 from advnorm.threat import ThreatModel
 
-#: What the papers measure in a table, in a figure, and E in a section without either.
+#: The tables and figures that measure something, and a section of E.
 EXPECTED = [
     "A/table1", "A/table2", "A/table3", "A/table4", "A/table5", "A/table6", "A/table7", "A/table8",
     "A/fig2", "A/fig4", "A/fig5", "A/fig6", "A/fig7",
@@ -32,7 +34,7 @@ EXPECTED = [
     "E/table1", "E/table2", "E/table3", "E/table4", "E/table5", "E/table6", "E/table7",
     "E/fig1", "E/fig2", "E/fig3", "E/fig5", "E/fig6", "E/fig7", "E/sec4.4",
 ]  # fmt: skip
-#: What they number and do not measure.
+#: Tables and figures without a measurement.
 NO_STUDY = {
     "A/fig1": "a scheme of Cross-AT",
     "A/fig3": "a scheme of the setups of table 3",
@@ -48,17 +50,17 @@ NAMES = STUDIES.names()
 TABLES = [name for name in NAMES if any(True for _ in STUDIES.get(name).numbers())]
 #: Columns that follow from others: the spread over seeds, and differences of two accuracies.
 DERIVED = ("std", "gain", "acc_diff")
-#: Of figures whose text prints some numbers and not all that the check reads.
+#: Figures whose text prints only some of the numbers that the check reads.
 SOME_NUMBERS = {"C/fig5": "clean and AutoAttack accuracy at two weights of seven"}
-#: Claims that numbers are near each other, as their opposites are.
+#: Claims that numbers are close to each other, which also hold for their opposites.
 FLAT = {"E/table1", "E/fig3"}
-#: Cells of different names that are one training, for they differ only in what is measured.
+#: Cells with different names and the same training; they differ in their measurements.
 ONE_TRAINING = {"A/table6": {"standard/eps8", "standard/eps16"}}
-#: Smoke tests take so little that the check of these finds not all that it asks for.
+#: Studies whose check needs more values than a smoke test measures.
 TOO_LITTLE = {"B/fig1": "groups of eight images", "D/fig1": "two corruptions of all"}
 
 
-def test_everything_that_a_paper_measures_is_a_study():
+def test_every_measured_table_and_figure_is_a_study():
     assert sorted(NAMES) == sorted(EXPECTED)
 
 
@@ -68,7 +70,7 @@ def test_a_table_or_figure_without_a_study_has_a_reason(paper):
     numbered = {f"{paper}/table{n + 1}" for n in range(tables)} | {f"{paper}/fig{n + 1}" for n in range(figures)}
     assert {name for name in [*EXPECTED, *NO_STUDY] if name.startswith(paper) and "/sec" not in name} == numbered
     assert not {*EXPECTED} & {*NO_STUDY}
-    assert all(printed(name)["caption"] for name in numbered)
+    assert all(printed_entry(name)["caption"] for name in numbered)
 
 
 # -- cells -------------------------------------------------------------------------------------------------------------
@@ -76,8 +78,8 @@ def test_a_table_or_figure_without_a_study_has_a_reason(paper):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("protocol", get_args(Protocol))
-def test_cells_have_names_of_their_own_and_can_be_run_under_every_protocol(name, protocol):
-    cells = [under(protocol, cell) for cell in STUDIES.get(name).cells()]  # a wrong configuration cannot be made
+def test_cells_have_unique_names_and_valid_settings_under_every_protocol(name, protocol):
+    cells = [plan_cell(cell, protocol) for cell in STUDIES.get(name).cells()]  # a wrong configuration cannot be made
     assert len({cell.name for cell in cells}) == len(cells) > 0
     for cell in cells:
         assert cell.measures and cell.config.run_name
@@ -96,15 +98,15 @@ def attacks_of(measure):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_cells_come_after_those_that_they_need(name, tmp_path):
+def test_cells_come_after_their_prerequisites(name, tmp_path):
     before = set()
-    for task in tasks(STUDIES.get(name), out=tmp_path):
-        assert {*task.needs} <= before
+    for task in list_tasks(STUDIES.get(name), out=tmp_path):
+        assert {*task.prerequisites} <= before
         before.add(task.cell)
 
 
 @pytest.mark.parametrize("paper", ["A", "C", "E"])  # B and D name cells within a study
-def test_cells_of_the_same_name_are_the_same_training_and_no_two_names_share_one(paper):
+def test_cells_have_the_same_name_exactly_if_they_are_the_same_training(paper):
     studies = [STUDIES.get(name) for name in STUDIES.names(f"{paper}/*")]
     trainings = {(cell.name, cell.config.digest) for study in studies for cell in study.cells()}
     assert set(Counter(name for name, _ in trainings).values()) == {1}
@@ -116,7 +118,7 @@ def test_cells_of_the_same_name_are_the_same_training_and_no_two_names_share_one
     ]
 
 
-#: Cells that the shortened schedule cannot tell apart, for they differ in the schedule.
+#: Cells that the shortened schedule makes equal, because they differ in the schedule.
 SAME_IF_SHORT = {
     "B/table3": {"standard/1.00x", "standard/1.20x"},
     "E/table3": {
@@ -130,7 +132,7 @@ SAME_IF_SHORT = {
 @pytest.mark.parametrize("protocol", ["paper", "fast"])
 def test_no_two_cells_of_a_study_share_a_training(name, protocol, tmp_path):
     folders: dict[Path, set[str]] = {}
-    for task in tasks(STUDIES.get(name), protocol=protocol, out=tmp_path):
+    for task in list_tasks(STUDIES.get(name), protocol=protocol, out=tmp_path):
         folders.setdefault(task.run.folder, set()).add(task.cell)
     shared = [cells for cells in folders.values() if len(cells) > 1]
     expected = ONE_TRAINING | (SAME_IF_SHORT if protocol == "fast" else {})
@@ -148,22 +150,22 @@ def test_no_two_cells_of_a_study_share_a_training(name, protocol, tmp_path):
     ],
 )
 def test_the_short_schedule_scales_the_rate_and_clips_where_a_network_would_diverge(study, cell, lr, clip):
-    config = under("fast", STUDIES.get(study).cell(cell)).config
+    config = plan_cell(STUDIES.get(study).cell(cell), "fast").config
     assert (config.epochs, config.batch_size, config.schedule) == (30, 512, "one_cycle")
     assert config.lr == pytest.approx(lr) and config.grad_clip == clip
-    assert under("paper", STUDIES.get(study).cell(cell)).config.grad_clip is None
+    assert plan_cell(STUDIES.get(study).cell(cell), "paper").config.grad_clip is None
 
 
 # -- numbers and claims ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_every_printed_number_has_a_cell_and_a_place_of_its_own(name):
+def test_every_printed_number_has_its_own_cell_and_value(name):
     study = STUDIES.get(name)
     entry, numbers = study.printed, list(study.numbers())
     for row in entry["rows"]:
         for column, value in zip(entry["columns"], row["values"]):
-            placed = study.place(row["label"], column) is not None
+            placed = study.locate(row["label"], column) is not None
             assert not placed if column.endswith(DERIVED) else placed or value is None
     assert {number.cell for number in numbers} == {cell.name for cell in study.cells()}
     assert len({number.row for number in numbers}) == len(entry["rows"])  # a row's label tells it apart
@@ -171,7 +173,7 @@ def test_every_printed_number_has_a_cell_and_a_place_of_its_own(name):
     assert len({(number.cell, number.value) for number in numbers}) == len(numbers) - shared
 
 
-def test_a_row_is_called_by_what_its_label_says_with_the_names_of_numbers_and_marks():
+def test_a_row_is_named_by_its_label_with_keys_of_numbers_and_flags():
     def rows(name):
         return [number.row for number in STUDIES.get(name).numbers()]
 
@@ -183,47 +185,118 @@ def test_a_row_is_called_by_what_its_label_says_with_the_names_of_numbers_and_ma
 @pytest.mark.parametrize("name", TABLES)
 def test_the_printed_numbers_confirm_the_printed_claim_and_their_opposite_does_not(name, as_printed):
     study, values = STUDIES.get(name), as_printed(name)
-    assert study.answer(values) == ("not run" if name in SOME_NUMBERS else "confirmed")
+    assert study.verdict(values) == ("not run" if name in SOME_NUMBERS else "confirmed")
     turned = {place: [100 - value for value in found] for place, found in values.items()}
     if name not in {*FLAT, *SOME_NUMBERS}:
-        assert study.answer(turned) == "not confirmed"
+        assert study.verdict(turned) == "not confirmed"
 
 
 @pytest.mark.parametrize("name", ["C/fig5", "E/fig1", "E/fig2", "E/fig3", "E/fig7", "E/sec4.4"])
-def test_numbers_that_are_printed_in_the_text_of_a_figure_stand_beside_ours(name):
+def test_numbers_printed_in_the_text_of_a_figure_are_compared(name):
     assert any(number.printed is not None for number in STUDIES.get(name).numbers())
 
 
-def test_printed_numbers_that_are_no_measured_value_are_listed_or_their_absence_is_told():
-    listed = [item["value"] for item in printed("C/table2")["printed"]]
-    assert listed == [row["values"][0] for row in printed("C/table2")["rows"]]
-    assert all("beside ours" in printed(f"B/table{n}")["notes"] for n in (1, 2, 3))
+def test_printed_numbers_without_a_measured_value_are_listed_or_explained():
+    listed = [item["value"] for item in printed_entry("C/table2")["printed"]]
+    assert listed == [row["values"][0] for row in printed_entry("C/table2")["rows"]]
+    assert all("beside ours" in printed_entry(f"B/table{n}")["notes"] for n in (1, 2, 3))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_study_without_numbers_is_not_run(name):
-    assert STUDIES.get(name).answer({}) == "not run"
+    assert STUDIES.get(name).verdict({}) == "not run"
 
 
-# -- really run --------------------------------------------------------------------------------------------------------
+# -- smoke tests -------------------------------------------------------------------------------------------------------
+
+
+def training_kind(cell):
+    """What a training exercises. Cells of one kind differ in network, eps, weights of losses and schedule."""
+    config = cell.config
+    named = (config.second_pass, config.regularizer)
+    parts = (config.norm, config.objective.name, *(part and part.name for part in named), config.mix, config.train_only)
+    recipe = (cell.features or "").partition(":")[0]
+    return *parts, config.dual_head, config.running_epochs > 0, recipe, cell.after is not None
+
+
+def measure_kind(cell):
+    return tuple(measure.key for measure in cell.measures)
+
+
+def choose_representatives():
+    """A cell for every kind of training and every kind of measurement: pairwise, not the full crossing."""
+    cells = {(name, one.name): plan_cell(one, "smoke") for name in NAMES for one in STUDIES.get(name).cells()}
+    trainings, measures = set(), {}
+    chosen = []
+    for address, one in cells.items():
+        if training_kind(one) not in trainings or measure_kind(one) not in measures:
+            trainings.add(training_kind(one))
+            measures.setdefault(measure_kind(one), address)
+            chosen.append(address)
+    return chosen, measures
+
+
+REPRESENTATIVES, BY_MEASURES = choose_representatives()
 
 
 @pytest.fixture(scope="session")
 def results(tmp_path_factory):
-    """One folder for all studies, as a user has it: those that share a training find it there."""
+    """One folder for all studies, as a user has it: studies find shared trainings there."""
     return tmp_path_factory.mktemp("results")
 
 
+def run_smoke(study, cell, out):
+    """Run a cell and its prerequisites; return its values."""
+    tasks = list_tasks(STUDIES.get(study), cell=cell, protocol="smoke", out=out, device="cpu")
+    assert [outcome.error for outcome in run_tasks(tasks, retries=0)] == [None] * len(tasks)
+    return RecordStore(out).load(next(task for task in tasks if task.cell == cell))["values"]
+
+
+def benchmark_names(cell):
+    """The value names of a cell with benchmarks only; None if it has other measurements."""
+    if any(measure.name != "benchmark" for measure in cell.measures):
+        return None
+    names = set()
+    for measure in cell.measures:
+        for branch in measure.options.get("route") or ("shared",):
+            names |= {f"{branch}/{name}" for name in ("clean", *measure.options["attacks"])}
+    along = [f"{epoch}/" for epoch in cell.config.snapshots] if cell.measures[0].checkpoint == "along" else [""]
+    return {f"{epoch}{name}" for epoch in along for name in names}
+
+
+@pytest.mark.parametrize(("study", "cell"), REPRESENTATIVES)
+def test_every_kind_of_training_and_measurement_runs(study, cell, results):
+    values = run_smoke(study, cell, results)
+    assert values and all(map(math.isfinite, values.values()))
+    assert benchmark_names(plan_cell(STUDIES.get(study).cell(cell), "smoke")) in (None, {*values})
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_a_study_runs_whole_and_measures_all_that_its_table_and_its_check_ask_for(name, results):
+def test_a_study_measures_all_values_of_its_table_and_its_check(name, results):
+    study, values = STUDIES.get(name), {}
+    for one in study.cells():
+        planned = plan_cell(one, "smoke")
+        names = benchmark_names(planned)
+        if names is None:  # the names of an analysis are those of any cell with the same measurements
+            names = run_smoke(*BY_MEASURES[measure_kind(planned)], results)
+        values |= {(one.name, value): [float(place % 7)] for place, value in enumerate(names)}
+    check_values(study, values)
+
+
+def check_values(study, values):
+    assert [number for number in study.numbers() if (number.cell, number.value) not in values] == []
+    assert (study.verdict(values) == "not run") == (study.name in TOO_LITTLE)
+    assert study.verdict({place: [0.0] for place in values}) in get_args(ClaimVerdict)  # whatever a check divides by
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_study_runs_completely(name, results):
     study = STUDIES.get(name)
-    todo = tasks(study, protocol="smoke", out=results, device="cpu")
-    assert [outcome.error for outcome in run_all(todo, retries=0)] == [None] * len(todo)
-    values, problems = collected(study, protocol="smoke", out=results)
+    tasks = list_tasks(study, protocol="smoke", out=results, device="cpu")
+    assert [outcome.error for outcome in run_tasks(tasks, retries=0)] == [None] * len(tasks)
+    values, problems = collect_values(study, protocol="smoke", out=results)
     assert not problems
     assert {cell for cell, _ in values} == {cell.name for cell in study.cells()}
     assert all(len(found) == 1 and math.isfinite(found[0]) for found in values.values())
-    assert [number for number in study.numbers() if (number.cell, number.value) not in values] == []
-    assert (study.answer(values) == "not run") == (name in TOO_LITTLE)
-    collapsed = {place: [0.0] for place in values}
-    assert study.answer(collapsed) in get_args(Answer)  # told, whatever a check divides by
+    check_values(study, values)

@@ -14,7 +14,7 @@ def as_printed():
         found = {(n.cell, n.value): [n.printed] for n in study.numbers() if n.printed is not None}
         if name == "C/table2":  # prints the difference of two accuracies, of which the check reads each
             for row in study.printed["rows"]:
-                cell, _ = study.place(row["label"], "clean_pgd")
+                cell, _ = study.locate(row["label"], "clean_pgd")
                 found |= {(cell, "accuracy/adv"): [row["values"][0] / 100], (cell, "accuracy/autoattack"): [0.0]}
         return found
 

@@ -16,7 +16,7 @@ from advnorm.config import AttackConfig, Config, Named
 from advnorm.data import digits
 from advnorm.evaluation import BenchmarkResult, benchmark
 from advnorm.evaluation.plan import AS_CALLED, branches
-from advnorm.report import Bars, Lines, Page, Table, render, terminal
+from advnorm.report import BarChart, LineChart, ReportPage, ReportTable, render_page, to_rich_table
 from advnorm.threat import ThreatModel
 from advnorm.training import Run, train
 
@@ -81,7 +81,7 @@ def run(console: Console, *, out: Path, seed: int = 0, quick: bool = False) -> i
         console.print(f"[green]✓[/] {label}", highlight=False)
     table = accuracy_table(judged, attacks)
     sentences = [QUICK] if quick else findings(judged, attacks)
-    page: Page = {
+    page: ReportPage = {
         "title": "How much of the robustness is real?",
         "about": "Three networks learn clean and adversarial digits together (hybrid training). They differ in one "
         "line of their configuration; each is attacked through each of its branches.",
@@ -92,9 +92,9 @@ def run(console: Console, *, out: Path, seed: int = 0, quick: bool = False) -> i
         "commands": commands(runs, attacks, out=out, seed=seed, quick=quick),
     }
     path = out / "report.html"
-    path.write_text(render(page), encoding="utf-8")
+    path.write_text(render_page(page), encoding="utf-8")
     console.print()
-    console.print(terminal(table))
+    console.print(to_rich_table(table))
     for sentence in sentences:
         console.print(sentence, highlight=False)
     console.print(f"\nplots and conditions: {path}", highlight=False, soft_wrap=True)
@@ -160,7 +160,7 @@ def _rows(label: str, result: BenchmarkResult) -> list[Judged]:
 # -- what it says ------------------------------------------------------------------------------------------------------
 
 
-def accuracy_table(judged: Sequence[Judged], attacks: Mapping[str, str]) -> Table:
+def accuracy_table(judged: Sequence[Judged], attacks: Mapping[str, str]) -> ReportTable:
     """A row per model and branch; the gap is what the strong attack takes from the weak one's number."""
     weak, strong = attacks
     first, last = attacks.values()
@@ -248,11 +248,11 @@ def _clearly_truer(row: Judged, single: Judged, weak: str, strong: str) -> bool:
 
 def figures(
     judged: Sequence[Judged], attacks: Mapping[str, str], metrics: Mapping[str, Sequence[Mapping[str, Any]]]
-) -> list[Bars | Lines]:
+) -> list[BarChart | LineChart]:
     """Accuracy by attack, accuracy along AutoAttack, and the held-out accuracies of training."""
     names = {"clean": "clean", **attacks}
     weak, strong = attacks
-    drawn: list[Bars | Lines] = [
+    drawn: list[BarChart | LineChart] = [
         {
             "kind": "bars",
             "title": "Accuracy, through each branch",

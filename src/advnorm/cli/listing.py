@@ -23,11 +23,15 @@ from advnorm.data import DATASETS
 from advnorm.models import create_model, list_models
 from advnorm.norms import NORMS
 from advnorm.objectives import OBJECTIVES, REGULARIZERS, SECOND_PASSES, Objective
-from advnorm.report.studies import decimals_of
+from advnorm.report.studies import printed_decimals
 from advnorm.studies import STUDIES, Study, find
-from advnorm.studies.base import Conclusion, Values
-from advnorm.studies.run import Task
-from advnorm.studies.summary import cell_states, decisive, shown
+from advnorm.studies.claims import Values
+from advnorm.studies.compared_numbers import short_name
+from advnorm.studies.results import values_read_by_check
+from advnorm.studies.store import RecordStore
+from advnorm.studies.study import Conclusion
+from advnorm.studies.summary import list_cell_statuses
+from advnorm.studies.task import Task
 from advnorm.training.cost import training_flops
 
 #: Numbers of a figure that a terminal shows.
@@ -149,7 +153,7 @@ def cells(pattern: str) -> Table:
     table.add_column("cell", overflow="fold")
     table.add_column("settings of its own")
     for name in STUDIES.names("/".join(pattern.split("/")[:2])):
-        for state in cell_states(STUDIES.get(name).by_name().values(), None, ())[0]:
+        for state in list_cell_statuses(STUDIES.get(name).by_name().values(), None, ())[0]:
             if fnmatchcase(full := f"{name}/{state['name']}", pattern):
                 table.add_row(full, ", ".join(f"{key} {value}" for key, value in state["settings"].items()))
     _matching([str(name) for name in table.columns[0].cells], pattern, "study")
@@ -162,7 +166,7 @@ def tell(console: Console, problems: Iterable[str]) -> None:
         console.print(problem, style="yellow", highlight=False, markup=False, soft_wrap=True)
 
 
-def tasks(todo: Sequence[Task], rates: Mapping[str, float] | None = None) -> Group:
+def tasks(todo: Sequence[Task], store: RecordStore, rates: Mapping[str, float] | None = None) -> Group:
     """The cells of a study, how far each is, and what the trainings that are to do will cost.
 
     ``rates``: operations a second of trainings that were done, by device.
@@ -171,22 +175,22 @@ def tasks(todo: Sequence[Task], rates: Mapping[str, float] | None = None) -> Gro
     table.add_column("training, PFLOP", justify="right")
     left: dict[str, float | None] = {}  # by run, which tasks may share
     for task in todo:
-        other = None if task.record.exists() else task.same
-        state, flops = task.state, training_flops(task.found().config)
+        record, state = store.find(task), store.state(task)
+        other = record["study"] if isinstance(record, dict) and record["study"] != task.study else None
+        config = task.planned_cell.config
+        flops = training_flops(config)
         if state != "done":
-            left[f"{task.found().config.digest} {task.seed}"] = flops
+            left[f"{config.digest} {task.seed}"] = flops
         pflop = "–" if flops is None else f"{flops / 1e15:.3g}"
-        table.add_row(
-            task.cell, str(task.seed), task.protocol, state if other is None else f"done, for {other.study}", pflop
-        )
+        table.add_row(task.cell, str(task.seed), task.protocol, state if other is None else f"done, for {other}", pflop)
     return Group(table, Text(_cost(list(left.values()), rates or {}), style="dim"))
 
 
 def _cost(left: Sequence[float | None], rates: Mapping[str, float]) -> str:
     known = sum(flops for flops in left if flops is not None)
     if not left:
-        return "nothing is to do"
-    text = f"to do: {len(left)} training(s), an estimated {known / 1e15:.3g} PFLOP"
+        return "nothing is pending"
+    text = f"pending: {len(left)} training(s), an estimated {known / 1e15:.3g} PFLOP"
     if unknown := sum(flops is None for flops in left):
         text += f" and {unknown} on images that are not counted here"
     for device, rate in rates.items() if known else ():
@@ -214,13 +218,13 @@ def study(
     if protocol == "smoke":
         said = "A smoke test shows that it runs; its numbers mean nothing and are not kept."
     elif values is not None:
-        answer, clauses, _ = conclusion or found.concluded(values)
-        parts = [f"✓ {clause.text}" if clause.held else f"✗ not so: {clause.text}" for clause in clauses]
-        said = "\n".join([f"{said} {answer.capitalize()}.", *parts])
+        verdict, clauses, _ = conclusion or found.evaluate_claim(values)
+        parts = [f"✓ {clause.text}" if clause.held else f"✗ fails: {clause.text}" for clause in clauses]
+        said = "\n".join([f"{said} {verdict.capitalize()}.", *parts])
     title = f"{found.name}{'' if cell is None else f'/{cell}'} {protocol}".rstrip()
     rows: dict[str, dict[str, str]] = {}
     numbers = [number for number in found.numbers() if cell in (None, number.cell)]
-    decimals = decimals_of(number.printed for number in numbers) or 1
+    decimals = printed_decimals(number.printed for number in numbers) or 1
     for number in numbers:
         text = "–" if number.printed is None else f"{number.printed:g}"
         ours = (values or {}).get((number.cell, number.value))
@@ -234,8 +238,8 @@ def study(
         where, read = "" if cell is None else " of this cell", []
         if values is not None and protocol != "smoke":
             where = "; `advnorm report` shows ours"
-            keys = sorted(decisive(found, values) & values.keys())
-            read = [f"{cell} {shown(name)}: {fmean(values[cell, name]):.4g}" for cell, name in keys]
+            keys = sorted(values_read_by_check(found, values) & values.keys())
+            read = [f"{cell} {short_name(name)}: {fmean(values[cell, name]):.4g}" for cell, name in keys]
         more = [f"and {len(read) - MOST} more that the check reads"] if len(read) > MOST else []
         return Text("\n".join([title, said, f"The paper prints no numbers{where}.", *read[:MOST], *more]))
     columns = [column for column in found.printed["columns"] if any(column in row for row in rows.values())]

@@ -10,10 +10,10 @@ from advnorm._core.errors import ConfigError, raise_all
 from advnorm._core.records import writable_problems, write_atomic
 from advnorm.cli.listing import tell
 from advnorm.evaluation.overview import overview
-from advnorm.report.page import render
-from advnorm.report.runs import readable, runs_page
-from advnorm.report.studies import counts, render_studies
-from advnorm.studies.summary import summary
+from advnorm.report.page import render_page
+from advnorm.report.runs import build_runs_page, drop_damaged
+from advnorm.report.studies import count_verdicts, render_studies_page
+from advnorm.studies.summary import summarize_studies
 
 
 def report(console: Console, results: Path, out: Path) -> int:
@@ -22,12 +22,12 @@ def report(console: Console, results: Path, out: Path) -> int:
     studied = (results / "records").is_dir()
     if not studied and _of_runs(console, results, out):
         return 0
-    found = summary(results)
+    found = summarize_studies(results)
     if not studied and not found["others"] and not any(results.glob("**/*.json")):
         raise ConfigError(
             f"there are no records and no runs in {results}; name the --out of `advnorm study` or `train`"
         )
-    write_atomic(out, render_studies(found).encode(errors="replace"))
+    write_atomic(out, render_studies_page(found).encode(errors="replace"))
     tell(console, found["problems"])
     if (others := found["others"]) and not studied:  # else the page says it
         first = ", ".join(list(others)[:3]) + (", …" if len(others) > 3 else "")
@@ -36,7 +36,7 @@ def report(console: Console, results: Path, out: Path) -> int:
             f"lie in {results / 'records'}: name the folder that `advnorm study` had as --out"
         )
         tell(console, [told])
-    told = ", ".join(f"{count} {answer}" for answer, count in counts(found).items())
+    told = ", ".join(f"{count} {answer}" for answer, count in count_verdicts(found).items())
     console.print(f"{len(found['studies'])} studies: {told}", highlight=False)
     console.print(f"report: {out}", highlight=False, markup=False, soft_wrap=True)
     return 0
@@ -44,12 +44,12 @@ def report(console: Console, results: Path, out: Path) -> int:
 
 def _of_runs(console: Console, folder: Path, out: Path) -> bool:
     """The page of a folder of runs and evaluations, where it is one."""
-    found = readable(overview(folder))
+    found = drop_damaged(overview(folder))
     kinds = {"run": found["runs"], "evaluation": found["benchmarks"], "audit": found["audits"]}
     told = ", ".join(f"{len(items)} {kind}{'s' * (len(items) > 1)}" for kind, items in kinds.items() if items)
     if told:
         tell(console, found["problems"])
-        write_atomic(out, render(runs_page(found)).encode(errors="replace"))
+        write_atomic(out, render_page(build_runs_page(found)).encode(errors="replace"))
         console.print(told, highlight=False)
         console.print(f"report: {out}", highlight=False, markup=False, soft_wrap=True)
     return bool(told)

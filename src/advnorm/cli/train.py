@@ -15,7 +15,8 @@ from advnorm._core.exit_codes import INTERRUPTED, OK, PREEMPTED
 from advnorm.config import Config, load_config
 from advnorm.data import DATASETS
 from advnorm.models import MODELS
-from advnorm.studies import STUDIES, Cell, Study, find, get
+from advnorm.studies import Cell, Study, find, get
+from advnorm.studies.registry import names_paper
 from advnorm.training import train as train_by
 
 #: What the file of a configuration ends in.
@@ -26,8 +27,7 @@ def named(source: str | None) -> tuple[Study, Cell | None] | None:
     """The study, or one and its cell, that a name means; None where it means a file. A misspelt one is refused."""
     if source is None or Path(source).is_file() or Path(source).suffix in SUFFIXES:
         return None
-    paper, slash, _ = source.partition("/")
-    return find(source) if slash and STUDIES.names(f"{paper.upper()}/*") else None
+    return find(source) if names_paper(source) else None
 
 
 def configured(source: str | None, overrides: Sequence[str]) -> Config:

@@ -1,1 +1,1 @@
-"""The five papers: cells, printed numbers and claims, one module each."""
+"""The five papers: cells, printed numbers and claims, one module or package each."""

@@ -1,21 +1,21 @@
-"""Reports from plain data, for the terminal and as pages that need nothing else; made where there is no torch."""
+"""Reports from plain data, for the terminal and as self-contained pages. Nothing here needs torch."""
 
-from advnorm.report.figures import Bars, Dots, Figure, Lines, draw
-from advnorm.report.page import Page, render
-from advnorm.report.studies import render_studies
-from advnorm.report.tables import Column, Table, shown, terminal
+from advnorm.report.figures import BarChart, DotPlot, Figure, LineChart, draw_figure
+from advnorm.report.page import ReportPage, render_page
+from advnorm.report.studies import render_studies_page
+from advnorm.report.tables import ReportColumn, ReportTable, format_cell, to_rich_table
 
 __all__ = [
-    "Bars",
-    "Column",
-    "Dots",
+    "BarChart",
+    "DotPlot",
     "Figure",
-    "Lines",
-    "Page",
-    "Table",
-    "draw",
-    "render",
-    "render_studies",
-    "shown",
-    "terminal",
+    "LineChart",
+    "ReportColumn",
+    "ReportPage",
+    "ReportTable",
+    "draw_figure",
+    "format_cell",
+    "render_page",
+    "render_studies_page",
+    "to_rich_table",
 ]

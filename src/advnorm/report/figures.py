@@ -1,7 +1,8 @@
-"""Plots as SVG that takes its colours and fonts from the page around it, so that it follows light and dark.
+"""Charts as inline SVG that takes its colours and fonts from the page around it and follows light and dark.
 
-A figure is 380 units wide, about the width of a phone: its text is legible there, and larger elsewhere. The classes
-``b0`` to ``b2`` are the colours of bars, ``s0`` to ``s3`` those of lines, which have a marker of their own each, too.
+Matplotlib would need fixed colours, so no dark mode, no hints per row, and 10 to 50 times the bytes per figure; that is
+why the SVG is written here. A figure is 380 units wide, about the width of a phone, where its text stays legible. The
+classes ``b0`` to ``b2`` are the colours of bars, ``s0`` to ``s3`` those of lines, each with a marker of its own.
 """
 
 from __future__ import annotations
@@ -12,49 +13,49 @@ from html import escape
 from itertools import pairwise
 from typing import Literal, NotRequired, TypedDict
 
-from advnorm._core.errors import ConfigError, did_you_mean
-from advnorm.report.tables import MISSING, shown
+from advnorm._core.errors import ConfigError, unknown_name
+from advnorm.report.tables import MISSING, format_cell
 
 WIDTH = 380
-_CHARACTER = 6.8  # units, the average width of one
+_CHARACTER_WIDTH = 6.8  # on average
 
 
-class Row(TypedDict):
-    """A label and shares of 1; None where nothing was measured. ``colour``: by default that of its place."""
+class FigureRow(TypedDict):
+    """A label and shares of 1; None if not measured. ``colour`` is by default that of the row's position."""
 
     label: str
     values: Sequence[float | None]
     colour: NotRequired[int]
 
 
-class Bars(TypedDict):
-    """Groups of horizontal bars. ``gap`` names two series: what the second loses against the first is hatched."""
+class BarChart(TypedDict):
+    """Groups of horizontal bars. ``gap`` names two series: the loss of the second against the first is hatched."""
 
     kind: Literal["bars"]
     title: str
     series: Sequence[str]
-    rows: Sequence[Row]
+    rows: Sequence[FigureRow]
     gap: NotRequired[tuple[int, int]]
     note: NotRequired[str]
 
 
-class Lines(TypedDict):
-    """Shares of 1 over ``x``: numbers that stand at their place, or names that stand in a row.
+class LineChart(TypedDict):
+    """Shares of 1 over ``x``, which are numbers on a scale or evenly spaced names.
 
-    With ``plain`` they are any numbers, and the axis is as long as they need.
+    With ``plain`` the values are any numbers, and the axis fits them.
     """
 
     kind: Literal["lines"]
     title: str
     x: Sequence[float] | Sequence[str]
     x_label: str
-    rows: Sequence[Row]
+    rows: Sequence[FigureRow]
     plain: NotRequired[bool]
     note: NotRequired[str]
 
 
-class Dot(TypedDict):
-    """A number as printed and as measured; None where there is none. ``hint`` is what pointing at it shows."""
+class DotRow(TypedDict):
+    """A printed and a measured number; None if missing. ``hint`` is shown when the row is pointed at."""
 
     label: str
     paper: float | None
@@ -63,27 +64,27 @@ class Dot(TypedDict):
     hint: str
 
 
-class Dots(TypedDict):
+class DotPlot(TypedDict):
     """Printed numbers beside measured ones, in groups with a heading."""
 
     kind: Literal["dots"]
     title: str
-    groups: Sequence[tuple[str, Sequence[Dot]]]
+    groups: Sequence[tuple[str, Sequence[DotRow]]]
     note: NotRequired[str]
 
 
-Figure = Bars | Lines | Dots
+Figure = BarChart | LineChart | DotPlot
 
 
-def draw(figure: Figure) -> str:
-    """The figure as one ``<svg>`` element."""
+def draw_figure(figure: Figure) -> str:
+    """Return the figure as one ``<svg>`` element."""
     if figure["kind"] == "bars":
-        return _bars(figure)
+        return _draw_bars(figure)
     if figure["kind"] == "lines":
-        return _lines(figure)
+        return _draw_lines(figure)
     if figure["kind"] == "dots":
-        return _dots(figure)
-    raise ConfigError(f"unknown figure {figure['kind']!r}{did_you_mean(figure['kind'], ('bars', 'lines', 'dots'))}")
+        return _draw_dots(figure)
+    raise ConfigError.listing([unknown_name("figure", figure["kind"], ("bars", "lines", "dots"))])
 
 
 def _svg(height: float, title: str, parts: Sequence[str]) -> str:
@@ -99,13 +100,13 @@ def _text(x: float, y: float, text: str, *, anchor: str = "start", kind: str = "
 
 # -- bars --------------------------------------------------------------------------------------------------------------
 
-_BAR, _GROUP = 16, 22  # height of a bar with the space below it; of a group's label
+_BAR, _GROUP = 16, 22  # heights: a bar with the space below it, a group's label
 
 
-def _bars(figure: Bars) -> str:
+def _draw_bars(figure: BarChart) -> str:
     names, gap = figure["series"], figure.get("gap")
-    left = 10 + _CHARACTER * max(map(len, names))
-    scale = WIDTH - left - 56  # room for a number behind a full bar
+    left = 10 + _CHARACTER_WIDTH * max(map(len, names))
+    scale = WIDTH - left - 56  # leaves room for a number after a full bar
     parts, y = [], 0.0
     for row in figure["rows"]:
         y += _GROUP
@@ -121,7 +122,7 @@ def _bars(figure: Bars) -> str:
                 lost = scale * (before - value)
                 parts.append(f'<rect x="{end:.2f}" y="{y + 1.5:.1f}" width="{lost:.2f}" height="10" class="lost"/>')
                 end += lost
-            value_text = MISSING if value is None else f"{shown(value, 'percent')} %"
+            value_text = MISSING if value is None else f"{format_cell(value, 'percent')} %"
             parts.append(_text(end + 5, y + 10.5, value_text, kind="quiet" if value is None else "number"))
             y += _BAR
         y += 8
@@ -133,18 +134,18 @@ def _bars(figure: Bars) -> str:
 _TOP, _BOTTOM, _LEFT = 12, 200, 44
 
 
-def _lines(figure: Lines) -> str:
+def _draw_lines(figure: LineChart) -> str:
     rows, x = figure["rows"], figure["x"]
     names = [item for item in x if isinstance(item, str)]
     places = [float(i) if names else float(item) for i, item in enumerate(x)]
-    right = WIDTH - 20 - _CHARACTER * max(len(row["label"]) for row in rows)
+    right = WIDTH - 20 - _CHARACTER_WIDTH * max(len(row["label"]) for row in rows)
     first, length = places[0], max(places[-1] - places[0], 1e-9)
 
     def across(place: float) -> float:
         return _LEFT + 6 + (right - _LEFT - 6) * (place - first) / length
 
     values = [value for row in rows for value in row["values"] if value is not None]
-    heights = _scale(values) if figure.get("plain") else [0, 0.25, 0.5, 0.75, 1]
+    heights = _axis_ticks(values) if figure.get("plain") else [0, 0.25, 0.5, 0.75, 1]
     bottom, top = heights[0], heights[-1]
 
     def up(value: float) -> float:
@@ -156,19 +157,19 @@ def _lines(figure: Lines) -> str:
         parts.append(f'<path d="M{_LEFT} {up(tick):.1f}H{right:.1f}" class="grid"/>')
         parts.append(_text(_LEFT - 5, up(tick) + 4, label, anchor="end", kind="quiet"))
     height = _BOTTOM + 36.0
-    if names:  # under a slant, so that they find room
+    if names:  # slanted, to save room
         for place, name in zip(places, names):
             at = f"translate({across(place) + 4:.1f} {_BOTTOM + 14}) rotate(-35)"
             parts.append(f'<g transform="{at}">{_text(0, 0, name, anchor="end", kind="quiet")}</g>')
         height += 4 * max(map(len, names)) - 10
     else:
-        for place in _ticks(places):
+        for place in _x_ticks(places):
             parts.append(_text(across(place), _BOTTOM + 15, f"{place:g}", anchor="middle", kind="quiet"))
     parts.append(_text((_LEFT + right) / 2, height - 4, figure["x_label"], anchor="middle", kind="quiet"))
 
     ends = []
     for place, row in enumerate(rows):
-        turn, series = divmod(row.get("colour", place), _COLOURS)  # more lines than colours begin again, dashed
+        turn, series = divmod(row.get("colour", place), _COLOURS)  # more lines than colours: dashed
         points = [(across(place), up(value)) for place, value in zip(places, row["values"]) if value is not None]
         kind = f"s{series}" + (f" turn{turn % 3}" if turn else "")
         if points:
@@ -176,14 +177,14 @@ def _lines(figure: Lines) -> str:
             parts.append(f'<path d="M{path}" class="line {kind}"/>')
             parts += [_marker(series, a, b) for a, b in (points if len(points) < 12 else points[-1:])]
         ends.append((points[-1] if points else (right, _BOTTOM), row["label"], bool(points), kind))
-    for ((a, b), label, measured, kind), y in zip(ends, _apart([end[0][1] for end in ends])):
+    for ((a, b), label, measured, kind), y in zip(ends, _spread_labels([end[0][1] for end in ends])):
         if measured:
             parts.append(f'<path d="M{a + 4:.1f} {b:.1f}L{right + 13:.1f} {y:.1f}" class="leader {kind}"/>')
         parts.append(_text(right + 16, y + 4, label if measured else f"{label}: {MISSING}"))
     return _svg(height, figure["title"], parts)
 
 
-#: How many colours and markers the lines have.
+#: Number of colours and markers of lines.
 _COLOURS = 4
 
 
@@ -198,30 +199,30 @@ def _marker(series: int, x: float, y: float) -> str:
     return f'<path d="{shape}" class="marker s{series}"/>'
 
 
-def _ticks(places: Sequence[float]) -> list[float]:
-    """A few round places between the first and the last."""
-    step = max(_step(places[-1] - places[0]), 1)
+def _x_ticks(places: Sequence[float]) -> list[float]:
+    """Round positions between the first and the last."""
+    step = max(_round_step(places[-1] - places[0]), 1)
     ticks = [step * i for i in range(int(places[0] // step), int(places[-1] // step) + 1)]
     return [tick for tick in ticks if places[0] <= tick <= places[-1]] or [places[0]]
 
 
-def _step(span: float) -> float:
-    """A round number that goes at most six times into ``span``: 1, 2 or 5 with zeros."""
+def _round_step(span: float) -> float:
+    """The smallest step of 1, 2 or 5 times a power of ten that divides ``span`` into at most six."""
     unit = 10 ** math.floor(math.log10(max(span, 1e-9) / 6))
     return next(step * unit for step in (1, 2, 5, 10) if span <= 6 * step * unit * (1 + 1e-9))
 
 
-def _scale(values: Sequence[float]) -> list[float]:
-    """Round numbers from zero, or below, to the largest value, or above."""
+def _axis_ticks(values: Sequence[float]) -> list[float]:
+    """Round ticks that cover zero and all values."""
     low, high = min(0.0, *values, 0.0), max(0.0, *values, 0.0)
-    step = _step((high - low) or 1.0)
+    step = _round_step((high - low) or 1.0)
     first = math.floor(low / step + 1e-9)
     last = max(math.ceil(high / step - 1e-9), first + 1)
     return [round(step * i, 12) for i in range(first, last + 1)]
 
 
-def _apart(wanted: Sequence[float], distance: float = 15) -> list[float]:
-    """The nearest heights to the wanted ones that labels can stand at without touching, above the axis."""
+def _spread_labels(wanted: Sequence[float], distance: float = 15) -> list[float]:
+    """Move labels to the closest heights above the axis at which they do not touch."""
     order = sorted(range(len(wanted)), key=lambda i: wanted[i])
     found = list(wanted)
     for before, i in pairwise(order):
@@ -235,17 +236,17 @@ def _apart(wanted: Sequence[float], distance: float = 15) -> list[float]:
 
 # -- dots --------------------------------------------------------------------------------------------------------------
 
-_ROW, _LONGEST = 18, 28  # height of a row; characters of a label
+_ROW, _LONGEST = 18, 28  # height of a row, characters of a label
 
 
-def _dots(figure: Dots) -> str:
+def _draw_dots(figure: DotPlot) -> str:
     dots = [dot for _, group in figure["groups"] for dot in group]
-    ticks = _scale([value for dot in dots for value in (dot["paper"], dot["ours"]) if value is not None])
-    labels = [_short(dot["label"]) for dot in dots]
-    left = 14 + _CHARACTER * max(map(len, labels), default=0)
+    ticks = _axis_ticks([value for dot in dots for value in (dot["paper"], dot["ours"]) if value is not None])
+    labels = [_shorten(dot["label"]) for dot in dots]
+    left = 14 + _CHARACTER_WIDTH * max(map(len, labels), default=0)
     right = WIDTH - 12
 
-    def across(value: float) -> float:  # a spread may reach beyond the axis
+    def across(value: float) -> float:  # a spread may exceed the axis
         return left + (right - left) * min(max((value - ticks[0]) / (ticks[-1] - ticks[0]), 0), 1)
 
     parts = [_diamond(6, 10), _text(16, 14, "paper"), _circle(70, 10), _text(80, 14, "ours")]
@@ -258,20 +259,20 @@ def _dots(figure: Dots) -> str:
         y += _GROUP
         rows.append(_text(0, y - 6, heading, kind="strong"))
         for dot in group:
-            rows.append(_row(dot, y, left, across))
+            rows.append(_draw_dot_row(dot, y, left, across))
             y += _ROW
     parts += [f'<path d="M{across(tick):.1f} {axis:g}V{y:g}" class="grid"/>' for tick in ticks]
     return _svg(y + 4, figure["title"], parts + rows)
 
 
-def _row(dot: Dot, y: float, left: float, across: Callable[[float], float]) -> str:
-    """A row that can be pointed at and reached by the keyboard; its hint is its title."""
+def _draw_dot_row(dot: DotRow, y: float, left: float, across: Callable[[float], float]) -> str:
+    """A row that the pointer and the keyboard can reach; its hint is its title."""
     middle = y + _ROW / 2
     paper, ours, spread = dot["paper"], dot["ours"], dot["spread"]
     parts = [
         f'<g class="row" tabindex="0"><title>{escape(dot["hint"])}</title>',
         f'<rect x="0" y="{y:.1f}" width="{WIDTH}" height="{_ROW}" class="hit"/>',
-        _text(left - 8, middle + 4, _short(dot["label"]), anchor="end", kind="quiet"),
+        _text(left - 8, middle + 4, _shorten(dot["label"]), anchor="end", kind="quiet"),
     ]
     if paper is not None and ours is not None:
         parts.append(f'<path d="M{across(paper):.1f} {middle:.1f}H{across(ours):.1f}" class="apart"/>')
@@ -282,7 +283,7 @@ def _row(dot: Dot, y: float, left: float, across: Callable[[float], float]) -> s
         parts.append(_diamond(across(paper), middle))
     if ours is not None:
         parts.append(_circle(across(ours), middle))
-    else:  # beside the printed number, where there is room
+    else:  # beside the printed number, on the side with room
         at = left if paper is None else across(paper)
         end = at > WIDTH - 70
         parts.append(
@@ -299,5 +300,5 @@ def _circle(x: float, y: float) -> str:
     return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" class="ours"/>'
 
 
-def _short(label: str) -> str:
+def _shorten(label: str) -> str:
     return label if len(label) <= _LONGEST else f"{label[: _LONGEST - 1]}…"

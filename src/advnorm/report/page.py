@@ -1,4 +1,4 @@
-"""A page in one file: no network, light and dark, for a phone as for a wide screen."""
+"""A page in one file: no network access, light and dark, for a phone and for a wide screen."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import Any, NotRequired, TypedDict
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from advnorm.report.figures import Figure, draw
-from advnorm.report.tables import MISSING, Table, shown
+from advnorm.report.figures import Figure, draw_figure
+from advnorm.report.tables import MISSING, ReportTable, format_cell
 
 
-class Page(TypedDict):
-    """What a page says. All but the title may be left out; a condition that is None is shown as missing."""
+class ReportPage(TypedDict):
+    """The content of a page. Only the title is required. A condition that is None is shown as missing."""
 
     title: str
     about: NotRequired[str]
     lead: NotRequired[Sequence[str]]
-    tables: NotRequired[Sequence[Table]]
+    tables: NotRequired[Sequence[ReportTable]]
     figures: NotRequired[Sequence[Figure]]
     conditions: NotRequired[Mapping[str, str | int | float | None]]
     commands: NotRequired[Sequence[str]]
 
 
-def render(data: Page) -> str:
-    """The page as HTML."""
+def render_page(page: ReportPage) -> str:
+    """Return the page as HTML."""
     empty = {"about": "", "lead": (), "tables": (), "figures": (), "conditions": {}, "commands": ()}
-    return filled("page.html", {**empty, **data})
+    return render_template("page.html", {**empty, **page})
 
 
-def filled(template: str, data: Mapping[str, Any]) -> str:
-    """A template of this folder with its data, every text in it escaped."""
+def render_template(template: str, data: Mapping[str, Any]) -> str:
+    """Fill a template of this folder and escape every text."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -41,5 +41,6 @@ def filled(template: str, data: Mapping[str, Any]) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.globals.update(shown=shown, missing=MISSING, draw=lambda figure: Markup(draw(figure)))
+    draw = {"draw_figure": lambda figure: Markup(draw_figure(figure))}
+    environment.globals.update(format_cell=format_cell, missing=MISSING, **draw)
     return environment.get_template(template).render(data)

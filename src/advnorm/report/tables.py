@@ -1,4 +1,4 @@
-"""One table as plain data, shown in a terminal or on a page."""
+"""One table as plain data, for a terminal or a page."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from typing import TYPE_CHECKING, Literal, NotRequired, TypedDict
 if TYPE_CHECKING:
     import rich.table
 
-#: What a cell without a value shows: never a blank, never a zero.
+#: Text of a cell without a value: never a blank, never a zero.
 MISSING = "not run"
-Kind = Literal["text", "number", "percent", "points"]
-Cell = str | float | None
+ColumnKind = Literal["text", "number", "percent", "points"]
+CellValue = str | float | None
 
 
-class Column(TypedDict):
-    """A heading and what is below it.
+class ReportColumn(TypedDict):
+    """A heading and the kind of its cells.
 
-    Text; numbers as they are, or as text made already; shares shown as percent; differences of shares as points.
+    Text; numbers, or text that is already formatted; shares shown as percent; differences of shares shown as points.
     """
 
     label: str
-    kind: Kind
+    kind: ColumnKind
 
 
-class Table(TypedDict):
-    """Cells in rows, with a title above and a note below. A row of one cell is a heading for those that follow."""
+class ReportTable(TypedDict):
+    """Cells in rows, with a title above and a note below. A row with one cell is a heading of the rows below it."""
 
     title: str
-    columns: Sequence[Column]
-    rows: Sequence[Sequence[Cell]]
+    columns: Sequence[ReportColumn]
+    rows: Sequence[Sequence[CellValue]]
     note: NotRequired[str]
 
 
-def shown(value: Cell, kind: Kind = "text") -> str:
-    """A cell as text: ``0.279`` is ``27.9`` as percent and ``+27.9`` as points; the heading says the unit."""
+def format_cell(value: CellValue, kind: ColumnKind = "text") -> str:
+    """``0.279`` is ``27.9`` as percent and ``+27.9`` as points; the heading names the unit."""
     if value is None:
         return MISSING
     if isinstance(value, str) or kind in ("text", "number"):
@@ -45,15 +45,15 @@ def shown(value: Cell, kind: Kind = "text") -> str:
     return f"{points:+.1f}".replace("-", "−") if points else "0.0"
 
 
-def terminal(table: Table) -> rich.table.Table:
-    """The table for :mod:`rich`."""
-    from rich.table import Table as RichTable
+def to_rich_table(table: ReportTable) -> rich.table.Table:
+    """Return the table for :mod:`rich`."""
+    from rich.table import Table
     from rich.text import Text
 
-    made = RichTable(title=table["title"], title_justify="left", caption=table.get("note"), caption_justify="left")
+    made = Table(title=table["title"], title_justify="left", caption=table.get("note"), caption_justify="left")
     for column in table["columns"]:
         made.add_column(column["label"], justify="left" if column["kind"] == "text" else "right")
     for row in table["rows"]:
-        cells = (shown(cell, column["kind"]) for cell, column in zip(row, table["columns"]))
+        cells = (format_cell(cell, column["kind"]) for cell, column in zip(row, table["columns"]))
         made.add_row(*(Text(cell, style="dim" if cell == MISSING else "") for cell in cells))
     return made

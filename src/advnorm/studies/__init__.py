@@ -1,15 +1,18 @@
-"""Every table and figure of the papers by name: configurations, what is measured, and the printed numbers."""
+"""Studies: the tables and figures of the papers as configurations, measurements, printed numbers and claims."""
 
-from advnorm.studies.base import STUDIES, Cell, Measure, Number, Study, find, get, list_studies, printed
+from advnorm.studies.registry import PAPERS, STUDIES, find, get, list_studies, register_study
+from advnorm.studies.study import Cell, Measure, PrintedNumber, Study, printed_entry
 
 __all__ = [
+    "PAPERS",
     "STUDIES",
     "Cell",
     "Measure",
-    "Number",
+    "PrintedNumber",
     "Study",
     "find",
     "get",
     "list_studies",
-    "printed",
+    "printed_entry",
+    "register_study",
 ]

@@ -1,21 +1,27 @@
-"""How much is "comparable", "significant" or "robust at all": one figure for all papers, in points of accuracy.
+"""Building blocks of the checks of claims: thresholds, numbers over seeds, and clauses that show what they compare.
 
-None of the papers says it. A check that takes another figure says in its docstring which sentence or number of the
-paper asks for it. The sizes of gains that a claim names ("by over 4") are shown beside ours and not asked for.
+No paper defines "comparable" or "significant", so one threshold in points of accuracy serves all papers. A check with
+another threshold names the sentence or number of the paper that requires it. The sizes of gains that a claim names
+("by over 4") are shown beside the measured ones but not required.
 """
 
 from __future__ import annotations
 
-#: Accuracies so near are "comparable", "similar" or "nearly the same", a loss of so much is "slight", and a gap that is
-#: "large" is larger. Paper A calls differences of up to 2.3 points comparable; 1,000 images, which a shortened
-#: analysis sees, leave an accuracy of 30 % uncertain by 3 points (two deviations).
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+#: Measured numbers by cell and name, each a list over seeds.
+Values = Mapping[tuple[str, str], Sequence[float]]
+#: Accuracies this close are "comparable", "similar" or "nearly the same". A "slight" loss is at most this, a "large"
+#: gap is larger. Paper A calls differences of up to 2.3 points comparable. With 1,000 images, as in a shortened
+#: analysis, an accuracy of 30 % is uncertain by 3 points (two standard deviations).
 COMPARABLE = 3.0
-#: A network has "almost zero" robustness up to here and some above it: paper A's BN_clean and single BN have up to 0.5.
+#: "Almost zero" robustness goes up to here: BN_clean and the single BN of paper A have up to 0.5.
 ALMOST_NONE = 2.0
-#: Gains from here on are "significant": the smallest that paper E calls so is 1.6.
+#: Gains from here on are "significant": the smallest gain that paper E calls significant is 1.6.
 SIGNIFICANT = 1.0
-#: What the words mean, for who reads a verdict.
-WORDS = {
+#: The words of a claim, for readers of a verdict.
+DEFINITIONS = {
     "comparable": f"within {COMPARABLE:g} points",
     "far": f"by more than {COMPARABLE:g} points",
     "significant": f"by {SIGNIFICANT:g} point or more",
@@ -23,16 +29,106 @@ WORDS = {
 }
 
 
-def comparable(one: float, other: float) -> bool:
+def mean(values: Values, cell: str, value: str) -> float:
+    """Return the mean of a value over seeds; raise KeyError if it was not measured."""
+    found = values[cell, value]
+    return sum(found) / len(found)
+
+
+def epochs_of(values: Values, cell: str, value: str) -> list[int]:
+    """Return the epochs after which a value was measured, sorted; raise KeyError if there are none."""
+    split = [path.partition("/") for name, path in values if name == cell]
+    epochs = sorted(int(epoch) for epoch, _, rest in split if rest == value and epoch.isdecimal())
+    if not epochs:
+        raise KeyError((cell, value))
+    return epochs
+
+
+def means_along_training(values: Values, cell: str, value: str) -> list[float]:
+    return [mean(values, cell, f"{epoch}/{value}") for epoch in epochs_of(values, cell, value)]
+
+
+def are_comparable(one: float, other: float) -> bool:
     """Whether two accuracies in percent are about the same."""
     return abs(one - other) <= COMPARABLE
 
 
-def robust(*accuracies: float) -> bool:
-    """Whether each accuracy under attack, in percent, is one at all."""
+def are_robust(*accuracies: float) -> bool:
+    """Whether each accuracy under attack, in percent, exceeds almost zero."""
     return min(accuracies) > ALMOST_NONE
 
 
-def beside(*numbers: float, form: str = ".1f") -> str:
-    """``40.1 and 39.5``: what a clause compares, by default accuracies."""
+def join_numbers(*numbers: float, form: str = ".1f") -> str:
+    """``40.1 and 39.5``: the numbers that a clause compares, by default accuracies."""
     return " and ".join(f"{number:{form}}" for number in numbers)
+
+
+class Clause(NamedTuple):
+    """One part of a claim with the numbers that it compares, and whether it holds."""
+
+    text: str
+    held: bool
+
+    @classmethod
+    def higher(cls, text: str, one: float, other: float, *, by: float = 0.0, form: str = ".1f") -> Clause:
+        """``one`` exceeds ``other`` by more than ``by``."""
+        return cls(f"{text}: {join_numbers(one, other, form=form)}", one > other + by)
+
+    @classmethod
+    def far_higher(cls, text: str, one: float, other: float) -> Clause:
+        return cls.higher(text, one, other, by=COMPARABLE)
+
+    @classmethod
+    def lower(cls, text: str, one: float, other: float, *, form: str = ".1f") -> Clause:
+        return cls(f"{text}: {join_numbers(one, other, form=form)}", one < other)
+
+    @classmethod
+    def significantly_higher(
+        cls, text: str, one: float, other: float, *, by: float = SIGNIFICANT, form: str = ".1f"
+    ) -> Clause:
+        return cls(f"{text}: {join_numbers(one, other, form=form)}", one >= other + by)
+
+    @classmethod
+    def comparable(cls, text: str, one: float, other: float) -> Clause:
+        return cls(f"{text}: {join_numbers(one, other)}", are_comparable(one, other))
+
+    @classmethod
+    def robust(cls, text: str, *accuracies: float) -> Clause:
+        return cls(f"{text}: {join_numbers(*accuracies)}", are_robust(*accuracies))
+
+    @classmethod
+    def almost_no_robustness(cls, text: str, *accuracies: float) -> Clause:
+        return cls(f"{text}: {join_numbers(*accuracies)}", max(accuracies) <= ALMOST_NONE)
+
+    @classmethod
+    def in_cases(cls, text: str, held: Collection[bool], detail: str, *, required: float | None = None) -> Clause:
+        """``text: in 17 of 20 cases, DETAIL``. All cases must hold, or ``required`` of them."""
+        required = len(held) if required is None else required
+        return cls(f"{text}: in {sum(held)} of {len(held)} cases, {detail}", sum(held) >= required)
+
+    @classmethod
+    def conjunction(cls, text: str, parts: Iterable[Clause]) -> Clause:
+        """All parts hold. Shows those that fail, else all. A failing part decides even if a later one is missing."""
+        read: list[Clause] = []
+        try:
+            read.extend(parts)
+        except KeyError:
+            if all(part.held for part in read):
+                raise
+        failed = [part for part in read if not part.held]
+        return cls(f"{text}: {', '.join(part.text for part in failed or read)}", not failed)
+
+
+T = TypeVar("T")
+
+
+def for_each(items: Iterable[T], clauses: Callable[[T], Iterable[Clause]]) -> Iterator[Clause]:
+    """Yield the clauses of every item. A number that one item lacks does not hide the clauses of the others."""
+    missing: KeyError | IndexError | None = None
+    for item in items:
+        try:
+            yield from clauses(item)
+        except (KeyError, IndexError) as error:
+            missing = error
+    if missing is not None:
+        raise missing

@@ -1,4 +1,4 @@
-"""How a study is run: as the paper prints it, by a shortened schedule, or as a check that everything works."""
+"""The protocols of a study: the printed schedule, a shortened schedule, or a check that everything works."""
 
 from __future__ import annotations
 
@@ -7,40 +7,39 @@ from dataclasses import replace
 from typing import Any
 
 from advnorm.config.config import Config, Named
-from advnorm.studies.base import IMAGES, Cell, Measure, Protocol
+from advnorm.studies.study import ANALYSIS_IMAGES, Cell, Measure, Protocol
 
-#: Of the shortened schedule.
-FAST_EPOCHS, FAST_BATCH = 30, 512
-#: Norm of all gradients together.
-FAST_CLIP = 1.0
-#: Half precision searches, strict float32 decides.
+#: The shortened schedule: epochs, batch size, norm at which the whole gradient is clipped.
+FAST_EPOCHS, FAST_BATCH, FAST_CLIP = 30, 512, 1.0
+#: AutoAttack that searches in bf16. Strict float32 decides what counts.
 FAST_AUTOATTACK = "autoattack-bf16"
 
 
-def under(protocol: Protocol, cell: Cell) -> Cell:
-    """A cell as a protocol runs it."""
-    if protocol == "paper":
-        return cell
-    return fast(cell) if protocol == "fast" else smoke(cell)
+def plan_cell(cell: Cell, protocol: Protocol) -> Cell:
+    """Return a cell as a protocol runs it."""
+    return {"paper": lambda: cell, "fast": lambda: fast(cell), "smoke": lambda: smoke(cell)}[protocol]()
 
 
 def fast(cell: Cell) -> Cell:
-    """One cycle of 30 epochs at batch 512, analyses on 1,000 images: a recipe of its own, named wherever it appears.
+    """One cycle of 30 epochs at batch 512, and analyses on 1,000 images: a recipe of its own, named with its results.
 
-    AutoAttack searches in bf16, and strict float32 decides. The learning rate of SGD grows with the batch, that of
-    adaptive optimizers with its root; groups of a second pass stay as large as they are. Gradients of a network
-    without a norm at its end, or without any, are clipped: at that rate it diverges, and with one there it does not.
-    Cells that differ in the schedule itself (B/table3's 1.20x, E/table3's decay) become one.
+    - AutoAttack searches in bf16; strict float32 decides.
+    - The learning rate of SGD grows with the batch size, that of adaptive optimizers with its square root.
+    - The groups of a second pass keep their size.
+    - Gradients are clipped if the network does not end with a norm: at this learning rate it diverges otherwise.
+    - Cells that differ only in the schedule (B/table3's 1.20x, E/table3's decay) become the same training.
     """
     config = cell.config
     batch_size = max(FAST_BATCH, config.batch_size)
     larger = batch_size / config.batch_size
+    epochs = min(FAST_EPOCHS, config.epochs)
+    share = epochs / config.epochs
     return replace(
         cell,
-        measures=tuple(_cheaper(measure) for measure in cell.measures),
+        measures=tuple(_shorten_measure(measure) for measure in cell.measures),
         config=replace(
             config,
-            epochs=min(FAST_EPOCHS, config.epochs),
+            epochs=epochs,
             batch_size=batch_size,
             lr=config.lr * (larger if config.optimizer == "sgd" else larger**0.5),
             second_pass=_with_groups(config.second_pass, lambda groups: round(groups * larger)),
@@ -50,17 +49,11 @@ def fast(cell: Cell) -> Cell:
             warmup_epochs=0.0,
             nesterov=config.optimizer == "sgd",
             grad_clip=config.grad_clip or (FAST_CLIP if _ends_without_norm(config) else None),
-            running_epochs=min(config.running_epochs, min(FAST_EPOCHS, config.epochs) // 10),
-            snapshots=_sooner(config.snapshots, config.epochs),
+            running_epochs=min(config.running_epochs, epochs // 10),
+            snapshots=tuple(dict.fromkeys(max(1, round(share * epoch)) for epoch in config.snapshots)),
             validate_every=5 if config.validate_every else 0,
         ),
     )
-
-
-def _sooner(snapshots: tuple[int, ...], epochs: int) -> tuple[int, ...]:
-    """The same moments of a shorter training."""
-    share = min(FAST_EPOCHS, epochs) / epochs
-    return tuple(dict.fromkeys(max(1, round(share * epoch)) for epoch in snapshots))
 
 
 def _ends_without_norm(config: Config) -> bool:
@@ -69,15 +62,15 @@ def _ends_without_norm(config: Config) -> bool:
     return bare or config.norm == "none" or model.name.startswith("fixup")
 
 
-def _cheaper(measure: Measure) -> Measure:
-    options = fast_search(measure.options)
-    if measure.name not in ("benchmark", "metrics") and options.get("limit", IMAGES) is None:
-        options["limit"] = IMAGES
+def _shorten_measure(measure: Measure) -> Measure:
+    options = with_fast_autoattack(measure.options)
+    if measure.name not in ("benchmark", "metrics") and options.get("limit", ANALYSIS_IMAGES) is None:
+        options["limit"] = ANALYSIS_IMAGES
     return replace(measure, options=options)
 
 
-def fast_search(options: Mapping[str, Any]) -> dict[str, Any]:
-    """A measurement's options with AutoAttack as the shortened schedule has it."""
+def with_fast_autoattack(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace AutoAttack in a measurement's options by the variant of the shortened schedule."""
     attacks = options.get("attacks")
     if not isinstance(attacks, Mapping):
         return dict(options)
@@ -86,12 +79,12 @@ def fast_search(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def smoke(cell: Cell) -> Cell:
-    """Two steps of a narrow network on synthetic images, attacks of two steps: does every part work together?"""
+    """Two steps of a narrow network on synthetic images, and attacks of two steps: do all parts work together?"""
     config = cell.config
     small = {"width": 0.125} if not config.model.name.startswith("small") else {}
     name = "imagenet_resnet18" if config.model.name.startswith("imagenet_resnet") else config.model.name
     held_out = 4 if config.held_out else 0
-    epochs = 2 if config.running_epochs else 1  # one that estimates statistics and one that uses them
+    epochs = 2 if config.running_epochs else 1  # one estimates the running statistics, one trains with them
     smaller = replace(
         config,
         model=Named(name, **{**config.model.options, **small}),
@@ -102,7 +95,7 @@ def smoke(cell: Cell) -> Cell:
         validation_images=None,
         epochs=epochs,
         batch_size=8,
-        lr=1e-3,  # batches of 8 diverge at the papers' rates
+        lr=1e-3,  # batches of 8 diverge at the papers' learning rates
         schedule="constant",
         milestones=(),
         gamma=Config.gamma,
@@ -113,9 +106,9 @@ def smoke(cell: Cell) -> Cell:
         snapshots=(1,) if config.snapshots else (),
         budget=1,
         attack=replace(config.attack, steps=2, restarts=1),
-        second_pass=_with_groups(config.second_pass, lambda groups: min(2, groups)),  # of a batch of eight
+        second_pass=_with_groups(config.second_pass, lambda groups: min(2, groups)),  # in a batch of 8
     )
-    return replace(cell, config=smaller, measures=tuple(_smaller(measure) for measure in cell.measures))
+    return replace(cell, config=smaller, measures=tuple(_shrink_measure(measure) for measure in cell.measures))
 
 
 def _with_groups(second_pass: Named | None, change: Callable[[int], int]) -> Named | None:
@@ -124,7 +117,7 @@ def _with_groups(second_pass: Named | None, change: Callable[[int], int]) -> Nam
     return Named(second_pass.name, **{**second_pass.options, "groups": change(second_pass.options["groups"])})
 
 
-def _smaller(measure: Measure) -> Measure:
+def _shrink_measure(measure: Measure) -> Measure:
     options = dict(measure.options)
     if measure.name == "benchmark":
         attacks = options["attacks"]

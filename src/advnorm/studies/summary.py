@@ -1,72 +1,31 @@
-"""What the records below a folder say of every study: plain data, for a page that is made without torch."""
+"""A summary of all studies from the records below a folder: plain data, for a page that is made without torch."""
 
 from __future__ import annotations
 
 import json
-import os
-import re
-import statistics
-from collections.abc import Iterable, Mapping, Sequence, Set
-from contextlib import suppress
-from functools import partial
-from itertools import chain
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, get_args
+from typing import TypedDict, get_args
 
-from advnorm._core.errors import ConfigError
-from advnorm.config.config import Config
-from advnorm.studies.base import IMAGES, STUDIES, Answer, Cell, Conclusion, Protocol, Study, Values, same_as
-from advnorm.studies.claims import WORDS
-from advnorm.studies.protocols import under
-from advnorm.studies.record import Record, changed, flat, measures_of, read_record, stands, whole
-from advnorm.training.cost import training_flops
+from advnorm._core.errors import ConfigError, Problem
+from advnorm.studies.claims import DEFINITIONS
+from advnorm.studies.compared_numbers import ComparedNumber, NumberSeries, arrange_numbers, compare_number
+from advnorm.studies.measurement import describe_measure
+from advnorm.studies.protocols import plan_cell
+from advnorm.studies.record import CellRecord, flatten_settings, outdated_settings, recorded_measures, with_defaults
+from advnorm.studies.registry import PAPERS, STUDIES
+from advnorm.studies.results import current_records, shown_records, values_by_cell, values_read_by_check
+from advnorm.studies.store import RecordStore, select_for_study
+from advnorm.studies.study import Cell, ClaimVerdict, Protocol, Study
 
-PAPERS = {
-    "A": "Towards Understanding Dual BN in Hybrid Adversarial Training",
-    "B": "Adversarially Perturbed Batch Normalization: A Simple Way to Improve Image Recognition",
-    "C": "Improving the Accuracy-Robustness Trade-Off for Dual-Domain Adversarial Training",
-    "D": "Batch Normalization Increases Adversarial Vulnerability: Disentangling Usefulness and Robustness of Model "
-    "Features",
-    "E": "Intriguing Properties of Adversarial Training",
-}
-#: What the runner keeps beside the records.
-WORKING = ("runs", "features")
+#: Folders that the runner keeps beside the records.
+WORKING_FOLDERS = ("runs", "features")
 
 
-class Entry(TypedDict):
-    """A number: what the paper prints and what was measured, None where there is none.
+class CellStatus(TypedDict):
+    """A cell: its finished seeds, devices, cost, and the settings that differ between cells.
 
-    ``spread`` is the standard deviation over seeds (n - 1 in the denominator), of two and more.
-    """
-
-    row: str
-    column: str
-    cell: str
-    value: str
-    paper: float | None
-    ours: float | None
-    spread: float | None
-    n: int
-    difference: float | None
-
-
-class Series(TypedDict):
-    """Numbers in a row, by their place: along training, over radii, over channels. The mean over seeds.
-
-    ``over``: what the places are, for an axis.
-    """
-
-    cell: str
-    value: str
-    over: str
-    x: list[int]
-    ours: list[float]
-
-
-class CellState(TypedDict):
-    """A cell: which seeds are done (none: it is missing), where, at what cost, and the settings that are its own.
-
-    ``measured_for``: other studies whose records stand for it.
+    ``measured_for`` names other studies whose records serve this cell.
     """
 
     name: str
@@ -77,18 +36,18 @@ class CellState(TypedDict):
     settings: dict[str, str]
 
 
-class Result(TypedDict):
-    """A study under one protocol; ``protocol`` is None where nothing was run. ``settings``: those of every cell.
+class ProtocolResult(TypedDict):
+    """A study under one protocol; ``protocol`` is None if nothing was run. ``settings`` are common to all cells.
 
-    ``outdated``: the cells and seeds whose records were made with other settings than the study has now.
+    ``outdated`` lists cells and seeds whose records were made with other settings than the study has now.
     """
 
     protocol: Protocol | None
-    answer: Answer
-    clauses: list[tuple[str, bool]]  # the parts of the claim that could be judged, and whether each holds
-    entries: list[Entry]
-    series: list[Series]
-    cells: list[CellState]
+    verdict: ClaimVerdict
+    clauses: list[tuple[str, bool]]  # the clauses that could be evaluated, and whether each holds
+    entries: list[ComparedNumber]
+    series: list[NumberSeries]
+    cells: list[CellStatus]
     settings: dict[str, str]
     outdated: list[str]
     minutes: dict[str, float]
@@ -99,7 +58,7 @@ class Result(TypedDict):
 
 
 class StudySummary(TypedDict):
-    """A table or figure; ``said`` are numbers that the paper gives in its text. At least one result, maybe an empty."""
+    """A table or figure. ``said`` are numbers from the paper's text. ``results`` has at least one entry."""
 
     name: str
     caption: str
@@ -107,342 +66,118 @@ class StudySummary(TypedDict):
     claim: str
     notes: str
     said: list[tuple[str, float]]
-    results: list[Result]
+    results: list[ProtocolResult]
 
 
-class Summary(TypedDict):
-    """All studies; minutes by device, a training that studies share once; why files among the records are skipped.
+class StudiesSummary(TypedDict):
+    """All studies. ``minutes`` of training by device count a shared training once.
 
-    ``others`` counts the JSON files of other folders, which are not read; ``words`` says what those of claims mean.
+    ``definitions`` explains words of the claims. ``problems`` lists skipped files, and ``others`` counts the JSON files
+    of other folders, which are not read.
     """
 
     papers: dict[str, str]
-    words: dict[str, str]
+    definitions: dict[str, str]
     studies: list[StudySummary]
     minutes: dict[str, float]
     problems: list[str]
     others: dict[str, int]
 
 
-def summary(out: Path | str) -> Summary:
-    """Every study with the paper's numbers beside ours, from the records below ``out``."""
+def summarize_studies(out: Path | str) -> StudiesSummary:
+    """Summarize every study, with the paper's numbers beside the measured ones."""
     out = Path(out)
     if not out.is_dir():
-        raise ConfigError(f"{out} is no folder; name the one that `advnorm study` wrote its records to")
-    names = sorted(STUDIES.names(), key=_order)
-    cells = {name: STUDIES.get(name).by_name() for name in names}
-    records, problems = read_records(out, cells)
-    studies = []
-    for name in cells:
-        study = STUDIES.get(name)
-        found = _of(study, records)
-        entry = study.printed
-        protocols = [protocol for protocol in get_args(Protocol) if any(r["protocol"] == protocol for r in found)]
-        results = []
-        for protocol in protocols or (None,):
-            result, problem = _result(study, cells[name], protocol, [r for r in found if r["protocol"] == protocol])
-            results.append(result)
-            problems += [problem] if problem else []
-        studies.append(
-            StudySummary(
-                name=name,
-                caption=entry["caption"],
-                where=entry["where"],
-                claim=entry["claim"],
-                notes=entry["notes"],
-                said=[(item["what"], item["value"]) for item in entry.get("printed", ())],
-                results=results,
-            )
-        )
-    return Summary(
+        hint = "name the folder that `advnorm study` wrote its records to"
+        raise ConfigError("missing_file", f"{out} is not a folder", field="out", hint=hint)
+    records, problems = RecordStore(out).read_all()
+    studies = [_summarize_study(STUDIES.get(name), records, problems) for name in STUDIES.names()]
+    return StudiesSummary(
         papers=PAPERS,
-        words=WORDS,
+        definitions=DEFINITIONS,
         studies=studies,
-        minutes=_minutes(records),
-        problems=problems,
-        others=_others(out),
+        minutes=_minutes_by_device(records),
+        problems=list(map(str, problems)),
+        others=_count_other_files(out),
     )
 
 
-def _order(name: str) -> tuple[str, str, list[int]]:
-    """Tables before figures before sections of the text, ``fig2`` before ``fig10``."""
-    paper, _, what = name.partition("/")
-    kind = what.rstrip(".0123456789")
-    rank = {"table": "0", "fig": "1"}.get(kind, f"2{kind}")
-    return paper, rank, [int(part) for part in re.findall(r"\d+", what)]
-
-
-def _others(out: Path) -> dict[str, int]:
-    folders = [path for path in sorted(out.iterdir()) if path.is_dir() and path.name not in ("records", *WORKING)]
+def _count_other_files(out: Path) -> dict[str, int]:
+    ignored = ("records", *WORKING_FOLDERS)
+    folders = [path for path in sorted(out.iterdir()) if path.is_dir() and path.name not in ignored]
     counts = {out.resolve().name: sum(1 for _ in out.glob("*.json"))}
     counts |= {folder.name: sum(1 for _ in folder.rglob("*.json")) for folder in folders}
     return {name: count for name, count in counts.items() if count}
 
 
-# -- reading -----------------------------------------------------------------------------------------------------------
+def _summarize_study(study: Study, records: Sequence[CellRecord], problems: list[Problem]) -> StudySummary:
+    """Summarize one study; append the problems of its check to ``problems``."""
+    found = select_for_study(study, records)
+    entry = study.printed
+    protocols = [protocol for protocol in get_args(Protocol) if any(r["protocol"] == protocol for r in found)]
+    return StudySummary(
+        name=study.name,
+        caption=entry["caption"],
+        where=entry["where"],
+        claim=entry["claim"],
+        notes=entry["notes"],
+        said=[(item["what"], item["value"]) for item in entry.get("printed", ())],
+        results=[
+            _summarize_protocol(study, protocol, [r for r in found if r["protocol"] == protocol], problems)
+            for protocol in protocols or (None,)
+        ],
+    )
 
 
-def collected(
-    study: Study,
-    *,
-    seeds: Iterable[int] | None = None,
-    protocol: Protocol,
-    out: Path | str,
-    outdated: bool = True,
-) -> tuple[Values, list[str]]:
-    """The measured values of a study over seeds, and what is wrong with its records that cannot be read.
-
-    ``outdated``: where a cell has none of the settings that the study has now, those of others; no verdict is by them.
-    """
-    records, problems = _records_of(study, seeds, protocol, Path(out))
-    return _values(_counted(records, study.by_name(), outdated=outdated)), problems
-
-
-def concluded(
-    study: Study, *, seeds: Iterable[int], protocol: Protocol, out: Path | str
-) -> tuple[Values, Conclusion, list[str]]:
-    """What is :func:`collected`, the verdict by it, and all that is wrong; the records are read once."""
-    records, problems = _records_of(study, seeds, protocol, Path(out))
-    shown, now = (_values(_counted(records, study.by_name(), outdated=outdated)) for outdated in (True, False))
-    conclusion = study.concluded(now)
-    return shown, conclusion, [*problems, *([conclusion.problem] if conclusion.problem else [])]
-
-
-def _records_of(
-    study: Study, seeds: Iterable[int] | None, protocol: Protocol, out: Path
-) -> tuple[list[Record], list[str]]:
-    """The records that serve a study under a protocol, and what is wrong with those that cannot be read."""
-    names = [study.name, *(other for cell in study.by_name() for other, _ in same_as(study.name, cell))]
-    cells = {name: STUDIES.get(name).by_name() for name in dict.fromkeys(names)}
-    records, problems = read_records(out, cells, within=cells)
-    problems = [problem for problem in problems if re.match(rf"records/{re.escape(study.name)}[/ ]", problem)]
-    wanted = None if seeds is None else set(seeds)
-    chosen = [r for r in _of(study, records) if r["protocol"] == protocol and (wanted is None or r["seed"] in wanted)]
-    return chosen, problems
-
-
-def _counted(records: Sequence[Record], cells: Mapping[str, Cell], *, outdated: bool) -> list[Record]:
-    """Those of the settings that the study has now; others, if at all, of cells that have none of them."""
-    now = [record for record in records if not changed(record, cells[record["cell"]])]
-    known = {record["cell"] for record in now}
-    return [record for record in records if record["cell"] not in known] + now if outdated else now
-
-
-def rates(study: Study, out: Path | str) -> dict[str, float]:
-    """Operations a second of the trainings of a study's paper by its records, by device: the median, estimated."""
-    cells = {name: STUDIES.get(name).by_name() for name in STUDIES.names(f"{study.name.split('/')[0]}/*")}
-    found: dict[str, list[float]] = {}
-    for record in read_records(Path(out), cells, within=cells)[0]:
-        run = record["run"]
-        with suppress(ConfigError):  # settings of another version
-            flops = training_flops(Config.from_dict(run["config"]))
-            if flops is not None and run["seconds"] > 0 and record["protocol"] != "smoke":
-                found.setdefault(str(run.get("device")), []).append(flops / run["seconds"])
-    return {device: statistics.median(each) for device, each in found.items()}
-
-
-def _of(study: Study, records: Sequence[Record]) -> list[Record]:
-    """A study's records by cell and seed; where one is missing or outdated, another study's that stands for it."""
-    cells, chosen = study.by_name(), {}
-    served = {place: cell for cell in cells for place in [(study.name, cell), *same_as(study.name, cell)]}
-    for record in records:  # in the order of their places
-        own, cell = record["study"] == study.name, served.get((record["study"], record["cell"]))
-        if cell is None:
-            continue
-        key = cell, record["protocol"], record["seed"]
-        rank = (2 if own else 1) if stands(record, cells[cell]) else 0
-        if (own or rank) and rank > chosen.get(key, (-1, None))[0]:
-            chosen[key] = rank, {**record, "study": study.name, "cell": cell, "measured_for": record["study"]}
-    return [chosen[key][1] for key in sorted(chosen, key=lambda key: (key[0], key[2]))]
-
-
-def read_records(
-    out: Path, cells: Mapping[str, Mapping[str, Cell]], within: Iterable[str] = ("",)
-) -> tuple[list[Record], list[str]]:
-    """The records of cells below ``out/records``, or of some studies, and what is wrong with the files that are none.
-
-    In the order of their places.
-    """
-    folder = out / "records"
-    problems: list[str] = []
-    records = []
-
-    def closed(error: OSError) -> None:
-        if not isinstance(error, FileNotFoundError):  # nothing was run yet
-            problems.append(f"{Path(error.filename).relative_to(out)} cannot be read: {error.strerror}")
-
-    walk = chain.from_iterable(os.walk(folder / name, onerror=closed, followlinks=True) for name in within)
-    # Hidden files are what a killed writer leaves (see write_atomic); its cell counts as missing.
-    paths = [Path(parent) / name for parent, _, names in walk for name in names if not name.startswith(".")]
-    for path in sorted(paths):
-        shown = path.relative_to(out).as_posix()
-        try:
-            record = read_record(path, path.relative_to(folder).as_posix(), cells)
-        except ConfigError as error:
-            problems.append(f"{shown} is skipped: {error}")
-            continue
-        records.append(record)
-        others = changed(record, cells[record["study"]][record["cell"]])
-        if others:
-            problems.append(f"{shown} was made with other settings than the study has now: {', '.join(others)}")
-    return records, [problem.encode(errors="replace").decode() for problem in problems]  # names may be no UTF-8
-
-
-# -- what they say -----------------------------------------------------------------------------------------------------
-
-
-def _result(
-    study: Study, cells: Mapping[str, Cell], protocol: Protocol | None, records: Sequence[Record]
-) -> tuple[Result, str | None]:
-    """A study under a protocol, and what is wrong with values that its check cannot read."""
-    values = _values(_counted(records, cells, outdated=True))
-    states, settings = cell_states(cells.values(), protocol, records)
-    answer, clauses, problem = study.concluded(_values(_counted(records, cells, outdated=False)))
-    if protocol == "smoke":  # two steps on synthetic images say nothing of a claim, whatever their numbers are
-        answer, clauses = "not run", ()
-    entries, series = _placed(study, values), []
-    if not entries:  # a figure: the paper prints no numbers
-        entries, series = _unplaced(values, decisive(study, values))
-    result = Result(
+def _summarize_protocol(
+    study: Study, protocol: Protocol | None, records: Sequence[CellRecord], problems: list[Problem]
+) -> ProtocolResult:
+    cells = study.by_name()
+    values = values_by_cell(shown_records(records, cells))
+    statuses, settings = list_cell_statuses(cells.values(), protocol, records)
+    verdict, clauses, problem = study.evaluate_claim(values_by_cell(current_records(records, cells)))
+    problems += [problem] if problem else []
+    if protocol == "smoke":  # two steps on synthetic images give no evidence for a claim
+        verdict, clauses = "not run", ()
+    entries, series = (
+        [
+            compare_number(values, row=n.row, column=n.column, cell=n.cell, value=n.value, paper=n.printed)
+            for n in study.numbers()
+        ],
+        [],
+    )
+    if not entries:  # a figure without printed numbers
+        entries, series = arrange_numbers(values, values_read_by_check(study, values))
+    return ProtocolResult(
         protocol=protocol,
-        answer=answer,
+        verdict=verdict,
         clauses=[(clause.text, clause.held) for clause in clauses],
         entries=entries,
         series=series,
-        cells=states,
+        cells=statuses,
         settings=settings,
-        outdated=[f"{r['cell']} seed {r['seed']}" for r in records if changed(r, cells[r["cell"]])],
-        minutes=_minutes(records),
-        measures=_distinct(in_words(one) for record in records for one in measures_of(record)),
+        outdated=[f"{r['cell']} seed {r['seed']}" for r in records if outdated_settings(r, cells[r["cell"]])],
+        minutes=_minutes_by_device(records),
+        measures=_distinct(describe_measure(one) for record in records for one in recorded_measures(record)),
         torch=_distinct(part.get("torch") for record in records for part in (record["run"], record)),
         precision=_distinct(record["run"].get("precision") for record in records),
         commits=_distinct(part.get("commit") for record in records for part in (record["run"], record)),
     )
-    return result, problem
 
 
-def in_words(measure: Mapping[str, Any]) -> str:
-    """``benchmark (pgd10-step2, autoattack) on all images``, ``channels on 1000 images``."""
-    options = measure["options"]
-    attacks = options.get("attacks") or options.get("inputs")
-    attacks = attacks if isinstance(attacks, Mapping | list) else ()
-    names = ", ".join(map(str, attacks.values() if isinstance(attacks, Mapping) else attacks))
-    limit = options.get("limit", None if measure.get("name") == "benchmark" else IMAGES)
-    images = "" if measure.get("name") == "metrics" else f" on {'all' if limit is None else limit} images"
-    return f"{measure.get('name')}{f' ({names})' if names else ''}{images}"
-
-
-def _values(records: Iterable[Record]) -> dict[tuple[str, str], list[float]]:
-    """Numbers by cell and name, each a list over seeds."""
-    values: dict[tuple[str, str], list[float]] = {}
-    for record in records:
-        for name, value in record["values"].items():
-            values.setdefault((record["cell"], name), []).append(float(value))
-    return values
-
-
-def _placed(study: Study, values: Mapping[tuple[str, str], Sequence[float]]) -> list[Entry]:
-    measured = partial(_entry, values)
-    return [
-        measured(number.row, number.column, number.cell, number.value, number.printed) for number in study.numbers()
-    ]
-
-
-class _Read(dict[tuple[str, str], Sequence[float]]):
-    """Values that remember which of them were looked at."""
-
-    def __init__(self, values: Mapping[tuple[str, str], Sequence[float]]) -> None:
-        super().__init__(values)
-        self.seen: set[tuple[str, str]] = set()
-
-    def __getitem__(self, key: tuple[str, str]) -> Sequence[float]:
-        self.seen.add(key)
-        return super().__getitem__(key)
-
-
-def decisive(study: Study, values: Mapping[tuple[str, str], Sequence[float]]) -> set[tuple[str, str]]:
-    """The values that the check of the claim reads."""
-    read = _Read(values)
-    study.answer(read)
-    return read.seen
-
-
-def _unplaced(
-    values: Mapping[tuple[str, str], Sequence[float]], first: Set[tuple[str, str]]
-) -> tuple[list[Entry], list[Series]]:
-    """Numbers that stand alone, and those in a row: ``accuracy/0``, ``accuracy/1`` or ``1/loss``, ``2/loss``.
-
-    Layers are a row too: ``layers/AP/bn1/total``, ``layers/AP/layer1.0.bn1/total``. Those in ``first`` come first; of
-    the others those that are the same everywhere tell nothing and are left out.
-    """
-    rows: dict[tuple[str, str, str], dict[int, str]] = {}
-    for cell, name in sorted(values, key=lambda key: key not in first):
-        parts = name.split("/")
-        if len(parts) > 1 and parts[0].isdecimal() and parts[1].endswith("layers"):
-            continue  # along training: their sums say it
-        if len(parts) == 4 and parts[0].endswith("layers"):
-            layers = rows.setdefault((cell, "/".join([*parts[:2], parts[3]]), "layer, from input to output"), {})
-            layers[len(layers) + 1] = name
-            continue
-        places = [index for index, part in enumerate(parts) if part.isascii() and part.isdecimal()]
-        at = (0 if places[0] == 0 else places[-1]) if places else len(parts)  # an epoch goes before the rest
-        family = "/".join([*parts[:at], *parts[at + 1 :]])
-        if "conditions" not in parts and parts[0] != "channels" and parts[-1] not in ("epoch", "step"):
-            over = _axis(values, cell, along=at == 0) if places else ""
-            rows.setdefault((cell, family, over), {})[int(parts[at]) if places else 0] = name
-    entries, series = [], []
-    for (cell, family, over), names in rows.items():
-        if len(names) < 3:
-            entries += [_entry(values, cell, shown(name), cell, name, None) for name in names.values()]
-            continue
-        ours = [statistics.fmean(values[cell, names[x]]) for x in sorted(names)]
-        if len(set(ours)) > 1 or any((cell, name) in first for name in names.values()):
-            series.append(Series(cell=cell, value=shown(family), over=over, x=sorted(names), ours=ours))
-    return entries, series
-
-
-def shown(name: str) -> str:
-    """Without what every number of a cell's only network has in front (see :class:`Measure`)."""
-    return name.replace("networks/run/", "")
-
-
-def _axis(values: Mapping[tuple[str, str], Sequence[float]], cell: str, *, along: bool) -> str:
-    """What numbers in a row are numbered by."""
-    if along:
-        return "epoch"
-    return "channels that were drawn, in order" if (cell, "channels/0") in values else "place in the list"
-
-
-def _entry(
-    values: Mapping[tuple[str, str], Sequence[float]], row: str, column: str, cell: str, value: str, paper: float | None
-) -> Entry:
-    sample = values.get((cell, value), ())
-    ours = statistics.fmean(sample) if sample else None
-    return Entry(
-        row=row,
-        column=column,
-        cell=cell,
-        value=value,
-        paper=paper,
-        ours=ours,
-        spread=statistics.stdev(sample) if len(sample) > 1 else None,
-        n=len(sample),
-        difference=None if ours is None or paper is None else ours - paper,
-    )
-
-
-def cell_states(
-    cells: Iterable[Cell], protocol: Protocol | None, records: Sequence[Record]
-) -> tuple[list[CellState], dict[str, str]]:
-    """How far each cell is; settings that all share, and apart from them each cell's own."""
-    states, settings = [], []
+def list_cell_statuses(
+    cells: Iterable[Cell], protocol: Protocol | None, records: Sequence[CellRecord]
+) -> tuple[list[CellStatus], dict[str, str]]:
+    """Return the status of each cell with its own settings, and the settings that all cells share."""
+    statuses, settings = [], []
     for cell in cells:
         done = sorted((record for record in records if record["cell"] == cell.name), key=lambda record: record["seed"])
-        planned = cell if protocol is None else under(protocol, cell)
-        settings.append(dict(flat(whole(done[0]["run"]["config"]) if done else planned.config.to_dict())))
-        minutes = _minutes(done)
-        states.append(
-            CellState(
+        planned = cell if protocol is None else plan_cell(cell, protocol)
+        trained = with_defaults(done[0]["run"]["config"]) if done else planned.config.to_dict()
+        settings.append(dict(flatten_settings(trained)))
+        minutes = _minutes_by_device(done)
+        statuses.append(
+            CellStatus(
                 name=cell.name,
                 seeds=[record["seed"] for record in done],
                 measured_for=[name for name in _distinct(r["measured_for"] for r in done) if name != done[0]["study"]],
@@ -452,13 +187,13 @@ def cell_states(
             )
         )
     common = {k: v for k, v in settings[0].items() if all(other.get(k) == v for other in settings)} if settings else {}
-    for state, own in zip(states, settings):
-        state["settings"] = {key: value for key, value in own.items() if key not in common}
-    return states, common
+    for status, own in zip(statuses, settings):
+        status["settings"] = {key: value for key, value in own.items() if key not in common}
+    return statuses, common
 
 
-def _minutes(records: Iterable[Record]) -> dict[str, float]:
-    """Minutes of training by device, over all processes; a run that several records rest on counts once."""
+def _minutes_by_device(records: Iterable[CellRecord]) -> dict[str, float]:
+    """Sum the minutes of training over all processes. A run that several records share counts once."""
     minutes: dict[str, float] = {}
     seen = set()
     for record in records:

@@ -1,0 +1,127 @@
+"""The trainings of paper C, their cells, and the clauses that tables and figures share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from advnorm.config.config import AttackConfig, Config, Named
+from advnorm.studies.claims import Clause, Values, mean
+from advnorm.studies.study import Cell, Measure
+
+#: Data and eps of a training.
+SETTINGS = ("cifar10/eps8", "cifar10/eps16", "imagenette/eps16")
+LARGE_EPS = "cifar10/eps16"
+LAYOUTS = {"seq": "sequential", "cat": "concatenated"}
+#: Points of the trade-off curves and of fig. 5, which prints none: those that the text names (γ 0.25, 0.3 and 0.75, β
+#: of the KL term from 0.25 to 4, TRADES with 6) and some between.
+GAMMAS = (0.1, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75)
+KL_BETAS = (0.25, 0.4, 0.5, 1.0, 2.0, 4.0)
+TRADES_BETAS = (1.0, 3.0, 6.0, 12.0)
+#: Weight of eq. 21, a sum over thousands of positions. The paper adds it without a weight; 1 would dominate the loss.
+LIKELIHOOD_WEIGHT = 1e-4
+#: Points between PGD-10 and AutoAttack from which robustness is false. Table 2 has 27 to 31 there, elsewhere up to 14.
+FALSE_GAP = 20.0
+METRICS = ("clean", "pgd10", "autoattack")
+
+_STEP_SIZES = {"8": "2/255", "16": "4/255"}
+
+
+def mat(setting: str, gamma: float, layout: str = "concatenated") -> Config:
+    """Mixed adversarial training (eq. 1, app. B): 80 epochs, decayed at 40, 55, 70; the best checkpoint is evaluated.
+
+    The paper also scales images and jitters their brightness. It does not print the size of Imagenette's images.
+    """
+    data, eps = setting.split("/eps")
+    cifar = Config(
+        model=Named("preact_resnet18", final_norm=True),  # app. B: He et al.; the caption of table 1 says ResNet-20
+        norm="bn",
+        data=Named("cifar10"),
+        augment="crop_flip",
+        held_out=0.1,
+        validate_every=1,
+        validation_attack="training",
+        objective=Named("hybrid", clean_weight=gamma, layout=layout),
+        eps=f"{eps}/255",
+        attack=AttackConfig(steps=10, step_size=_STEP_SIZES[eps]),
+        epochs=80,
+        batch_size=128,
+        lr=0.05,
+        momentum=0.9,
+        weight_decay=5e-4,
+        schedule="step",
+        milestones=(40.0, 55.0, 70.0),
+        snapshots=tuple(range(10, 81, 10)),
+    )
+    if data == "cifar10":
+        return cifar
+    images = Named("imagenette", image_size=224)
+    return replace(cifar, model=Named("imagenet_resnet34"), data=images, batch_size=64, lr=0.1)
+
+
+def trades(setting: str, beta: float, layout: str = "concatenated") -> Config:
+    """TRADES (eq. 2)."""
+    return replace(mat(setting, 0.5), objective=Named("trades", beta=beta, layout=layout))
+
+
+def with_kl(setting: str, beta: float) -> Config:
+    """MAT-Cat-0.5 + KL (eq. 3)."""
+    return replace(mat(setting, 0.5), objective=Named("kl", clean_weight=0.5, kl_weight=beta))
+
+
+def adversarial(setting: str) -> Config:
+    """Adversarial Training (eq. 5)."""
+    return replace(mat(setting, 0.5), objective=Named("classical"))
+
+
+def dbn(config: Config) -> Config:
+    """The same with Dual Batch Normalization and its likelihood loss (eq. 20, 21)."""
+    objective = Named(config.objective.name, **config.objective.options, likelihood_weight=LIKELIHOOD_WEIGHT)
+    return replace(config, norm="gmm_bn", objective=objective)
+
+
+def accuracies(setting: str) -> Measure:
+    """Measure clean, PGD-10 (with the step size of training) and AutoAttack accuracy on the test set."""
+    step = _STEP_SIZES[setting.split("/eps")[1]].split("/")[0]
+    return Measure(options={"attacks": {"pgd10": f"pgd10-step{step}", "autoattack": "autoattack"}})
+
+
+def cell(setting: str, name: str, config: Config, *measures: Measure) -> Cell:
+    return Cell(name=f"{setting}/{name}", config=config, measures=measures or (accuracies(setting),))
+
+
+def mat_cell(setting: str, gamma: float, *measures: Measure) -> Cell:
+    return cell(setting, f"mat_cat_{gamma:g}", mat(setting, gamma), *measures)
+
+
+def trades_cell(setting: str, beta: float, layout: str, *measures: Measure) -> Cell:
+    return cell(setting, f"trades_{layout}_{beta:g}", trades(setting, beta, LAYOUTS[layout]), *measures)
+
+
+def kl_cell(setting: str, beta: float, *measures: Measure) -> Cell:
+    return cell(setting, f"mat_cat_0.5_kl_{beta:g}", with_kl(setting, beta), *measures)
+
+
+def dbn_kl_cell(setting: str, beta: float) -> Cell:
+    return cell(setting, f"mat_cat_0.5_dbn_kl_{beta:g}", dbn(with_kl(setting, beta)))
+
+
+def adversarial_cell(setting: str, *measures: Measure) -> Cell:
+    return cell(setting, "adversarial_training", adversarial(setting), *measures)
+
+
+def other_norm_cell(gamma: float, norm: str, *measures: Measure) -> Cell:
+    """MAT-Cat with another norm. The paper does not print the number of groups of GN."""
+    return cell(LARGE_EPS, f"mat_cat_{gamma:g}/{norm}", replace(mat(LARGE_EPS, gamma), norm=norm), *measures)
+
+
+def autoattack_gap(values: Values, name: str) -> float:
+    """Return the points by which AutoAttack lowers PGD-10's accuracy."""
+    return mean(values, name, "shared/pgd10") - mean(values, name, "shared/autoattack")
+
+
+def is_falsely_robust(name: str, gap: float, *, expected: bool = True) -> Clause:
+    """The gap exceeds the threshold of false robustness or, if not ``expected``, stays below it."""
+    kind, side = ("falsely", "above") if expected else ("really", "below")
+    text = f"{name} is {kind} robust (a gap {side} {FALSE_GAP:g})"
+    held = gap > FALSE_GAP if expected else gap < FALSE_GAP
+    return Clause(f"{text}: AutoAttack removes {gap:.1f} points of PGD-10's accuracy", held)

@@ -1,0 +1,137 @@
+"""The trainings and measurements of paper D, and the values that its checks read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from advnorm.config.config import AttackConfig, Config, Named
+from advnorm.models.registry import IMAGENET_MEAN, IMAGENET_STD
+from advnorm.studies.claims import Values, epochs_of, mean
+from advnorm.studies.study import Cell, Measure
+
+NORMED = ("bn", "in", "ln", "gn")
+NORMS = ("none", *NORMED)
+#: Epochs of an early network. The paper names none; its warm-up on D_rand ends around epoch 25 (sec. 4.2).
+EARLY, WARM_UP = 5, 20
+#: Indices of the moments.
+AT_FIRST, WARMED, AT_LAST = 0, 1, -1
+
+
+def standard(model: str, data: str = "cifar10") -> Config:
+    """Standard training with BN: SGD (app. B.1), with the settings of table 6 where the paper is silent.
+
+    Table 4 is lost, and with it the epochs and learning rates of all networks but ResNet50. The others get table 6's
+    epochs, and VGG its learning rate of 0.01, which also trains it without a norm. The attack is that of the evaluation
+    (app. B.2).
+    """
+    deep = model == "resnet50"
+    epochs = 350 if deep else 150
+    return Config(
+        model=Named(model),
+        norm="bn",
+        data=Named(data),
+        augment="crop_flip" if data == "cifar10" else "none",  # a mirrored digit is another digit
+        held_out=0,
+        validate_every=0,
+        objective=Named("standard"),
+        threat="L2",
+        eps=0.25,
+        attack=AttackConfig(steps=10),
+        epochs=epochs,
+        batch_size=128,
+        lr=0.01 if model.startswith("vgg") else 0.1,
+        momentum=0.9,
+        weight_decay=5e-4,
+        schedule="step",
+        milestones=(150.0, 250.0) if deep else (50.0, 100.0),
+        snapshots=(EARLY, WARM_UP, epochs // 2, epochs),
+    )
+
+
+def robust(model: str) -> Config:
+    """Adversarial training (Madry et al.) by l2-PGD (app. B.1). Table 5 is lost: eps and steps are chosen here."""
+    return replace(standard(model), objective=Named("classical"), eps=0.5, attack=AttackConfig(steps=7, step_size=0.1))
+
+
+#: Networks with a variant without shortcut and a variant with Fixup initialization.
+SHORTCUTS = ("resnet20", "resnet56")
+
+
+def fixup(model: str) -> Config:
+    """Fixup initialization instead of BN."""
+    return replace(standard(model), model=Named(f"fixup_{model}"), norm="none")
+
+
+def imagenet(model: str) -> Config:
+    """ImageNet as in He et al. 2016 (app. B.1): batches of 256, decay 1e-4, and 90 epochs, which the paper omits.
+
+    The paper uses torchvision's weights of VGG. Here VGG has one linear layer instead of three and is trained with
+    torchvision's learning rate.
+    """
+    vgg = model.startswith("vgg")
+    network = Named(model, mean=IMAGENET_MEAN, std=IMAGENET_STD) if vgg else Named(f"imagenet_{model}")
+    return replace(
+        standard(model),
+        model=network,
+        data=Named("imagenet", image_size=224),
+        epochs=90,
+        batch_size=256,
+        lr=0.01 if vgg else 0.1,
+        weight_decay=1e-4,
+        milestones=(30.0, 60.0),
+        snapshots=(EARLY, WARM_UP, 45, 90),
+    )
+
+
+# -- measurements ------------------------------------------------------------------------------------------------------
+
+#: PGD and PGD on the CW loss, 20 steps of 2.5 eps / steps (app. B.2), by the columns of tables 1 and 8.
+PGD20 = (
+    Measure(options={"threat": "L2", "eps": 0.25, "attacks": {"pgd l2 0.25": "pgd20", "cw l2 0.25": "cw20"}}),
+    Measure(
+        options={"threat": "Linf", "eps": "1/255", "attacks": {"pgd linf 1/255": "pgd20", "cw linf 1/255": "cw20"}}
+    ),
+)
+FGSM = Measure(options={"threat": "Linf", "eps": "4/255", "attacks": {"fgsm linf 4/255": "fgsm"}})
+#: 10 steps on 1000 images (app. B.2). The paper uses 100 of each class; here they are spread evenly over the test set.
+PGD10 = Measure(options={"threat": "L2", "eps": 0.25, "attacks": {"pgd10": "pgd10"}, "limit": 1000})
+#: Gaussian noise of deviation 0.01 (app. B.4), and all four kinds.
+LIGS = Measure(name="ligs", options={"shifts": ["gaussian"], "size": 0.01, "limit": 1000})
+ALL_LIGS = Measure(name="ligs", options={"shifts": ["gaussian", "uniform", "fgsm", "pgd"], "size": 0.01, "limit": 1000})
+#: All test images under the corruptions that can be generated. Frost needs the arrays of CIFAR-10-C.
+CORRUPTIONS = Measure(name="corruptions", options={"limit": None}, scale=100)
+ALIGNMENT = Measure(name="alignment", options={"limit": None}, scale=100)
+LANDSCAPE = Measure(name="landscape", options={"limit": 1000})
+TREND = (PGD10, LIGS)
+
+
+def along_training(name: str, config: Config, measures: tuple[Measure, ...], **dependencies: Any) -> Cell:
+    """A cell that is measured at every snapshot of its training."""
+    along = tuple(replace(one, checkpoint="along") for one in measures)
+    return Cell(name=name, config=config, measures=along, **dependencies)
+
+
+# -- values in checks --------------------------------------------------------------------------------------------------
+
+
+def value_at(values: Values, cell: str, value: str, moment: int) -> float:
+    """Return a value at a moment of the training, or at its last moment if it has fewer."""
+    epochs = epochs_of(values, cell, value)
+    return mean(values, cell, f"{epochs[min(moment, len(epochs) - 1)]}/{value}")
+
+
+def clean_accuracy(values: Values, cell: str, moment: int = AT_LAST) -> float:
+    return value_at(values, cell, "shared/clean", moment)
+
+
+def robust_accuracy(values: Values, cell: str) -> float:
+    return value_at(values, cell, "shared/pgd10", AT_LAST)
+
+
+def ligs(values: Values, cell: str, moment: int = AT_LAST) -> float:
+    return value_at(values, cell, "networks/run/shifts/gaussian/mean", moment)
+
+
+def with_norm(norm: str) -> str:
+    return "without a norm" if norm == "none" else f"with {norm.upper()}"

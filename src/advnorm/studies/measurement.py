@@ -1,0 +1,123 @@
+"""Measurements on a trained network. Each is stored beside its run and taken once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from advnorm._core.devices import resolve_device
+from advnorm._core.records import read_json
+from advnorm.analysis import ANALYSES, extract_features
+from advnorm.analysis.moments import named_attack
+from advnorm.data import FolderData, add_split, load
+from advnorm.evaluation.benchmark import benchmark
+from advnorm.evaluation.target import EvaluationTarget, open_run
+from advnorm.studies.study import ANALYSIS_IMAGES, Measure
+from advnorm.studies.task import Task, feature_images_cell, feature_recipe
+from advnorm.threat import ThreatModel
+from advnorm.training.run import Run
+
+#: Parts of an analysis' record that are not measured values: settings, and one number per image.
+NOT_VALUES = ("conditions", "per_image", "images", "seed", "severities", "size")
+
+
+def take_measurement(run: Run, measure: Measure, task: Task, *, progress: bool = False) -> dict[str, float]:
+    """Return the values of a measurement by name, accuracies in percent."""
+    if measure.checkpoint == "along":
+        snapshots = {epoch: replace(measure, checkpoint=which) for epoch, which in run.snapshots.items()}
+        return {
+            f"{epoch}/{name}": value
+            for epoch, one in snapshots.items()
+            for name, value in take_measurement(run, one, task, progress=progress).items()
+        }
+    if measure.name == "metrics":
+        rows = run.metrics()
+        return {f"{row['epoch']}/{name}": measure.scale * value for row in rows for name, value in _numbers(row)}
+    path = run.folder / "measures" / f"{measure.key}.json"
+    if measure.name == "benchmark":
+        return _run_benchmark(run, measure, task, path, progress=progress)
+    if not path.exists():
+        _run_analysis(run, measure, task, path)
+    return {name: measure.scale * value for name, value in _numbers(read_json(path))}
+
+
+def _open_target(
+    run: Run, measure: Measure, task: Task, *, limit: int | None, eps: float | str | None = None
+) -> EvaluationTarget:
+    whole = open_run(run, checkpoint=measure.checkpoint, data_dir=task.training[1], eps=eps, device=task.device)
+    return whole.sample(limit)
+
+
+def _run_benchmark(run: Run, measure: Measure, task: Task, path: Path, *, progress: bool) -> dict[str, float]:
+    options, device = measure.options, resolve_device(task.device)
+    target = _open_target(run, measure, task, limit=options.get("limit"))
+    threat = ThreatModel(norm=options.get("threat", run.config.threat), eps=options.get("eps", run.config.eps))
+    attacks = {
+        name: named_attack(spec, device, threat=threat, seed=task.seed) for name, spec in options["attacks"].items()
+    }
+    routes = options.get("route") or None
+    data = target.images, target.labels
+    result = benchmark(target.model, data, threat, attacks, routes, seed=task.seed, record=path, progress=progress)
+    return {
+        f"{'shared' if routes is None else branch}/{name}": 100 * value
+        for branch, accuracy in result.accuracy.items()
+        for name, value in accuracy.items()
+        if name != "union"
+    }
+
+
+def _run_analysis(run: Run, measure: Measure, task: Task, path: Path) -> None:
+    options = dict(measure.options)
+    limit, eps = options.pop("limit", ANALYSIS_IMAGES), options.pop("eps", None)
+    beside = {name: task.sibling(name).run for name in options.pop("beside", ())}
+    # The names make the paths of the values independent of the seed.
+    networks = {**beside, task.cell: run} if beside else {"run": run}
+    targets = [
+        replace(_open_target(one, measure, task, limit=limit, eps=eps), name=name) for name, one in networks.items()
+    ]
+    analysis = ANALYSES.get(measure.name)
+    finding = analysis.run(targets if analysis.several else targets[0], **options)
+    finding.save(path.with_suffix(""))
+
+
+def _numbers(data: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield every finite number in nested data with its path."""
+    if isinstance(data, Mapping):
+        for key, value in data.items():
+            if key not in NOT_VALUES:
+                yield from _numbers(value, f"{prefix}/{key}" if prefix else str(key))
+    elif isinstance(data, list):
+        for position, value in enumerate(data):
+            yield from _numbers(value, f"{prefix}/{position}")
+    elif isinstance(data, int | float) and not isinstance(data, bool) and math.isfinite(data):
+        yield prefix, float(data)
+
+
+def make_features(task: Task) -> None:
+    """Write the features that a task trains on (paper D, eq. 2, 3, app. E), and the ordinary test images."""
+    cell, folder = task.planned_cell, task.features_folder
+    assert cell.after is not None and folder is not None
+    source = task.sibling(cell.after).run
+    settings = source.config.data
+    data = [load(settings.name, split, task.data_dir, **settings.options) for split in ("train", "test")]
+    if images := feature_images_cell(cell):
+        data[0] = load("features", "train", task.sibling(images).features_folder)
+    train_data, test_data = (part.in_memory() if isinstance(part, FolderData) else part for part in data)
+    changes: dict[str, Any] = {"steps": 2} if task.protocol == "smoke" else {}
+    network = source.model("last", resolve_device(task.device))
+    extract_features(network, train_data, feature_recipe(cell), folder, seed=task.seed, **changes)
+    add_split(folder, test_data)  # an existing split is kept
+
+
+def describe_measure(measure: Mapping[str, Any]) -> str:
+    """``benchmark (pgd10-step2, autoattack) on all images``, ``channels on 1000 images``."""
+    options = measure["options"]
+    attacks = options.get("attacks") or options.get("inputs")
+    attacks = attacks if isinstance(attacks, Mapping | list) else ()
+    names = ", ".join(map(str, attacks.values() if isinstance(attacks, Mapping) else attacks))
+    limit = options.get("limit", None if measure.get("name") == "benchmark" else ANALYSIS_IMAGES)
+    images = "" if measure.get("name") == "metrics" else f" on {'all' if limit is None else limit} images"
+    return f"{measure.get('name')}{f' ({names})' if names else ''}{images}"

@@ -1,0 +1,127 @@
+"""The registry of studies. Naming a study of a paper imports that paper's module only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from advnorm._core.errors import ConfigError
+from advnorm._core.registry import Registry
+from advnorm.config.config import Config
+from advnorm.studies.study import Cell, Check, Locate, Study, printed_entries
+
+#: The papers by letter. The module ``advnorm.papers.a`` registers the studies of paper A.
+PAPERS = {
+    "A": "Towards Understanding Dual BN in Hybrid Adversarial Training",
+    "B": "Adversarially Perturbed Batch Normalization: A Simple Way to Improve Image Recognition",
+    "C": "Improving the Accuracy-Robustness Trade-Off for Dual-Domain Adversarial Training",
+    "D": "Batch Normalization Increases Adversarial Vulnerability: Disentangling Usefulness and Robustness of Model "
+    "Features",
+    "E": "Intriguing Properties of Adversarial Training",
+}
+
+
+class StudyRegistry(Registry[Study]):
+    """Studies by name. Papers are imported on first use."""
+
+    def get(self, name: str) -> Study:
+        self._import_papers(name)
+        return super().get(name)
+
+    def names(self, pattern: str = "*") -> list[str]:
+        self._import_papers(pattern)
+        return sorted(super().names(pattern), key=_order)
+
+    def __contains__(self, name: object) -> bool:
+        self._import_papers(name)
+        return super().__contains__(name)
+
+    def __iter__(self) -> Iterator[str]:
+        self._import_papers("*")
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        self._import_papers("*")
+        return super().__len__()
+
+    def _import_papers(self, name: object) -> None:
+        letter = str(name).partition("/")[0]
+        for paper in (letter,) if letter in PAPERS else PAPERS:
+            import_module(f"advnorm.papers.{paper.lower()}")
+
+
+def _order(name: str) -> tuple[str, str, list[int]]:
+    """Sort tables before figures before sections of the text, and ``fig2`` before ``fig10``."""
+    paper, _, what = name.partition("/")
+    kind = what.rstrip(".0123456789")
+    rank = {"table": "0", "fig": "1"}.get(kind, f"2{kind}")
+    return paper, rank, [int(part) for part in re.findall(r"\d+", what)]
+
+
+STUDIES = StudyRegistry("study")
+CellFunction = Callable[[], Iterable[Cell]]
+
+
+def register_study(name: str, *, locate: Locate = lambda label, column: None, check: Check) -> Any:
+    """Register the decorated function, which returns the cells of a study. By default no number is printed."""
+
+    def register(cells: CellFunction) -> CellFunction:
+        STUDIES.add(name, Study(name=name, cells=cells, locate=locate, check=check))
+        return cells
+
+    return register
+
+
+def list_studies(pattern: str = "*") -> list[str]:
+    """Return the names of the studies that match a shell pattern, such as ``"A/*"``."""
+    return STUDIES.names(pattern)
+
+
+def names_paper(name: str) -> bool:
+    """Whether ``name`` starts with the letter of a paper, as ``A/table3`` does. Imports no paper."""
+    letter, slash, _ = name.partition("/")
+    return bool(slash) and letter.upper() in PAPERS
+
+
+def find(name: str) -> tuple[Study, Cell | None]:
+    """Return a study, or a study and one of its cells: ``A/table3`` or ``A/table3/dual_bn/eps16``."""
+    parts = str(name).split("/", 2)
+    study_name = "/".join(parts[:2])
+    if study_name not in STUDIES and study_name in printed_entries():
+        entry = printed_entries()[study_name]
+        text = f"{study_name} has nothing to run: {entry['caption']} {entry['notes']}"
+        raise ConfigError("not_supported", text, field="study")
+    study = STUDIES.get(study_name)
+    return study, study.cell(parts[2]) if len(parts) == 3 else None
+
+
+def get(name: str) -> Config:
+    """Return the configuration of a cell: ``get("A/table3/dual_bn/eps16")``, for :func:`advnorm.train`."""
+    study, cell = find(name)
+    if cell is None:
+        hint = f"name one of its cells: {', '.join(study.by_name())}"
+        raise ConfigError("missing_name", f"{name} is a study, not a cell", field="cell", hint=hint)
+    return cell.config
+
+
+#: A study and one of its cells.
+CellAddress = tuple[str, str]
+
+
+def equivalent_cells(study: str, cell: str) -> Sequence[CellAddress]:
+    """Cells of the paper's other studies with the same training and measurements, sorted."""
+    names = tuple(STUDIES.names(f"{study.split('/')[0]}/*"))
+    found = _addresses_by_identity(names).get(STUDIES.get(study).cell(cell).identity, ())
+    return [address for address in found if address[0] != study]
+
+
+@cache
+def _addresses_by_identity(names: tuple[str, ...]) -> Mapping[tuple[Any, ...], Sequence[CellAddress]]:
+    addresses: dict[tuple[Any, ...], list[CellAddress]] = {}
+    for name in sorted(names):
+        for cell in STUDIES.get(name).by_name().values():
+            addresses.setdefault(cell.identity, []).append((name, cell.name))
+    return addresses

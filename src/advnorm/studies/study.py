@@ -1,0 +1,196 @@
+"""A study is a table or figure of a paper: its trainings, its measurements, the printed numbers and the claim."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from importlib.resources import files
+from typing import Any, Literal, NamedTuple
+
+from advnorm._core.errors import ConfigError, Problem, first_line, raise_problems, unknown_name
+from advnorm._core.records import digest
+from advnorm.config.config import Config
+from advnorm.studies.claims import Clause, Values
+
+#: The printed schedule, a shortened one, or two steps on synthetic images.
+Protocol = Literal["paper", "fast", "smoke"]
+ClaimVerdict = Literal["confirmed", "not confirmed", "not run"]
+#: Number of images of an analysis whose measure names no ``limit``.
+ANALYSIS_IMAGES = 1000
+#: Yields the clauses of a claim in order; raises KeyError or IndexError if a number was not measured.
+Check = Callable[[Values], Iterable[Clause]]
+#: Maps a row label and a column of the printed table to a cell and a value name; None for derived numbers.
+Locate = Callable[[Mapping[str, Any], str], tuple[str, str] | None]
+
+
+class Conclusion(NamedTuple):
+    """The verdict on a claim, the clauses that could be evaluated, and the problem with the values, if any."""
+
+    verdict: ClaimVerdict
+    clauses: Sequence[Clause] = ()
+    problem: Problem | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """A measurement on a trained network: ``benchmark``, the name of an analysis, or ``metrics`` of the training.
+
+    - ``benchmark`` takes the options ``attacks`` (name in the table: attack), ``route`` (a list of branches) and
+      ``limit``, and ``threat`` and ``eps`` if they differ from training. Its values are ``branch/clean`` and
+      ``branch/attack`` in percent. The branch is ``shared`` if no route is given.
+    - The values of an analysis are the numbers in its record, named by their path. Its options ``eps`` and ``limit``
+      apply to the attack and the images. A path calls the network ``run``. With ``beside``, a list of cells, the
+      analysis also gets their networks and a path calls each network by its cell.
+    - ``metrics`` gives ``epoch/name``.
+    """
+
+    name: str = "benchmark"
+    options: dict[str, Any] = field(default_factory=dict)
+    scale: float = 1.0  # 100 converts the shares of an analysis to percent
+    #: None: ``best`` if images were held out, else ``last``. ``along``: every snapshot, with its epoch before a name.
+    checkpoint: Literal["best", "last", "along"] | None = None
+
+    @property
+    def key(self) -> str:
+        """The file name of the measurement beside a run; equal keys are the same measurement."""
+        return f"{self.name}-{digest(json.dumps([self.options, self.checkpoint], sort_keys=True))[:8]}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One training and its measurements.
+
+    ``after`` names a cell of the same study that is trained first. This cell starts from its weights or, with
+    ``features`` (a recipe such as ``"D_R"``), trains on features that its network extracts. ``"D_conflict:NAME"``
+    extracts them from the features that the cell NAME trains on.
+    """
+
+    name: str
+    config: Config
+    measures: tuple[Measure, ...]
+    after: str | None = None
+    features: str | None = None
+
+    @cached_property
+    def identity(self) -> tuple[Any, ...]:
+        """Equal for cells that give the same numbers. A cell that depends on other cells equals only itself."""
+        depends = self.after or self.features or any("beside" in measure.options for measure in self.measures)
+        measures = tuple((measure.key, measure.scale) for measure in self.measures)
+        return self.config.digest, measures, id(self) if depends else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrintedNumber:
+    """A number of a printed table, and the cell and value that reproduce it."""
+
+    row: str
+    column: str
+    cell: str
+    value: str
+    printed: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """A table or figure of a paper. ``locate`` finds the cell of a printed number, ``check`` evaluates the claim."""
+
+    name: str
+    cells: Callable[[], Iterable[Cell]]
+    locate: Locate
+    check: Check
+
+    @property
+    def printed(self) -> Mapping[str, Any]:
+        """The paper's entry: caption, claim, rows and columns."""
+        return printed_entry(self.name)
+
+    def numbers(self) -> Sequence[PrintedNumber]:
+        """Every printed number that a cell reproduces, in the printed order."""
+        return _numbers(self)
+
+    def by_name(self) -> Mapping[str, Cell]:
+        return _cells_by_name(self)
+
+    def cell(self, name: str) -> Cell:
+        cells = self.by_name()
+        if name not in cells:
+            raise_problems([unknown_name("cell", name, cells)], self.name)
+        return cells[name]
+
+    def verdict(self, values: Values) -> ClaimVerdict:
+        return self.evaluate_claim(values).verdict
+
+    def evaluate_claim(self, values: Values) -> Conclusion:
+        """Evaluate the clauses in order, up to the first that needs a missing number. One clause that fails decides."""
+        clauses: list[Clause] = []
+        complete, problem = False, None
+        try:
+            for clause in self.check(values):
+                clauses.append(Clause(*clause))  # clauses before an error are kept
+            complete = bool(clauses)
+        except (KeyError, IndexError):
+            pass
+        except ArithmeticError as error:  # a spread or a smoothness of 0
+            clauses.append(Clause(f"the networks have not collapsed ({first_line(error)})", False))
+        except (ValueError, TypeError, AttributeError) as error:
+            text = f"the check of {{field}} cannot read the recorded values: {first_line(error)}"
+            problem = Problem(code="damaged_file", message=text, field=self.name)
+        if not all(clause.held for clause in clauses):
+            return Conclusion("not confirmed", clauses, problem)
+        return Conclusion("confirmed" if complete else "not run", clauses, problem)
+
+
+@cache  # each of the hundreds of configurations is validated when it is made
+def _cells_by_name(study: Study) -> Mapping[str, Cell]:
+    return {cell.name: cell for cell in study.cells()}
+
+
+@cache
+def _numbers(study: Study) -> Sequence[PrintedNumber]:
+    return tuple(_located_numbers(study))
+
+
+def _located_numbers(study: Study) -> Iterator[PrintedNumber]:
+    entry = study.printed
+    base: dict[str, float | None] = {}  # the row that rows of differences, such as "+3.0", are relative to
+    for row in entry.get("rows", ()):
+        relative = row["label"].get("relative") is True
+        label = ", ".join(_label_text(key, part) for key, part in row["label"].items() if key != "relative")
+        for column, value in zip(entry["columns"], row["values"]):
+            if not relative:
+                base[column] = value
+            elif value is not None:
+                above = base.get(column)
+                value = None if above is None else round(above + value, 6)
+            located = study.locate(row["label"], column)
+            if located is not None:
+                yield PrintedNumber(row=label, column=column, cell=located[0], value=located[1], printed=value)
+
+
+def _label_text(key: str, part: Any) -> str:
+    """``Dual BN`` unchanged; numbers and flags with their key: ``batch size 4096``, ``running statistics``."""
+    name = key.replace("_", " ")
+    if part is True:
+        return name
+    return f"{name} {part}" if re.fullmatch(r"[\d.]+", str(part)) else str(part)
+
+
+@cache
+def printed_entries() -> dict[str, Any]:
+    """The tables and figures of all papers, as printed."""
+    entries: dict[str, Any] = {}
+    for path in sorted(files("advnorm.papers").joinpath("printed").iterdir(), key=lambda path: path.name):
+        if path.name.endswith(".json"):
+            entries |= json.loads(path.read_text(encoding="utf-8"))
+    return entries
+
+
+def printed_entry(name: str) -> Mapping[str, Any]:
+    """The printed numbers and the claim of a table or figure."""
+    entries = printed_entries()
+    if name not in entries:
+        raise ConfigError.listing([unknown_name("table or figure", name, entries)])
+    return entries[name]

@@ -1,0 +1,145 @@
+"""A task is a cell of a study with a seed: everything that another process needs. Its properties read no files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from advnorm._core.records import digest
+from advnorm.config.config import Config, Named
+from advnorm.data.registry import ENVIRONMENT
+from advnorm.studies.protocols import plan_cell
+from advnorm.studies.registry import STUDIES
+from advnorm.studies.study import Cell, Protocol, Study
+from advnorm.training.run import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One cell with one seed under one protocol, and the folders of its results and its data."""
+
+    study: str
+    cell: str
+    seed: int
+    protocol: Protocol
+    out: str
+    data_dir: str | None = None
+    device: str | None = None
+
+    @property
+    def record_name(self) -> str:
+        """The path of its record below the folder of records."""
+        return f"{self.study}/{self.cell}/{self.protocol}-seed{self.seed}.json"
+
+    @property
+    def record_path(self) -> Path:
+        return Path(self.out) / "records" / self.record_name
+
+    @property
+    def planned_cell(self) -> Cell:
+        """Its cell as the protocol runs it."""
+        return _planned_cell(self.study, self.cell, self.protocol)
+
+    def sibling(self, cell: str) -> Task:
+        """Return the task of another cell of the same study."""
+        return replace(self, cell=cell)
+
+    @property
+    def prerequisites(self) -> list[str]:
+        """Cells that must be trained before this task can run."""
+        cell = self.planned_cell
+        beside = [name for measure in cell.measures for name in measure.options.get("beside", ())]
+        return list(dict.fromkeys(name for name in (cell.after, feature_images_cell(cell), *beside) if name))
+
+    @property
+    def lineage(self) -> list[Task]:
+        """The task and all tasks that it depends on, the nearest first."""
+        before = (step for name in self.prerequisites for step in self.sibling(name).lineage)
+        return list(dict.fromkeys([self, *before]))
+
+    @property
+    def starts_others(self) -> bool:
+        """Whether another cell of the study depends on this task's network."""
+        return any(self.cell in self.sibling(name).prerequisites for name in STUDIES.get(self.study).by_name())
+
+    @property
+    def features_folder(self) -> Path | None:
+        """The folder of the features that it trains on, and of the trainings on them."""
+        cell = self.planned_cell
+        if cell.features is None or cell.after is None:
+            return None
+        parts = [self.sibling(cell.after).run.folder.name, feature_recipe(cell)]
+        if images := feature_images_cell(cell):
+            parts.append(digest(str(self.sibling(images).features_folder))[:8])
+        return Path(self.out) / "features" / "-".join(parts)
+
+    @property
+    def training(self) -> tuple[Config, Path | None]:
+        """The configuration to train, with weights or features of the cell before, and the folder of its data."""
+        cell = self.planned_cell
+        if self.features_folder is not None:
+            return replace(cell.config, data=Named("features")), self.features_folder
+        data_dir = None if self.data_dir is None else Path(self.data_dir)
+        if cell.after is None:
+            return cell.config, data_dir
+        return replace(cell.config, weights=str(self.sibling(cell.after).run.folder)), data_dir
+
+    @property
+    def runs_folder(self) -> Path:
+        """The folder of its run. Runs on features lie beside the features: their settings do not name them."""
+        return (self.features_folder or Path(self.out)) / "runs"
+
+    @property
+    def run(self) -> Run:
+        """Its training run, which other tasks may share."""
+        return Run(self.runs_folder / f"{self.training[0].run_name}-seed{self.seed}")
+
+
+@cache  # a configuration is validated whenever it is made
+def _planned_cell(study: str, cell: str, protocol: Protocol) -> Cell:
+    return plan_cell(STUDIES.get(study).cell(cell), protocol)
+
+
+def feature_recipe(cell: Cell) -> str:
+    return (cell.features or "").partition(":")[0]
+
+
+def feature_images_cell(cell: Cell) -> str:
+    """Name the cell whose features serve as images for the new features; empty for ordinary images."""
+    return (cell.features or "").partition(":")[2]
+
+
+def list_tasks(
+    study: Study,
+    *,
+    cell: str | None = None,
+    seeds: Iterable[int] = (0,),
+    protocol: Protocol = "paper",
+    out: Path | str = "results",
+    data_dir: Path | str | None = None,
+    device: str | None = None,
+) -> list[Task]:
+    """Return the tasks of a study, or of one cell and its prerequisites. Prerequisites come first."""
+    seeds = tuple(dict.fromkeys(seeds))
+    for seed in seeds:
+        Config(seed=seed)  # validates it
+    tasks = [
+        Task(
+            study=study.name,
+            cell=name,
+            seed=seed,
+            protocol=protocol,
+            out=str(Path(out).resolve()),  # a run's name depends on the path of its weights
+            data_dir=str(data_dir) if data_dir is not None else os.environ.get(ENVIRONMENT) or None,
+            device=device,
+        )
+        for seed in seeds
+        for name in study.by_name()
+    ]
+    if cell is None:
+        return tasks
+    wanted = {step for task in tasks if task.cell == cell for step in task.lineage}
+    return [task for task in tasks if task in wanted]
