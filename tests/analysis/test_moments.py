@@ -140,7 +140,7 @@ def test_statistics_are_those_that_recalibrate_would_store_batch_by_batch(digits
 def test_a_swapped_pair_normalizes_by_the_other_bank(digits):
     model = digits.networks["dual_bn"]
     found = collect_moments(model, digits.x, pair=("clean", "adv"), batch_size=300)
-    with advnorm.pair(model, statistics="clean", affine="adv"):
+    with advnorm.pair_banks(model, statistics="clean", affine="adv"):
         mean, *_ = all_at_once(model, digits.x, "bn3")
     torch.testing.assert_close(found["bn3"].mean, mean, rtol=1e-5, atol=1e-6)
     own = collect_moments(model, digits.x, route="adv", batch_size=300)

@@ -413,7 +413,7 @@ def test_a_likelihood_of_the_training_pass_does_not_hear_of_the_attack():
     torch.manual_seed(0)
     model = advnorm.create_model("small_cnn", norm="gmm_bn")
     x, y = pictures()
-    with advnorm.route(model, "adv"), advnorm.likelihood(model) as nll:
+    with advnorm.route(model, "adv"), advnorm.mixture_likelihood(model) as nll:
         attacks.PGD(threat=LINF, steps=2)(model, x, y)
         with pytest.raises(RouteError, match="no mixture norm ran"):
             nll.loss()

@@ -149,7 +149,7 @@ import torch
 from torch import nn
 import advnorm
 from advnorm import data
-from advnorm.models import MODELS, ModelSpec
+from advnorm.models import register_model
 
 def stripes(split):
     labels = torch.arange(64) % 2
@@ -164,7 +164,7 @@ def net(layers):
     return model
 
 data.DATASETS.add("own_stripes", data.DataSource(read=stripes, summary="lines", needs_root=False))
-MODELS.add("own_net", ModelSpec(build=net, mean=None, std=None))
+register_model("own_net", mean=None, std=None)(net)
 config = advnorm.Config(model="own_net", norm="dual_bn", data="own_stripes", epochs=1, batch_size=16, eps=0.2, name="x")
 """
 

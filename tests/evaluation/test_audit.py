@@ -325,7 +325,7 @@ def test_a_norm_that_chooses_by_input_is_attacked_through_the_choice():
     assert list(verdict.others) == ["fixed clean", "fixed adv"] and "fixed adv" in str(verdict)
     for found in ("clean", "PGD-10", "worst case"):  # one class for all images, and so near no other
         assert [row[found] for row in verdict.others.values()] == [0.75, 0.25]
-    with advnorm.component(model, "adv"):  # nothing is chosen any more
+    with advnorm.mixture_component(model, "adv"):  # nothing is chosen any more
         verdict = quick(model, (images, labels), near)
     assert verdict.others == {} and verdict.conditions["scopes"] == {"component": "adv"}
 

@@ -195,16 +195,16 @@ def test_a_mixture_norm_is_told_and_its_components_are_judged_in_a_scope(data, t
     model = advnorm.create_model("small_cnn", in_channels=1, norm="gmm_bn")
     with advnorm.route(model, {"clean": 64, "adv": 64}), torch.no_grad():
         model(torch.cat([data[0][:64], 1 - data[0][:64]]))
-    with pytest.raises(ConfigError, match="a route changes nothing.*leave route out.*advnorm.component"):
+    with pytest.raises(ConfigError, match="a route changes nothing.*leave route out.*advnorm.mixture_component"):
         benchmark(model, some(data), THREAT, "fgsm", ["clean", "adv"])
     assert benchmark(model, some(data), THREAT, "fgsm").warnings[0].startswith("input-dependent: gmm_bn")
     for domain in ("clean", "adv"):
-        with advnorm.component(model, domain):
+        with advnorm.mixture_component(model, domain):
             found = benchmark(model, some(data), THREAT, "pgd2", record=tmp_path / f"{domain}.json")
         expected = benchmark(advnorm.strip(model, component=domain), some(data), THREAT, "pgd2")
         assert torch.equal(found.union(), expected.union()) and found.warnings == ()
         assert f"inside: component {domain}" in str(found)
-    with advnorm.component(model, "adv"), pytest.raises(ConfigError, match="another evaluation"):
+    with advnorm.mixture_component(model, "adv"), pytest.raises(ConfigError, match="another evaluation"):
         benchmark(model, some(data), THREAT, "pgd2", record=tmp_path / "clean.json")
 
 

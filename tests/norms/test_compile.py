@@ -17,15 +17,16 @@ from torch.utils.checkpoint import checkpoint
 from advnorm._core.errors import RouteError
 from advnorm.norms import (
     checkpoint_context,
-    likelihood,
     list_norms,
     make_norm,
-    pair,
+    mixture_likelihood,
+    pair_banks,
     recalibrate,
     route,
     statistics,
     zero_perturbation,
 )
+from support.norm_cases import rejects
 from support.norm_oracles import BANKED, PAPER, along, batch, build, changed, domains_of, randomized, shares, snapshot
 
 TIGHT = {"rtol": 1e-8, "atol": 1e-10}
@@ -93,7 +94,7 @@ def cases(name: str) -> dict[str, Scopes]:
     found = {
         "concatenated": scopes(concatenated),
         "running": scopes(concatenated, running),
-        # Batch statistics of a domain that is not there are refused: one domain alone uses the stored ones.
+        # Batch statistics of a missing domain raise an error, so that a single domain uses the stored ones.
         "single": scopes(single, running) if PAPER[name].statistics in ("other", "mixture") else scopes(single),
     }
     if name in BANKED:
@@ -167,7 +168,7 @@ def test_scopes_may_be_opened_inside_the_compiled_function(name):
         assert graphs() == 1
     assert model.norm.state == eager.norm.state, "the scope outlived the compiled function"
     if model.norm.plan.routed:
-        with pytest.raises(RouteError):
+        with rejects("missing_route", "route", RouteError):
             model(x)
 
 
@@ -180,7 +181,7 @@ def test_the_likelihood_is_collected_inside_the_graph():
         losses, gradients = [], []
         for network, forward in ((model, run), (eager, eager)):
             inputs = (x + shift).requires_grad_()
-            with route(network, counts), likelihood(network) as nll:
+            with route(network, counts), mixture_likelihood(network) as nll:
                 y = forward(inputs)
             losses.append(nll.loss())
             (nll.loss() + y.square().sum()).backward()
@@ -188,7 +189,7 @@ def test_the_likelihood_is_collected_inside_the_graph():
         torch.testing.assert_close(*losses, **TIGHT)
         torch.testing.assert_close(*gradients, **TIGHT)
     assert graphs() == 1
-    with route(model, counts), likelihood(model) as nll:  # two forwards of one scope: both count
+    with route(model, counts), mixture_likelihood(model) as nll:  # two forwards of one scope: both count
         run(x)
         once = nll.loss()
         run(x)
@@ -279,7 +280,7 @@ def test_other_batch_sizes_are_right_too():
 
 
 @pytest.mark.parametrize("name", ["dual_bn", "gmm_bn"])
-def test_a_compiled_block_that_checkpointing_recomputes_feeds_once(name):
+def test_a_compiled_block_that_checkpointing_recomputes_updates_once(name):
     model = randomized(Net(name).double())
     eager = copy.deepcopy(model)
     counts = shares(name)
@@ -293,7 +294,7 @@ def test_a_compiled_block_that_checkpointing_recomputes_feeds_once(name):
     assert_same(outcome(model, run, x, enter), outcome(eager, eager, x, enter), "checkpointed")
 
 
-def test_checkpointing_inside_the_compiled_function_feeds_once():
+def test_checkpointing_inside_the_compiled_function_updates_once():
     model = randomized(Net("dual_bn").double())
     eager = copy.deepcopy(model)
     counts = shares("dual_bn")
@@ -309,20 +310,20 @@ def test_a_pair_is_one_whole_graph():
     run, x = compiled(model), batch({"all": 4}, channels=3, spatial=(2, 2))
     for mode in ("running", "batch", "running"):
         enter = scopes(
-            lambda network: pair(network, statistics="clean", affine="adv"),
+            lambda network: pair_banks(network, statistics="clean", affine="adv"),
             lambda network, mode=mode: statistics(network, mode=mode),
         )
         assert_same(outcome(model, run, x, enter), outcome(eager, eager, x, enter), mode)
     assert graphs() == 2
 
 
-def test_a_failed_forward_of_a_compiled_norm_is_an_error_with_its_cure():
+def test_a_failed_forward_of_a_compiled_norm_raises_the_same_problem():
     norm = make_norm("dual_bn", 3)
     run = compiled(norm, fullgraph=False)
     before = snapshot(norm)
-    with pytest.raises(RouteError, match="no route is set"):
+    with rejects("missing_route", "route", RouteError):
         run(torch.randn(4, 3, 2, 2))
-    with pytest.raises(RouteError, match="covers 3 samples and the batch has 4"), route(norm, {"clean": 1, "adv": 2}):
+    with rejects("wrong_route", "route", RouteError), route(norm, {"clean": 1, "adv": 2}):
         run(torch.randn(4, 3, 2, 2))
     assert changed(norm, before) == set()
 
@@ -330,7 +331,7 @@ def test_a_failed_forward_of_a_compiled_norm_is_an_error_with_its_cure():
 def test_a_compiled_model_is_recalibrated_though_its_graph_was_made_before():
     norm = randomized(make_norm("dual_bn", 3))
     run, x = compiled(nn.Sequential(norm)), torch.rand(8, 3, 2, 2)
-    with torch.no_grad(), pair(norm, statistics="adv", affine="adv"), statistics(norm, mode="batch_frozen"):
+    with torch.no_grad(), pair_banks(norm, statistics="adv", affine="adv"), statistics(norm, mode="batch_frozen"):
         run(x)
     assert recalibrate(run, x, route="adv") == 8
     torch.testing.assert_close(norm.running_mean_adv, x.mean((0, 2, 3)))

@@ -18,7 +18,8 @@ from advnorm._core.seeding import ImageNoise
 from advnorm.attacks import PGD
 from advnorm.data.digits import digits
 from advnorm.norms import list_norms
-from advnorm.norms.routing import UNSCOPED, routed_modules
+from advnorm.norms.routed_module import routed_modules
+from advnorm.norms.state import UNSCOPED
 from advnorm.objectives import LIGS, TRADES, Classical, Cross, Execution, Hybrid, Objective, Standard
 from advnorm.objectives.ligs import Shift, shifted
 from support.digits_training import accuracy, train

@@ -21,7 +21,8 @@ from advnorm._core.seeding import ImageNoise
 from advnorm.attacks import StatisticsAttack
 from advnorm.data.digits import digits
 from advnorm.norms import zero_perturbation
-from advnorm.norms.routing import UNSCOPED, routed_modules
+from advnorm.norms.routed_module import routed_modules
+from advnorm.norms.state import UNSCOPED
 from advnorm.objectives import (
     APART,
     APARTSAM,

@@ -16,7 +16,7 @@ from advnorm._core.seeding import ImageNoise
 from advnorm.attacks import PGD
 from advnorm.attacks.base import Attack, Predict
 from advnorm.norms import make_norm, make_plan
-from advnorm.norms.head import RoutedLinear
+from advnorm.norms.routed_linear import RoutedLinear
 from advnorm.threat import ThreatModel
 from support.norm_oracles import FORWARDED, Oracle, randomized
 

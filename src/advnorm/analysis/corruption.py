@@ -23,8 +23,7 @@ from advnorm.data import corrupt, list_corruptions
 from advnorm.data.cifar10c import CORRUPTIONS, IMAGES_PER_SEVERITY, read_cifar10c
 from advnorm.data.corruptions import SEVERITIES
 from advnorm.evaluation.target import EvaluationTarget
-from advnorm.norms import recalibrate, routed_modules
-from advnorm.norms.routed import RoutedNorm
+from advnorm.norms import RoutedNorm, recalibrate, routed_modules
 from advnorm.surgery import convert_norm
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ from advnorm.attacks.base import Progress
 from advnorm.evaluation.benchmark import benchmark
 from advnorm.evaluation.plan import branches
 from advnorm.evaluation.target import EvaluationTarget
-from advnorm.norms import Mode, RoutedNorm, pair, recalibrate, route, routed_modules
+from advnorm.norms import Mode, RoutedNorm, pair_banks, recalibrate, route, routed_modules
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -514,7 +514,7 @@ def swap_table(
     for ap in reversed(domains):
         judge("default", (ap, ap), ap, model, route(model, ap))
     for ap in reversed(domains):
-        judge("swapped", (other[ap], other[ap]), ap, model, pair(model, statistics=other[ap], affine=ap))
+        judge("swapped", (other[ap], other[ap]), ap, model, pair_banks(model, statistics=other[ap], affine=ap))
     for ap in reversed(domains):
         fresh = copy.deepcopy(unwrapped(model))
         recalibrate(fresh, images[other[ap]], route=ap, batch_size=batch_size)

@@ -27,7 +27,7 @@ from advnorm.data import FeatureFolder, FolderData, ImageData, add_split, load
 from advnorm.data.feature_sets import shard_rows
 from advnorm.evaluation.plan import branches
 from advnorm.evaluation.target import EvaluationTarget
-from advnorm.norms.head import RoutedLinear
+from advnorm.norms.routed_linear import RoutedLinear
 from advnorm.threat import ThreatModel
 from advnorm.training.run import Run
 

@@ -23,12 +23,10 @@ from advnorm.attacks import Attack, AutoAttack, attacked
 from advnorm.attacks.base import Progress
 from advnorm.evaluation.plan import branches
 from advnorm.evaluation.target import EvaluationTarget
-from advnorm.norms import Mode, RoutedNorm, functional, routed_modules
-from advnorm.norms import pair as pair_scope
+from advnorm.norms import Mode, Route, RoutedNorm, functional, pair_banks, routed_modules
 from advnorm.norms import route as route_scope
-from advnorm.norms.layers import NORM_LAYERS
+from advnorm.norms.norm_layers import NORM_LAYERS
 from advnorm.norms.plan import SHARED
-from advnorm.norms.routing import Route
 from advnorm.threat import ThreatModel
 
 if TYPE_CHECKING:
@@ -183,7 +181,7 @@ def watch(
         if route is not None:
             stack.enter_context(route_scope(model, route))
         if pair is not None:
-            stack.enter_context(pair_scope(model, statistics=pair[0], affine=pair[1]))
+            stack.enter_context(pair_banks(model, statistics=pair[0], affine=pair[1]))
         stack.enter_context(float32_as("ieee", device))
         stack.enter_context(torch.no_grad())
         stack.enter_context(hooks_run())

@@ -27,10 +27,9 @@ from advnorm._core.modes import evaluating
 from advnorm._core.registry import Registry
 from advnorm._core.seeding import ImageNoise
 from advnorm._core.wrappers import dtype_of
-from advnorm.norms import MODES, Mode, Routed, routed_modules
+from advnorm.norms import MODES, Mode, RoutedModule, Scope, routed_modules
 from advnorm.norms import route as route_scope
-from advnorm.norms.feeding import Flags, stop_feeding
-from advnorm.norms.routing import Scope
+from advnorm.norms.updates import AttributeOverrides, disable_updates
 from advnorm.threat import Norm, ThreatModel
 
 #: Images to float32 logits ``(N, classes)``.
@@ -67,22 +66,22 @@ def attacked(model: nn.Module, *, route: str | None = None, statistics: Mode = "
         stack.enter_context(torch.enable_grad())
         frozen = {module for module in model.modules() if model.training and not module.training}
         stack.enter_context(evaluating(model))
-        flags = Flags()
+        flags = AttributeOverrides()
         stack.callback(flags.restore)
         if statistics != "running":
             for module in model.modules():
                 if isinstance(module, _NormBase) and module not in frozen:
                     flags.set(module, "training", True)
                     if statistics != "batch":
-                        stop_feeding(flags, module)
+                        disable_updates(flags, module)
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.is_leaf:
                 flags.set(parameter, "requires_grad", False)
         if routed_modules(model):
             # The likelihood of a mixture norm is collected for the training pass, not for the attack's forwards.
-            stack.enter_context(Scope(model, {"mode": statistics, "collected": None, "alone": True}))
+            stack.enter_context(Scope(model, {"mode": statistics, "likelihoods": None, "local": True}))
             for module in frozen:
-                if isinstance(module, Routed):
+                if isinstance(module, RoutedModule):
                     stack.enter_context(Scope(module, {"mode": "running"}))
             if route is not None:
                 stack.enter_context(route_scope(model, route))

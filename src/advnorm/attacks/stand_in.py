@@ -40,7 +40,7 @@ def fast_stand_in(
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if device.type != "cuda" or statistics != "running":
         return None
-    if any(module.state.delta or module.state.pair for module in routed_modules(model).values()):
+    if any(module.state.perturbation or module.state.pair for module in routed_modules(model).values()):
         return None
     states = {module.state.route for module in routed_modules(model).values()}
     if route is None and len(states) == 1:

@@ -42,8 +42,7 @@ from advnorm.evaluation.verdict import (
     decide,
     weigh_gap,
 )
-from advnorm.norms import Mode, component, routed_modules
-from advnorm.norms.routing import unmoving
+from advnorm.norms import Mode, frozen_mode, mixture_component, routed_modules
 from advnorm.threat import ThreatModel
 
 Budget = Literal["quick", "standard", "full"]
@@ -263,7 +262,7 @@ class _Audit:
     def _attack(
         self, name: str, route: str | None, among: Tensor, *, threat: ThreatModel | None = None, origin: str = ""
     ) -> Tensor:
-        settings = {"seed": self.case.seed, "route": route, "statistics": unmoving(self.case.statistics)}
+        settings = {"seed": self.case.seed, "route": route, "statistics": frozen_mode(self.case.statistics)}
         attack = attack_names.get(name, threat=threat or self.threat, **settings)
         return self.runner.robust(Job(name=name, attack=attack, route=route, origin=origin), among)
 
@@ -282,7 +281,7 @@ class _Audit:
         """Whether the loss has a gradient with respect to the image, and the number of classes."""
         case = self.case
         x, y = (part[:4].to(case.device) for part in (case.images, case.labels))
-        with attacked(case.model, route=route, statistics=unmoving(case.statistics)) as predict:
+        with attacked(case.model, route=route, statistics=frozen_mode(case.statistics)) as predict:
             logits = predict(x.requires_grad_())
             try:
                 input_gradient(cross_entropy(logits, y), x)
@@ -362,7 +361,7 @@ class _Audit:
             sources.append(("from surrogate", same_branch(self.surrogate, self.route), self.surrogate))
         pgd = next(step.alone for step in ladder if step.attack == "pgd10") or 0.0
         for name, route, source in sources:
-            statistics = unmoving(self.case.statistics) if source is None else "running"
+            statistics = frozen_mode(self.case.statistics) if source is None else "running"
             settings = {"seed": self.case.seed, "route": route, "statistics": statistics}
             attack = attack_names.get("pgd50", threat=self.threat, **settings)
             job = Job(name=name, attack=attack, route=self.route, origin="" if source is None else self.origin)
@@ -380,7 +379,7 @@ class _Audit:
         rows = rows if len(rows) >= case.least else torch.arange(min(len(case.images), GRADIENT_IMAGES))
         with (
             seeded(case, "gradients"),
-            attacked(case.model, route=self.route, statistics=unmoving(case.statistics)) as predict,
+            attacked(case.model, route=self.route, statistics=frozen_mode(case.statistics)) as predict,
             float32_as("ieee", case.device),
         ):
 
@@ -435,7 +434,7 @@ class _Audit:
         found = {}
         for domain in next(iter(mixing.values())).plan.domains:
             name = FIXED + domain
-            with component(self.case.model, domain):
+            with mixture_component(self.case.model, domain):
                 clean = self.runner.clean(self.route)
                 gradients = self.probe.gradients
                 claimed = self._attack("pgd10", self.route, clean, origin=name) if gradients else clean

@@ -15,8 +15,7 @@ from advnorm._core.errors import ConfigError
 from advnorm.attacks import PGD, Attack
 from advnorm.evaluation.plan import Attacks, prepare
 from advnorm.evaluation.results import BenchmarkResult, Curve
-from advnorm.norms import Mode
-from advnorm.norms.routing import unmoving
+from advnorm.norms import Mode, frozen_mode
 from advnorm.threat import ThreatModel
 
 
@@ -81,7 +80,7 @@ def accuracy_against_steps(
     ``step_size``: by default 2.5·eps/steps; paper E keeps 1/255 for all. Other options as in :func:`benchmark`.
     """
     steps = tuple(dict.fromkeys(steps if isinstance(steps, Iterable) else [steps]))
-    settings = {"threat": threat, "step_size": step_size, "seed": seed, "statistics": unmoving(statistics)}
+    settings = {"threat": threat, "step_size": step_size, "seed": seed, "statistics": frozen_mode(statistics)}
     built = {f"pgd{n}": PGD(steps=n, **settings) for n in steps}
     result = benchmark(model, data, threat, built, route, seed=seed, statistics=statistics, **options)
     return Curve(parameter="steps", values=steps, labels=tuple(map(str, steps)), result=result)
@@ -109,7 +108,7 @@ def accuracy_against_eps(
     built = {}
     for label, value in threats.items():
         if isinstance(attack, str):
-            made = attack_names.get(attack, threat=value, seed=seed, statistics=unmoving(statistics))
+            made = attack_names.get(attack, threat=value, seed=seed, statistics=frozen_mode(statistics))
         else:  # what is no attack is refused with all the rest
             made = dataclasses.replace(attack, threat=value) if isinstance(attack, Attack) else attack
         built[f"eps={label}"] = made

@@ -31,8 +31,7 @@ from advnorm.evaluation.partial_record import (
 )
 from advnorm.evaluation.results import BenchmarkResult
 from advnorm.evaluation.runner import First, Job, Runner
-from advnorm.norms import MODES, Mode, Routed, domains, mixture_norms, routed_modules
-from advnorm.norms.routing import unmoving
+from advnorm.norms import MODES, Mode, RoutedModule, domains, frozen_mode, mixture_norms, routed_modules
 from advnorm.threat import ThreatModel
 
 #: Attacks by name, as instances, or instances under a name of the caller's.
@@ -183,7 +182,8 @@ class Case:
                 partial.warn(
                     "choice",
                     f"input-dependent: {', '.join(sorted(mixing))} weighs its statistics by the input, and the attacks "
-                    "went through this choice; judge one Gaussian alone inside `with advnorm.component(model, 'adv'):`",
+                    "went through this choice; judge one Gaussian alone inside "
+                    "`with advnorm.mixture_component(model, 'adv'):`",
                 )
             robust: dict[str, dict[str, Tensor]] = {route or AS_CALLED: {} for route in self.routes}
             for job in self.jobs:
@@ -301,7 +301,7 @@ def _jobs(
                 if not isinstance(threat, ThreatModel):
                     parse_name(attack)
                     continue
-                attack = attack_names.get(attack, threat=threat, seed=seed, statistics=unmoving(statistics))
+                attack = attack_names.get(attack, threat=threat, seed=seed, statistics=frozen_mode(statistics))
             elif not isinstance(attack, Attack):
                 problems.append(f"an attack is a name or an Attack, got {attack!r}")
                 continue
@@ -310,7 +310,7 @@ def _jobs(
         except AdvnormError as error:
             problems.append(str(error))
             continue
-        attack = dataclasses.replace(attack, statistics=unmoving(attack.statistics))
+        attack = dataclasses.replace(attack, statistics=frozen_mode(attack.statistics))
         for route in routes:
             chosen = attack if attack.route is not None else dataclasses.replace(attack, route=route)
             jobs.append(Job(name=name, attack=chosen, route=route))
@@ -354,14 +354,14 @@ def _probe(
     if route in domains(model) and mixture_norms(model) and not branches(model):
         return (
             "the norms weigh their statistics by the input, and a route changes nothing at test time; leave route out, "
-            f"or judge one Gaussian inside `with advnorm.component(model, {domains(model)[-1]!r}):`"
+            f"or judge one Gaussian inside `with advnorm.mixture_component(model, {domains(model)[-1]!r}):`"
         )
     through = f"through route {route!r} " if route else ""
     climbing = [job.name for job in jobs if job.attack.by_gradients]
     gradients = gradients and (bool(climbing) or not jobs)
     points, stopped = x.clone().requires_grad_(gradients), ""
     try:
-        with attacked(model, route=route, statistics=unmoving(statistics)) as predict:
+        with attacked(model, route=route, statistics=frozen_mode(statistics)) as predict:
             with torch.set_grad_enabled(gradients):
                 logits = predict(points)
             try:
@@ -424,6 +424,6 @@ def branches(model: nn.Module) -> tuple[str, ...]:
     return tuple(dict.fromkeys(d for plan in plans if plan.routed and not plan.mixture for d in plan.domains))
 
 
-def mixing_norms(model: nn.Module) -> dict[str, Routed]:
+def mixing_norms(model: nn.Module) -> dict[str, RoutedModule]:
     """The norms that weigh their statistics by the input, unless an enclosing scope fixes a component."""
     return {name: module for name, module in mixture_norms(model).items() if module.state.component is None}

@@ -26,7 +26,7 @@ from advnorm.attacks.autoattack_record import AutoAttackResult
 from advnorm.attacks.base import Predict
 from advnorm.attacks.search import Search
 from advnorm.evaluation.partial_record import Partial
-from advnorm.norms.routing import unmoving
+from advnorm.norms import frozen_mode
 
 if TYPE_CHECKING:
     from advnorm.evaluation.plan import Case
@@ -309,7 +309,7 @@ def judging(case: Case, route: str | None, *tags: Any) -> Iterator[Predict]:
     """Scope: the strict forward that decides."""
     with (
         seeded(case, route, *tags),
-        attacked(case.model, route=route, statistics=unmoving(case.statistics)) as predict,
+        attacked(case.model, route=route, statistics=frozen_mode(case.statistics)) as predict,
         float32_as("ieee", case.device),
         torch.no_grad(),
     ):

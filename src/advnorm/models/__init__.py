@@ -1,9 +1,9 @@
-"""The networks of the papers, each with any registered norm: ``create_model(name, …)``, ``list_models()``."""
+"""The networks of the papers, each with any registered norm."""
 
 # Imported for their registrations.
 from advnorm.models import fixup_resnet, preact_resnet, resnet, small, vgg, wide_resnet  # noqa: F401
 from advnorm.models.layers import ACTIVATIONS, ImageClassifier, InputNorm, LayerFactory
-from advnorm.models.registry import MODELS, ModelSpec, create_model, list_models
+from advnorm.models.registry import MODELS, create_model, list_models, register_model
 
 __all__ = [
     "ACTIVATIONS",
@@ -11,7 +11,7 @@ __all__ = [
     "ImageClassifier",
     "InputNorm",
     "LayerFactory",
-    "ModelSpec",
     "create_model",
     "list_models",
+    "register_model",
 ]

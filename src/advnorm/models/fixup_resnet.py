@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from advnorm.models.layers import LayerFactory
-from advnorm.models.registry import MODELS, ModelSpec
+from advnorm.models.registry import register_model
 from advnorm.models.resnet import DEPTHS, ResidualBlock, ResNet
 
 
@@ -19,7 +19,7 @@ def _scalar(value: float) -> nn.Parameter:
 
 
 class FixupBlock(ResidualBlock):
-    """A scalar bias before and after each convolution, one scalar multiplier per branch: fig. 1, right."""
+    """Block with a scalar bias before and after each convolution and one scalar multiplier (fig. 1, right)."""
 
     norm_in_shortcut = False
     bias1a: nn.Parameter
@@ -50,7 +50,7 @@ class FixupResNet(ResNet):
 
     1. The classifier and the last convolution of each branch start at zero.
     2. The other m - 1 convolutions of a branch start at He's scale times L^(-1/(2m-2)), L the number of branches.
-    3. Scalar multipliers (1) and biases (0) stand where :class:`FixupBlock` puts them, and around stem and classifier.
+    3. :class:`FixupBlock`, the stem and the classifier have scalar multipliers (1) and biases (0).
     """
 
     block = FixupBlock
@@ -77,8 +77,8 @@ class FixupResNet(ResNet):
 
 for _depth in (20, 56):
     _build = partial(FixupResNet, depths=((_depth - 2) // 6,) * 3, channels=(16, 32, 64), shortcut="pad")
-    MODELS.add(f"fixup_resnet{_depth}", ModelSpec(build=_build, has_norm=False))
+    register_model(f"fixup_resnet{_depth}", has_norm=False)(_build)
 for _depth in (18, 50):
     _kernels, _depths = DEPTHS[_depth]
     _build = partial(FixupResNet, depths=_depths, kernels=_kernels)
-    MODELS.add(f"fixup_resnet{_depth}", ModelSpec(build=_build, has_norm=False))
+    register_model(f"fixup_resnet{_depth}", has_norm=False)(_build)

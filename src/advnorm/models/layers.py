@@ -1,4 +1,4 @@
-"""What all models share: how a layer is made from the options, the input normalization, the classifier's frame."""
+"""Parts that all models share: the layer factory, the input normalization and the base class."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from advnorm.norms import make_norm
 
-# Never in place: without a norm, the input of an activation can be the tensor that the shortcut still needs,
-# and a hook on a norm must see what the norm gave.
+# Never in place: without a norm, the shortcut may still need the input of an activation, and a hook on a norm must
+# receive the output of the norm.
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
     "leaky_relu": nn.LeakyReLU,
@@ -26,8 +26,8 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 class InputNorm(nn.Module):
     """(x - mean) / std per channel, so that models and attacks take images in [0, 1].
 
-    The buffers follow the model's device and dtype but stay out of the state dict, which keeps the published keys.
-    A model built on the meta device needs them set again after ``to_empty``.
+    The buffers are not in the state dict, which keeps the published keys. A model that was built on the meta device
+    needs them set again after ``to_empty``.
     """
 
     mean: torch.Tensor
@@ -48,10 +48,10 @@ class InputNorm(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerFactory:
-    """The options of a model, and the layers that they mean.
+    """Builds the layers of a model from its options.
 
-    Convolutions: He normal, fan out, ReLU's gain whatever the activation; a bias only with ``norm="none"``, where
-    no norm would give one, unless ``conv_bias`` decides. Linear layers: PyTorch's default.
+    Convolutions start from He normal with fan out and the gain of ReLU, whatever the activation. They have a bias only
+    with ``norm="none"``, unless ``conv_bias`` is set. Linear layers start from the default of PyTorch.
     """
 
     num_classes: int = 10
@@ -65,13 +65,13 @@ class LayerFactory:
     conv_bias: bool | None = None
 
     def channels(self, published: int) -> int:
-        """Channels after the width multiplier: rounded, 8 at least."""
+        """Channels after the width multiplier: rounded, at least 8."""
         return max(8, round(published * self.width))
 
     def conv(self, in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> nn.Conv2d:
         bias = self.norm_name == "none" if self.conv_bias is None else self.conv_bias
         conv = nn.Conv2d(in_channels, out_channels, kernel, stride=stride, padding=kernel // 2, bias=bias)
-        if conv.weight.is_meta:  # a network without memory, which configurations are checked with
+        if conv.weight.is_meta:  # a configuration is validated with a network without memory
             return conv
         nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
         if conv.bias is not None:
@@ -92,7 +92,7 @@ class LayerFactory:
 
 
 class ImageClassifier(nn.Module, ABC):
-    """Frame of every model here: input normalization, ``feature_map``, global average pooling, ``fc``."""
+    """Base class of the models: input normalization, ``feature_map``, global average pooling, ``fc``."""
 
     fc: nn.Linear
 
@@ -102,10 +102,10 @@ class ImageClassifier(nn.Module, ABC):
 
     @abstractmethod
     def feature_map(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalized images to the last feature map, B C H W."""
+        """The last feature map, B C H W, of normalized images."""
 
     def penultimate(self, x: torch.Tensor) -> torch.Tensor:
-        """Images to the pooled features that the classifier reads, B C: g(x) of paper D."""
+        """The pooled features that the classifier reads, B C: g(x) of paper D."""
         if self.input_norm is not None:
             x = self.input_norm(x)
         return F.adaptive_avg_pool2d(self.feature_map(x), 1).flatten(1)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from advnorm.models.layers import LayerFactory
-from advnorm.models.registry import MODELS, ModelSpec
+from advnorm.models.registry import register_model
 from advnorm.models.resnet import DEPTHS, ResidualBlock, ResNet
 
 
@@ -35,8 +35,8 @@ class PreActBlock(ResidualBlock):
 class PreActResNet(ResNet):
     """ResNet with pre-activation blocks and a bare convolution as stem.
 
-    By default there is no norm after the last block: so is the widely used CIFAR code (kuangliu/pytorch-cifar), and
-    PreAct-ResNet-18 has its 11,171,146 parameters. ``final_norm=True`` adds norm and activation there, as He et al. do.
+    By default there is no norm after the last block, as in the widely used CIFAR code (kuangliu/pytorch-cifar), whose
+    PreAct-ResNet-18 has 11,171,146 parameters. ``final_norm=True`` adds norm and activation there, as in He et al.
     """
 
     block = PreActBlock
@@ -56,4 +56,4 @@ class PreActResNet(ResNet):
 
 for _depth, (_kernels, _depths) in DEPTHS.items():
     _build = partial(PreActResNet, depths=_depths, kernels=_kernels)
-    MODELS.add(f"preact_resnet{_depth}", ModelSpec(build=_build, options={"final_norm": bool}))
+    register_model(f"preact_resnet{_depth}", options={"final_norm": bool})(_build)

@@ -1,6 +1,6 @@
 """ResNets, He et al. 2016a: CIFAR and ImageNet stems, basic and bottleneck blocks, with and without shortcuts.
 
-Keys of the state dict are torchvision's: conv1, bn1, layer1.0.conv1, layer1.0.bn1, downsample.0, downsample.1, fc.
+State dicts have the keys of torchvision: conv1, bn1, layer1.0.conv1, layer1.0.bn1, downsample.0, downsample.1, fc.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from advnorm.models.layers import ImageClassifier, LayerFactory
-from advnorm.models.registry import IMAGENET_MEAN, IMAGENET_STD, MODELS, ModelSpec
+from advnorm.models.registry import IMAGENET_MEAN, IMAGENET_STD, register_model
 
-BASIC, BOTTLENECK = (3, 3), (1, 3, 1)  # the kernels of a block; a bottleneck gives 4 times its inner channels
+BASIC, BOTTLENECK = (3, 3), (1, 3, 1)  # kernels of a block; a bottleneck has 4 times its inner channels as output
 Shortcut = Literal["conv", "pad", "none"]
 
 
 class PadShortcut(nn.Module):
-    """Option A of He et al. 2016a: every ``stride``-th position, the new channels are zero; no parameters."""
+    """Option A of He et al. 2016a: take every ``stride``-th position and pad the new channels with zeros."""
 
     def __init__(self, stride: int, new_channels: int) -> None:
         super().__init__()
@@ -67,13 +67,13 @@ class ResidualBlock(nn.Module):
                     self.downsample.append(layers.norm(self.out_channels))
 
     def add_layer(self, i: int, conv: nn.Conv2d, layers: LayerFactory) -> None:
-        """Register the i-th convolution of the branch with what belongs to it."""
+        """Register the i-th convolution of the branch and its norm."""
         self.add_module(f"conv{i}", conv)
         self.add_module(f"bn{i}", layers.norm(conv.out_channels))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = x
-        # By name, not from a list: surgery replaces the norms by name.
+        # By attribute, because surgery replaces attributes and not entries of a list.
         for i in range(1, self.depth + 1):
             out = getattr(self, f"bn{i}")(getattr(self, f"conv{i}")(out))
             if i < self.depth:
@@ -117,7 +117,7 @@ class ResNet(ImageClassifier):
                 inner = layers.channels(published)
                 block = self.block(layers, width, inner, kernels=kernels, stride=stride, shortcut=shortcut)
                 if layers.norm_name == "none" and block.has_shortcut:
-                    with torch.no_grad():  # keeps the variance at the end of all branches of order 1
+                    with torch.no_grad():  # keeps the variance after all branches of order 1
                         getattr(block, f"conv{len(kernels)}").weight.mul_(sum(depths) ** -0.5)
                 blocks.append(block)
                 width = block.out_channels
@@ -139,7 +139,7 @@ class ResNet(ImageClassifier):
 DEPTHS = {18: (BASIC, (2, 2, 2, 2)), 34: (BASIC, (3, 4, 6, 3)), 50: (BOTTLENECK, (3, 4, 6, 3))}
 
 # ResNet-200: He et al. 2016b. Paper E does not print the blocks of ResNet-338, 518 and 638 (sec. 5: "adding more
-# residual blocks"): here stages 2 and 3 grow in the ratio 24:36 of ResNet-200, and depth = 3 * sum + 2 fixes the rest.
+# residual blocks"). Here stages 2 and 3 grow in the ratio 24:36 of ResNet-200, and depth = 3 * sum + 2 fixes the rest.
 IMAGENET_DEPTHS = DEPTHS | {
     101: (BOTTLENECK, (3, 4, 23, 3)),
     152: (BOTTLENECK, (3, 8, 36, 3)),
@@ -150,14 +150,14 @@ IMAGENET_DEPTHS = DEPTHS | {
 }
 
 for _depth, (_kernels, _depths) in DEPTHS.items():
-    MODELS.add(f"resnet{_depth}", ModelSpec(build=partial(ResNet, depths=_depths, kernels=_kernels)))
-MODELS.add("resnet18_noshortcut", ModelSpec(build=partial(ResNet, depths=(2, 2, 2, 2), shortcut="none")))
+    register_model(f"resnet{_depth}")(partial(ResNet, depths=_depths, kernels=_kernels))
+register_model("resnet18_noshortcut")(partial(ResNet, depths=(2, 2, 2, 2), shortcut="none"))
 
 for _depth in (20, 56):  # sec. 4.2 of He et al. 2016a: 6n + 2 layers
     _small = partial(ResNet, depths=((_depth - 2) // 6,) * 3, channels=(16, 32, 64))
-    MODELS.add(f"resnet{_depth}", ModelSpec(build=partial(_small, shortcut="pad")))
-    MODELS.add(f"resnet{_depth}_noshortcut", ModelSpec(build=partial(_small, shortcut="none")))
+    register_model(f"resnet{_depth}")(partial(_small, shortcut="pad"))
+    register_model(f"resnet{_depth}_noshortcut")(partial(_small, shortcut="none"))
 
 for _depth, (_kernels, _depths) in IMAGENET_DEPTHS.items():
     _build = partial(ResNet, depths=_depths, kernels=_kernels, stem="imagenet")
-    MODELS.add(f"imagenet_resnet{_depth}", ModelSpec(build=_build, mean=IMAGENET_MEAN, std=IMAGENET_STD))
+    register_model(f"imagenet_resnet{_depth}", mean=IMAGENET_MEAN, std=IMAGENET_STD)(_build)

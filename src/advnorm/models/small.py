@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from advnorm.models.layers import ImageClassifier, LayerFactory
-from advnorm.models.registry import MODELS, ModelSpec
+from advnorm.models.registry import register_model
 
 
+@register_model("small_cnn", mean=None, std=None)
 class SmallCNN(ImageClassifier):
-    """Three times conv 3x3, norm, act with 16, 32, 64 channels; the last two halve the resolution."""
+    """Three 3x3 convolutions with norm and activation; the last two halve the resolution."""
 
     def __init__(self, layers: LayerFactory) -> None:
         super().__init__(layers)
@@ -26,6 +27,3 @@ class SmallCNN(ImageClassifier):
         for i in range(1, 4):
             x = self.act(getattr(self, f"bn{i}")(getattr(self, f"conv{i}")(x)))
         return x
-
-
-MODELS.add("small_cnn", ModelSpec(build=SmallCNN, mean=None, std=None))

@@ -1,4 +1,4 @@
-"""VGG for CIFAR, Simonyan & Zisserman 2015: convolutions, then one linear layer in place of three."""
+"""VGG for CIFAR, Simonyan & Zisserman 2015: convolutions, then one linear layer instead of three."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from advnorm.models.layers import ImageClassifier, LayerFactory
-from advnorm.models.registry import MODELS, ModelSpec
+from advnorm.models.registry import register_model
 
 CHANNELS = (64, 128, 256, 512, 512)
 
@@ -38,4 +38,4 @@ class VGG(ImageClassifier):
 
 
 for _name, _depths in {"vgg11": (1, 1, 2, 2, 2), "vgg16": (2, 2, 3, 3, 3), "vgg19": (2, 2, 4, 4, 4)}.items():
-    MODELS.add(_name, ModelSpec(build=partial(VGG, depths=_depths)))
+    register_model(_name)(partial(VGG, depths=_depths))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from advnorm.models.preact_resnet import PreActResNet
-from advnorm.models.registry import MODELS, ModelSpec
+from advnorm.models.registry import register_model
 
 for _depth, _k in ((28, 10), (34, 10), (40, 2)):
     _build = partial(
@@ -15,4 +15,4 @@ for _depth, _k in ((28, 10), (34, 10), (40, 2)):
         stem_channels=16,
         final_norm=True,
     )
-    MODELS.add(f"wrn_{_depth}_{_k}", ModelSpec(build=_build))
+    register_model(f"wrn_{_depth}_{_k}")(_build)

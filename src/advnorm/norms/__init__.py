@@ -1,25 +1,21 @@
 """Norms that know which domain a sample comes from."""
 
-from advnorm.norms.calibration import recalibrate
-from advnorm.norms.factory import NORMS, list_norms, make_norm, make_plan
+from advnorm.norms.factory import NORMS, list_norms, make_norm, make_plan, register_norm
 from advnorm.norms.perturbation import Perturbation, zero_perturbation
 from advnorm.norms.plan import Plan
-from advnorm.norms.routed import RoutedNorm
-from advnorm.norms.routing import (
-    MODES,
-    Mode,
-    Route,
-    Routed,
+from advnorm.norms.recalibration import recalibrate
+from advnorm.norms.routed_module import RoutedModule, domains, mixture_norms, routed_modules
+from advnorm.norms.routed_norm import RoutedNorm
+from advnorm.norms.scopes import (
+    Scope,
     checkpoint_context,
-    component,
-    domains,
-    likelihood,
-    mixture_norms,
-    pair,
+    mixture_component,
+    mixture_likelihood,
+    pair_banks,
     route,
-    routed_modules,
     statistics,
 )
+from advnorm.norms.state import MODES, Mode, Route, frozen_mode
 
 __all__ = [
     "MODES",
@@ -28,18 +24,21 @@ __all__ = [
     "Perturbation",
     "Plan",
     "Route",
-    "Routed",
+    "RoutedModule",
     "RoutedNorm",
+    "Scope",
     "checkpoint_context",
-    "component",
     "domains",
-    "likelihood",
+    "frozen_mode",
     "list_norms",
     "make_norm",
     "make_plan",
+    "mixture_component",
+    "mixture_likelihood",
     "mixture_norms",
-    "pair",
+    "pair_banks",
     "recalibrate",
+    "register_norm",
     "route",
     "routed_modules",
     "statistics",

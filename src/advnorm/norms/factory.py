@@ -1,4 +1,4 @@
-"""Norms by name: each is a row of one table (plan, default domains, paper), not a class of its own."""
+"""Norms by name. Each is a row of one table (plan, domains, paper), not a class of its own."""
 
 from __future__ import annotations
 
@@ -6,84 +6,126 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from advnorm._core.errors import ConfigError, did_you_mean, raise_all
+from advnorm._core.errors import ConfigError, raise_problems, unknown_name
 from advnorm._core.registry import Registry
-from advnorm.norms.plan import Plan, crossed, listed, mixture, per_sample, separate
-from advnorm.norms.routed import RoutedNorm
+from advnorm.norms.plan import Plan, batch_plan, crossed_plan, mixture_plan, parse_domains, per_sample_plan
+from advnorm.norms.routed_norm import RoutedNorm
 
-CLEAN_ADV = ("clean", "adv")
+PlanFunction = TypeVar("PlanFunction", bound=Callable[..., Plan])
 
 
 @dataclass(frozen=True, kw_only=True)
 class NormRecipe:
-    """How a named norm is built: its plan from domains, and how many channel groups a per-sample norm has."""
+    """How a named norm is built.
+
+    ``plan(domains, **options)`` gives its plan. ``family`` is the kind of norm that it generalizes: bn, ln, gn, in or
+    none. ``num_domains`` is set if the number of domains is fixed.
+    ``num_groups`` gives the channel groups of a per-sample norm from its channels.
+    """
 
     plan: Callable[..., Plan]
+    family: str
     domains: tuple[str, ...]
-    num_groups: Callable[[int], int] | None = None
-    options: tuple[str, ...] = ()
+    num_domains: int | None
+    num_groups: Callable[[int], int] | None
+    options: tuple[str, ...]
     summary: str
     paper: str
 
 
 NORMS: Registry[NormRecipe] = Registry("norm")
 
-#: Options that any norm takes, whatever its plan.
+#: Options that every norm accepts.
 MODULE_OPTIONS = ("eps", "momentum", "affine", "track_running_stats", "sync", "process_group", "device", "dtype")
 
 
-def _groups_of_32(channels: int) -> int:
-    return math.gcd(32, channels)
+def register_norm(
+    name: str,
+    *,
+    family: str = "bn",
+    domains: tuple[str, ...] = ("clean", "adv"),
+    num_domains: int | None = None,
+    num_groups: Callable[[int], int] | None = None,
+    options: tuple[str, ...] = (),
+    summary: str = "",
+    paper: str = "",
+) -> Callable[[PlanFunction], PlanFunction]:
+    """Register a norm by the function ``(name, domains, **options) -> Plan`` that gives its plan.
+
+    >>> @register_norm("clean_stats_bn", summary="statistics of clean samples only, one affine bank per domain")
+    ... def clean_stats_plan(name, domains):
+    ...     first = domains[:1] * len(domains)
+    ...     return Plan(name=name, domains=domains, normalized_by=first, feeds=domains, affine=domains)
+    """
+
+    def register(plan: PlanFunction) -> PlanFunction:
+        recipe = NormRecipe(
+            plan=partial(plan, name),
+            family=family,
+            domains=domains,
+            num_domains=num_domains,
+            num_groups=num_groups,
+            options=options,
+            summary=summary,
+            paper=paper,
+        )
+        NORMS.add(name, recipe)
+        return plan
+
+    return register
 
 
-def _register(name: str, plan: Callable[..., Plan], *, domains: tuple[str, ...] = CLEAN_ADV, **fields: Any) -> None:
-    NORMS.add(name, NormRecipe(plan=partial(plan, name), domains=domains, **fields))
-
-
-_mixed = partial(separate, statistics=False, affine=False)
-_register("bn", _mixed, summary="one bank, fed by the whole batch", paper="single BN")
-_register("dual_bn", separate, summary="own statistics and affine per domain", paper="Dual BN (A), Mixture BN (E)")
-_register(
-    "dual_affine_bn", partial(separate, statistics=False), summary="mixed statistics, own affine", paper="Setup1 (A)"
+register_norm("bn", summary="one bank for all samples", paper="single BN")(
+    partial(batch_plan, own_statistics=False, own_affine=False)
 )
-_register("dual_stats_bn", partial(separate, affine=False), summary="own statistics, one affine", paper="Setup2 (A)")
-_register(
+register_norm(
+    "dual_bn", num_domains=2, summary="own statistics and affine per domain", paper="Dual BN (A), Mixture BN (E)"
+)(batch_plan)
+register_norm("dual_affine_bn", num_domains=2, summary="mixed statistics, own affine", paper="Setup1 (A)")(
+    partial(batch_plan, own_statistics=False)
+)
+register_norm("dual_stats_bn", num_domains=2, summary="own statistics, one affine", paper="Setup2 (A)")(
+    partial(batch_plan, own_affine=False)
+)
+register_norm(
     "cross_bn",
-    crossed,
+    num_domains=2,
     options=("other_gradient",),
     summary="the other domain's statistics, own affine",
     paper="Cross-AT, Cross-Hybrid-AT (A)",
-)
-_register(
+)(crossed_plan)
+register_norm(
     "triple_bn",
-    separate,
     domains=("clean", "adv", "adv2"),
+    num_domains=3,
     summary="three domains, own statistics and affine",
     paper="three branches (A, sec. 2.2)",
+)(batch_plan)
+register_norm("multi_bn", summary="any list of domains, own statistics and affine")(batch_plan)
+register_norm("gmm_bn", summary="Gaussian per domain, posterior-weighted, one affine", paper="DBN (C, app. F)")(
+    mixture_plan
 )
-_register("multi_bn", separate, summary="any list of domains, own statistics and affine", paper="")
-_register("gmm_bn", mixture, summary="Gaussian per domain, posterior-weighted, one affine", paper="DBN (C, app. F)")
 for _short, _long, _groups in (
     ("ln", "layer norm", lambda channels: 1),
-    ("gn", "group norm", _groups_of_32),
+    ("gn", "group norm", lambda channels: math.gcd(32, channels)),
     ("in", "instance norm", lambda channels: channels),
 ):
-    _options = ("num_groups",) if _short == "gn" else ()
-    for _prefix, _affine, _text, _paper in (
-        ("", False, "one affine", "C, D, E"),
-        ("dual_affine_", True, "own affine per domain", "dual AP (A, table 4)"),
-    ):
-        _register(
-            _prefix + _short,
-            partial(per_sample, statistics="group", affine=_affine),
-            num_groups=_groups,
-            options=_options,
-            summary=f"{_long} per sample, {_text}",
-            paper=_paper,
-        )
-_register("none", partial(per_sample, statistics="none", affine=False), summary="no normalization", paper="C, D")
+    _per_sample: Any = {"family": _short, "num_groups": _groups, "options": ("num_groups",) if _short == "gn" else ()}
+    register_norm(_short, **_per_sample, summary=f"{_long} per sample, one affine", paper="C, D, E")(
+        partial(per_sample_plan, statistics="group", own_affine=False)
+    )
+    register_norm(
+        f"dual_affine_{_short}",
+        **_per_sample,
+        num_domains=2,
+        summary=f"{_long} per sample, own affine per domain",
+        paper="dual AP (A, table 4)",
+    )(partial(per_sample_plan, statistics="group", own_affine=True))
+register_norm("none", family="none", summary="no normalization", paper="C, D")(
+    partial(per_sample_plan, statistics="none", own_affine=False)
+)
 
 
 def list_norms(pattern: str = "*") -> list[str]:
@@ -92,43 +134,38 @@ def list_norms(pattern: str = "*") -> list[str]:
 
 
 def make_plan(name: str, *, domains: Sequence[str] | None = None, **options: Any) -> Plan:
-    """The plan of a named norm, for its default or for given domains."""
+    """The plan of a named norm, for its default domains or for the given ones."""
     recipe = NORMS.get(name)
-    domains = recipe.domains if domains is None else listed(domains)
-    if name.startswith(("dual_", "triple_")) and len(domains) != (wanted := 2 if name.startswith("dual_") else 3):
-        raise ConfigError(f"{name} has {wanted} domains, got {list(domains)}; use 'multi_bn' for another number")
-    allowed = ("domains", *recipe.options, *MODULE_OPTIONS)
-    raise_all(
-        [
-            f"unknown option {option!r}{did_you_mean(option, allowed)}"
-            for option in options
-            if option not in recipe.options
-        ],
-        f"bad options for {name}",
-    )
+    domains = recipe.domains if domains is None else parse_domains(domains)
+    if recipe.num_domains not in (None, len(domains)):
+        raise ConfigError(
+            "out_of_range",
+            f"{name} has {recipe.num_domains} {{field}}",
+            field="domains",
+            got=list(domains),
+            hint="use 'multi_bn' for another number",
+        )
+    known = ("domains", *recipe.options, *MODULE_OPTIONS)
+    unknown = [option for option in options if option not in recipe.options]
+    raise_problems([unknown_name("option", o, known, field=o) for o in unknown], f"bad options for {name}")
     return recipe.plan(domains, **{key: value for key, value in options.items() if key != "num_groups"})
 
 
 def channel_groups(name: str, channels: int) -> int:
-    """Number of channel groups that the per-sample norm ``name`` has by default; 1 for the others."""
+    """The default number of channel groups of the per-sample norm ``name``; 1 for other norms."""
     groups = NORMS.get(name).num_groups
     return 1 if groups is None or not isinstance(channels, int) else groups(channels)
 
 
 def make_norm(
-    name: str,
-    num_features: int,
-    *,
-    dim: int = 2,
-    domains: Sequence[str] | None = None,
-    **options: Any,
+    name: str, num_features: int, *, dim: int = 2, domains: Sequence[str] | None = None, **options: Any
 ) -> RoutedNorm:
-    """A norm layer by name, for ``num_features`` channels and inputs with ``dim`` spatial dimensions.
+    """Build a norm layer by name, for ``num_features`` channels and inputs with ``dim`` spatial dimensions.
 
-    ``domains`` renames the defaults (or lists any number for ``multi_bn``). ``num_groups`` belongs to ``gn`` (default
-    32, or its greatest common divisor with the channels), ``other_gradient`` to ``cross_bn``: whether gradients flow
-    through the other domain's statistics (default), or take them for constants. Every norm takes ``eps``, ``momentum``
-    (None: cumulative average), ``affine``, ``track_running_stats``, ``sync`` and ``process_group``.
+    ``domains`` renames the default domains, or lists any number of them for ``multi_bn``. Every norm accepts ``eps``,
+    ``momentum`` (None for a cumulative average), ``affine``, ``track_running_stats``, ``sync`` and ``process_group``.
+    ``num_groups`` belongs to ``gn`` (default: the greatest common divisor of 32 and the channels). ``other_gradient``
+    belongs to ``cross_bn``: whether gradients flow through the statistics of the other domain (default True).
     """
     own = {key: value for key, value in options.items() if key not in MODULE_OPTIONS}
     plan = make_plan(name, domains=domains, **own)

@@ -1,7 +1,7 @@
 """The mathematics of the norms as pure functions: moments, perturbed standardization, Gaussian posteriors.
 
 Shapes are in the names: ``x_GNC`` is ``(groups, samples per group, channels, *spatial)``, ``mean_GC`` is
-``(groups, channels)``. Moments are float32 at least, whatever the precision of the input.
+``(groups, channels)``. Moments are at least float32, whatever the precision of the input.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ def accumulate_dtype(x: Tensor) -> torch.dtype:
 
 
 def own_copy(stored: Tensor) -> Tensor:
-    """A stored statistic to compute with: float32 at least, and free of what is fed to the bank later."""
+    """A copy of a stored statistic, at least float32, that later updates of the bank do not change."""
     return stored.to(accumulate_dtype(stored), copy=True)
 
 
 def grouped(x: Tensor, groups: int) -> Tensor:
-    """Split the batch dimension into ``groups`` consecutive parts, as a view."""
+    """View of ``x`` with the batch dimension split into ``groups`` consecutive parts."""
     return x.unflatten(0, (groups, x.shape[0] // groups))
 
 
 def channelwise(value_GC: Tensor, ndim: int) -> Tensor:
-    """Lift ``(groups, channels)`` so that it broadcasts against ``x_GNC`` with ``ndim`` dimensions."""
+    """Reshape ``(groups, channels)`` so that it broadcasts against ``x_GNC`` with ``ndim`` dimensions."""
     return value_GC.reshape(value_GC.shape[0], 1, value_GC.shape[1], *(1,) * (ndim - 3))
 
 
@@ -42,7 +42,7 @@ def moments(x_GNC: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pool_moments(mean_K: Tensor, var_K: Tensor, count_K: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Moments of the union of K sets of samples, over the first dimension, from theirs (law of total variance)."""
+    """Moments of the union of K sets of samples from the moments of the sets (law of total variance)."""
     count = count_K.sum(0)
     share_K = count_K / count.clamp(min=1)
     mean = (share_K * mean_K).sum(0)
@@ -61,7 +61,7 @@ def standardize(x_GNC: Tensor, mean_GC: Tensor, invstd_GC: Tensor) -> Tensor:
 
 
 def scaled(z: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """``w ⊙ z + b`` per channel, the second dimension; without what is None (paper C, eq. 20)."""
+    """``w ⊙ z + b`` per channel, the second dimension; ``None`` is left out (paper C, eq. 20)."""
     shape = (-1, *(1,) * (z.dim() - 2))
     if weight is not None:
         z = z * weight.view(shape)

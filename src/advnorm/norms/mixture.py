@@ -1,4 +1,4 @@
-"""A mixture norm with fixed statistics: what ``gmm_bn`` computes at test time, without scopes, for export."""
+"""A mixture norm with fixed statistics: ``gmm_bn`` at test time, without scopes, for export."""
 
 from __future__ import annotations
 

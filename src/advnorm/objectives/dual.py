@@ -17,7 +17,7 @@ from advnorm.attacks.base import Attack
 from advnorm.attacks.losses import kl_to_clean
 from advnorm.attacks.pgd import PGD
 from advnorm.attacks.search import Search
-from advnorm.norms import likelihood
+from advnorm.norms import mixture_likelihood
 from advnorm.norms.plan import Plan
 from advnorm.objectives.base import (
     OBJECTIVES,
@@ -92,7 +92,7 @@ class DualDomain(Objective):
         assert x_adv is not None
         kept = self._kept(x)
         labels = {"clean": y[kept], "adv": y}
-        with likelihood(self.model) if self.likelihood_weight else nullcontext() as nll:
+        with mixture_likelihood(self.model) if self.likelihood_weight else nullcontext() as nll:
             logits = self.domain_logits({"clean": x[kept], "adv": x_adv}, self.layout, execution)
         clean, adv = logits.get("clean"), logits["adv"]
         terms: dict[str, Tensor] = {}

@@ -23,7 +23,7 @@ from advnorm._core.precision import wide
 from advnorm._core.registry import Registry
 from advnorm._core.seeding import ImageNoise
 from advnorm.norms import statistics, zero_perturbation
-from advnorm.norms.layers import norm_parameters
+from advnorm.norms.norm_layers import norm_parameters
 from advnorm.objectives.base import Objective, weight_problem
 from advnorm.objectives.execution import EAGER, CraftedBatch, Execution, ObjectiveOutput
 from advnorm.objectives.wrapper import Wrapper, leaving_no_trace
@@ -85,7 +85,7 @@ class SecondPass(Wrapper):
         worst = None
         if delta is not None:
             known = [torch.zeros_like(t) if g is None else g for t, g in zip(delta.tensors, of_statistics)]
-            worst = delta.ascend(mean_over_ranks(known), self.radius or 0.0)
+            worst = delta.sign_step(mean_over_ranks(known), self.radius or 0.0)
 
         with ExitStack() as attacked:
             if self.attacks_weights:

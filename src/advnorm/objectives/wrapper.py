@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from advnorm._core.errors import ConfigError
-from advnorm.norms.feeding import without_feeding
-from advnorm.norms.routing import Routed
+from advnorm.norms import RoutedModule
+from advnorm.norms.updates import without_updates
 from advnorm.objectives.base import Objective
 from advnorm.objectives.execution import EAGER, CraftedBatch, Execution, ObjectiveOutput
 
@@ -99,11 +99,11 @@ class Wrapper(Objective):
 @contextmanager
 def leaving_no_trace(model: nn.Module) -> Iterator[None]:
     """Scope: forwards beside those of the objective itself feed no norm, and every other buffer is as it was after."""
-    owners = [module for module in model.modules() if not isinstance(module, Routed | _NormBase)]
+    owners = [module for module in model.modules() if not isinstance(module, RoutedModule | _NormBase)]
     buffers = [(owner, name, b) for owner in owners for name, b in owner._buffers.items() if b is not None]
     kept = [(buffer._version, buffer.clone()) for _, _, buffer in buffers]
     try:
-        with without_feeding(model):
+        with without_updates(model):
             yield
     finally:
         for (owner, name, buffer), (version, value) in zip(buffers, kept):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from advnorm._core.errors import ConfigError, Problem, raise_problems, unknown_name
-from advnorm.norms.layers import norm_parameters
+from advnorm.norms.norm_layers import norm_parameters
 
 OPTIMIZERS = ("sgd", "adam", "adagrad", "rmsprop")
 

@@ -10,8 +10,7 @@ import torch
 from advnorm._core.errors import ConfigError, first_line
 from advnorm.attacks import attacked
 from advnorm.config.config import Config
-from advnorm.norms import domains, routed_modules
-from advnorm.norms.routing import Scope
+from advnorm.norms import Scope, domains, routed_modules
 from advnorm.objectives import CraftedBatch
 from advnorm.training.ranks import Ranks
 from advnorm.training.step_program import StepProgram, autocast
@@ -56,7 +55,7 @@ def try_forwards(
                     predict(x)
             with attacked(model, statistics="batch_frozen"), ExitStack() as stack:
                 if routed_modules(model):  # over all processes, as in training
-                    stack.enter_context(Scope(model, {"alone": False}))
+                    stack.enter_context(Scope(model, {"local": False}))
                 objective.run_forwards(batch)
                 if config.second_pass is not None:
                     field, tried = "second_pass", f"second_pass {config.second_pass.name} cannot take {count} images"

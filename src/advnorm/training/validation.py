@@ -14,8 +14,7 @@ from advnorm._core.precision import float32_as
 from advnorm.attacks import attacked
 from advnorm.config.config import Config
 from advnorm.data import FolderData, ImageData, make_loader, split_held_out
-from advnorm.norms import domains
-from advnorm.norms.routing import unmoving
+from advnorm.norms import domains, frozen_mode
 from advnorm.training.ranks import Ranks
 from advnorm.training.step_program import Precision, autocast
 
@@ -86,7 +85,7 @@ class Validation:
     def _judged(self, model: nn.Module, stopped: Callable[[], bool]) -> dict[str, float]:
         device = self.ranks.device
         clean, adv = self.branch(model, "clean"), self.branch(model, "adv")
-        attack = dataclasses.replace(self.attack, route=adv, statistics=unmoving(self.attack.statistics))
+        attack = dataclasses.replace(self.attack, route=adv, statistics=frozen_mode(self.attack.statistics))
 
         def go_on(*_: int) -> None:
             if stopped():

@@ -7,10 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from advnorm.norms.plan import Plan
-from advnorm.norms.routing import Routed, per_part
+from advnorm.norms.routed_module import RoutedModule
+from advnorm.norms.segments import map_parts
 
 
-class RoutedLinear(Routed):
+class RoutedLinear(RoutedModule):
     """``nn.Linear`` with a weight and a bias per domain: ``weight_clean``, ``bias_adv``, …"""
 
     def __init__(
@@ -35,8 +36,8 @@ class RoutedLinear(Routed):
         return getattr(self, f"weight_{bank}"), getattr(self, f"bias_{bank}")
 
     def forward(self, x: Tensor) -> Tensor:
-        runs = self.runs(x.shape[0], needs_route=self.plan.routed)
-        return per_part(x, runs, lambda part, run: F.linear(part, *self.bank(run.affine)))
+        segments = self.segments(x.shape[0], needs_route=self.plan.routed)
+        return map_parts(x, segments, lambda part, segment: F.linear(part, *self.bank(segment.affine)))
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, domains={'|'.join(self.plan.domains)}"

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from advnorm._core.distributed import ProcessGroup, all_gather_rows, world_size
-from advnorm._core.errors import ConfigError, RouteError, raise_all
+from advnorm._core.errors import ConfigError, Description, Problem, RouteError, raise_problems
 from advnorm.norms import functional
 from advnorm.norms.plan import Plan
-from advnorm.norms.routing import Mode, Routed, Run, joined, per_part
+from advnorm.norms.routed_module import RoutedModule
+from advnorm.norms.segments import Segment, Span, concatenate, find_spans, map_parts
+from advnorm.norms.state import Mode
 
 #: Mean and variance, ``(groups, channels)``, by statistics bank; and with the number of values, ``(groups, 1)``.
 Moments = dict[str, tuple[Tensor, Tensor]]
 Counted = dict[str, tuple[Tensor, Tensor, Tensor]]
 
 
-class RoutedNorm(Routed):
-    """One norm layer of any plan.
+class RoutedNorm(RoutedModule):
+    """A norm layer with any plan.
 
-    Buffers and parameters carry the names of ``nn.BatchNorm2d``; where there are several banks the bank's name is
-    appended (``running_mean_clean``, ``weight_adv``). The module is no subclass of the built-in batch norm, so
-    ``convert_sync_batchnorm`` leaves it alone; ``sync=True`` is its own synchronization over ranks.
+    Buffers and parameters have the names of ``nn.BatchNorm2d``; with several banks, the name of the bank is appended
+    (``running_mean_clean``, ``weight_adv``). The module is not a subclass of the built-in batch norm, so that
+    ``convert_sync_batchnorm`` does not replace it; ``sync=True`` synchronizes the statistics over ranks.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class RoutedNorm(Routed):
     ) -> None:
         super().__init__(plan)
         shape = tuple(num_features) if isinstance(num_features, Sequence) else (num_features,)
-        raise_all(setting_problems(shape, plan, dim, eps, momentum, num_groups), f"bad norm {plan.name!r}")
+        raise_problems(setting_problems(shape, plan, dim, eps, momentum, num_groups), f"bad norm {plan.name!r}")
         self.num_features = num_features
         self.shape = shape
         self.dim = dim
@@ -57,6 +59,7 @@ class RoutedNorm(Routed):
         self.num_groups = num_groups
         self.sync = sync
         self.process_group = process_group
+        self.source_class: type[nn.Module] | None = None  # the class that surgery replaced; ``strip`` gives it back
         self.affine = affine and plan.statistics != "none"
         self.track_running_stats = track_running_stats and plan.statistics == "batch"
         self._statistics_names = _names(plan.statistics_banks, "running_mean", "running_var", "num_batches_tracked")
@@ -76,30 +79,30 @@ class RoutedNorm(Routed):
     def affine_bank(self, bank: str) -> tuple[nn.Parameter | None, nn.Parameter | None]:
         """Weight and bias of an affine bank."""
         weight, bias = self._affine_names[bank]
-        own = self._parameters  # faster than attributes; parametrized, pruned and sharded ones are no entries of it
+        own = self._parameters  # faster than attributes; does not hold parametrized, pruned or sharded ones
         if weight in own and bias in own:
             return own[weight], own[bias]
         return getattr(self, weight), getattr(self, bias)
 
     def statistics_bank(self, bank: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Running mean, running (unbiased) variance and number of batches of a bank, where the norm tracks them."""
+        """Running mean, running (unbiased) variance and number of batches of a bank, if the norm tracks them."""
         mean, var, count = self._statistics_names[bank]
         return self._buffers[mean], self._buffers[var], self._buffers[count]  # pyright: ignore[reportReturnType]
 
     def set_affine_bank(self, bank: str, weight: nn.Parameter | None, bias: nn.Parameter | None) -> None:
-        """Put given parameters, not copies of them, into an affine bank."""
+        """Put the given parameters into an affine bank, without a copy."""
         for name, value in zip(self._affine_names[bank], (weight, bias)):
             setattr(self, name, value)
 
     def set_statistics_bank(self, bank: str, mean: Tensor, var: Tensor, num_batches: Tensor | None) -> None:
-        """Put given tensors, not copies of them, into a statistics bank."""
+        """Put the given tensors into a statistics bank, without a copy."""
         for name, value in zip(self._statistics_names[bank], (mean, var, num_batches)):
             if value is not None:
                 setattr(self, name, value)
 
     @torch.no_grad()
     def reset_running_stats(self) -> None:
-        """Mean 0, variance 1, no batch seen, in every bank."""
+        """Set every statistics bank to mean 0, variance 1 and no batches."""
         for bank in self._statistics_names if self.track_running_stats else ():
             mean, var, count = self.statistics_bank(bank)
             mean.zero_()
@@ -108,7 +111,7 @@ class RoutedNorm(Routed):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Fresh statistics; weight 1 and bias 0 in every bank."""
+        """Reset the statistics; set weight 1 and bias 0 in every affine bank."""
         self.reset_running_stats()
         for bank in self._affine_names:
             weight, bias = self.affine_bank(bank)
@@ -121,77 +124,88 @@ class RoutedNorm(Routed):
 
     def forward(self, x: Tensor) -> Tensor:
         plan = self.plan
-        self._check_input(x)
+        self._validate_input(x)
         if plan.statistics != "batch":
-            runs = self.runs(x.shape[0], needs_route=plan.routed)
-            return x if plan.statistics == "none" else per_part(x, runs, self._per_sample)
+            segments = self.segments(x.shape[0], needs_route=plan.routed)
+            return x if plan.statistics == "none" else map_parts(x, segments, self._per_sample)
         mode: Mode = self.state.mode or ("batch" if self.training or not self.track_running_stats else "running")
         if mode == "running" and not self.track_running_stats:
             raise RouteError(
-                "this norm keeps no running statistics (track_running_stats=False); use mode 'batch' or 'batch_frozen'"
+                "not_supported",
+                "this norm has no running statistics (track_running_stats=False)",
+                field="mode",
+                hint="use mode 'batch' or 'batch_frozen'",
             )
-        runs = self.runs(x.shape[0], needs_route=plan.routed and not (plan.mixture and mode == "running"))
-        if not self._mixes and self.state.delta is None:
+        segments = self.segments(x.shape[0], needs_route=plan.routed and not (plan.mixture and mode == "running"))
+        if not self._mixes and self.state.perturbation is None:
             if mode == "running":
-                return per_part(x, runs, self._native_running)
-            spans = _spans(runs)
-            if spans and self._native():
+                return map_parts(x, segments, self._native_running)
+            spans = find_spans(segments)
+            if spans and self._has_native_kernel():
                 for span in spans:
-                    self._check_count(span.rows, x, span.feeds)
-                return per_part(x, spans, self._native_batch if mode == "batch" else self._native_frozen)
-        parts = x.split([run.rows for run in runs])
-        moments = self._stored(runs) if mode == "running" else self._moments(parts, runs, mode)
+                    self._validate_count(span.rows, x, span.feeds)
+                return map_parts(x, spans, self._native_batch if mode == "batch" else self._native_frozen)
+        parts = x.split([segment.rows for segment in segments])
+        moments = self._stored_moments(segments) if mode == "running" else self._batch_moments(parts, segments, mode)
         if self._mixes:
-            return self._mixture(parts, runs, moments)
-        return joined([self._given(part, run, moments) for part, run in zip(parts, runs)])
+            return self._mixture(parts, segments, moments)
+        return concatenate([self._normalize(part, segment, moments) for part, segment in zip(parts, segments)])
 
     @property
     def _mixes(self) -> bool:
         """Whether all banks normalize at once, weighted by the input."""
         return self.plan.mixture and self.state.component is None
 
-    def _check_input(self, x: Tensor) -> None:
+    def _validate_input(self, x: Tensor) -> None:
         allowed = (2, 3) if self.dim == 1 else (self.dim + 2,) if self.dim else ()
         if self.dim is not None and x.dim() not in allowed:
             raise ConfigError(
-                f"{self.plan.name} for {self.dim}-d data takes inputs with {' or '.join(map(str, allowed))} "
-                f"dimensions, got shape {tuple(x.shape)}; build the norm with dim={max(1, x.dim() - 2)}"
+                "wrong_shape",
+                f"{self.plan.name} for {self.dim}-d data takes inputs with {' or '.join(map(str, allowed))} dimensions",
+                field="x",
+                got=Description(f"shape {tuple(x.shape)}"),
+                hint=f"build the norm with dim={max(1, x.dim() - 2)}",
             )
         if self.plan.statistics != "last" and (x.dim() < 2 or x.shape[1] != self.num_features):
-            raise ConfigError(f"{self.plan.name} has {self.num_features} channels, got input of shape {tuple(x.shape)}")
+            got = Description(f"input of shape {tuple(x.shape)}")
+            raise ConfigError("wrong_shape", f"{self.plan.name} has {self.num_features} channels", field="x", got=got)
 
-    # The built-in kernels, wherever a bank normalizes just the samples that feed it.
+    # The built-in kernels, for banks that normalize exactly the samples that update them.
 
-    def _per_sample(self, x: Tensor, run: Run) -> Tensor:
-        weight, bias = self.affine_bank(run.affine)
+    def _per_sample(self, x: Tensor, segment: Segment) -> Tensor:
+        weight, bias = self.affine_bank(segment.affine)
         if self.plan.statistics == "last":
             return F.layer_norm(x, list(self.shape), weight, bias, self.eps)
-        if self.dim is not None and x[0].numel() <= self.num_groups:  # a replaced nn.GroupNorm stays as it was
+        if (
+            self.dim is not None and x[0].numel() <= self.num_groups
+        ):  # a replaced nn.GroupNorm has no dim and keeps its behaviour
             raise RouteError(
-                f"{self.plan.name} gets one value per group from input of shape {tuple(x.shape)} and would return "
-                "zeros; use larger images, fewer groups, or a norm that averages over more"
+                "too_few_samples",
+                f"{self.plan.name} has one value per group in input of shape {tuple(x.shape)} and would return zeros",
+                field="x",
+                hint="use larger images, fewer groups, or a norm that averages over more",
             )
         return F.group_norm(x, self.num_groups, weight, bias, self.eps)
 
-    def _native_running(self, x: Tensor, run: Run) -> Tensor:
-        mean, var, _ = self.statistics_bank(run.normalized_by)
-        weight, bias = self.affine_bank(run.affine)
-        if torch.is_grad_enabled():  # the kernel's backward reads them as they are by then, whatever was fed meanwhile
+    def _native_running(self, x: Tensor, segment: Segment) -> Tensor:
+        mean, var, _ = self.statistics_bank(segment.normalized_by)
+        weight, bias = self.affine_bank(segment.affine)
+        if torch.is_grad_enabled():  # the kernel's backward reads them, and an update may change them before that
             mean, var = mean.clone(), var.clone()
         return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, self.eps, torch.backends.cudnn.enabled)
 
-    def _native(self) -> bool:
+    def _has_native_kernel(self) -> bool:
         return (
             self.state.groups == 1
             and not self.synchronized
-            and not (self.momentum is None and torch.compiler.is_compiling())  # its factor is a tensor there
+            and not (self.momentum is None and torch.compiler.is_compiling())  # the factor is a tensor there
         )
 
     def _native_batch(self, x: Tensor, span: Span) -> Tensor:
         if not self.track_running_stats:
             return self._native_frozen(x, span)
         mean, var, _ = self.statistics_bank(span.feeds)
-        if self.recomputing():  # feeds copies, so that the kernel saves as many tensors as the first time
+        if self.recomputing():  # updates copies, so that the kernel saves as many tensors as the first time
             return self._native_frozen(x, span, mean.clone(), var.clone())
         return self._native_frozen(x, span, mean, var, self._next_factor(span.feeds))
 
@@ -199,35 +213,35 @@ class RoutedNorm(Routed):
         self, x: Tensor, span: Span, mean: Tensor | None = None, var: Tensor | None = None, factor: float = 0.0
     ) -> Tensor:
         cudnn = torch.backends.cudnn.enabled
-        if len(span.runs) == 1:
-            weight, bias = self.affine_bank(span.runs[0].affine)
+        if len(span.segments) == 1:
+            weight, bias = self.affine_bank(span.segments[0].affine)
         else:
             weight = bias = None
         if mean is None and weight is None and x.dtype.itemsize < 4:
-            # The kernel computes in the widest type it is given: these two are for it alone.
+            # The kernel computes in the widest type of its arguments; these two only make that float32.
             mean, var = (x.new_full(x.shape[1:2], value, dtype=torch.float32) for value in (0.0, 1.0))
         out = torch.batch_norm(x, weight, bias, mean, var, True, factor, self.eps, cudnn)
-        if len(span.runs) == 1:
+        if len(span.segments) == 1:
             return out
-        weight_N, bias_N = self._affine_rows(span.runs, x.dim())
+        weight_N, bias_N = self._affine_rows(span.segments, x.dim())
         if weight_N is None:
             return out
         if bias_N is None:
             return (out * weight_N).to(x.dtype)
         return torch.addcmul(bias_N, out, weight_N).to(x.dtype)
 
-    def _affine_rows(self, runs: Sequence[Run], ndim: int) -> tuple[Tensor | None, Tensor | None]:
+    def _affine_rows(self, segments: Sequence[Segment], ndim: int) -> tuple[Tensor | None, Tensor | None]:
         """Weight and bias of every row, ``(rows, channels, 1, ...)``."""
         rows = []
-        for bank in zip(*(self.affine_bank(run.affine) for run in runs)):
+        for bank in zip(*(self.affine_bank(segment.affine) for segment in segments)):
             if bank[0] is None:
                 rows.append(None)
                 continue
-            expanded = [value.expand(run.rows, -1) for value, run in zip(bank, runs)]
+            expanded = [value.expand(segment.rows, -1) for value, segment in zip(bank, segments)]
             rows.append(torch.cat(expanded).reshape(-1, self.shape[0], *(1,) * (ndim - 2)))
         return rows[0], rows[1]
 
-    _version = 2  # as the built-in norm: older state dicts have no num_batches_tracked
+    _version = 2  # like the built-in norm: older state dicts have no num_batches_tracked
 
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -240,35 +254,37 @@ class RoutedNorm(Routed):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
-    # Given moments: groups, perturbed, crossed, synchronized and mixture statistics.
+    # Explicit moments, for groups and for perturbed, crossed, synchronized and mixture statistics.
 
-    def _stored(self, runs: Sequence[Run]) -> Moments:
-        banks = self.plan.statistics_banks if self._mixes else {run.normalized_by for run in runs}
+    def _stored_moments(self, segments: Sequence[Segment]) -> Moments:
+        banks = self.plan.statistics_banks if self._mixes else {segment.normalized_by for segment in segments}
         stored = {bank: self.statistics_bank(bank)[:2] for bank in banks}
         return {
             bank: (functional.own_copy(mean)[None], functional.own_copy(var)[None])
             for bank, (mean, var) in stored.items()
         }
 
-    def _moments(self, parts: Sequence[Tensor], runs: Sequence[Run], mode: Mode) -> Moments:
-        """Moments of the samples that feed each bank, ``(groups, channels)`` each; feeds the bank in mode ``batch``."""
+    def _batch_moments(self, parts: Sequence[Tensor], segments: Sequence[Segment], mode: Mode) -> Moments:
+        """Moments of the samples of each bank, ``(groups, channels)`` each; updates the bank in mode ``batch``."""
         groups, plan = self.state.groups, self.plan
-        self._check_present(runs)
-        for run in runs:
-            if run.rows % groups:
+        self._validate_samples(segments)
+        for segment in segments:
+            if segment.rows % groups:
                 raise RouteError(
-                    f"{run.rows} samples of one domain cannot be cut into {groups} equal groups; "
-                    "choose a number of groups that divides each domain's share of the batch"
+                    "not_divisible",
+                    f"{segment.rows} samples of one domain cannot be split into {groups} equal {{field}}",
+                    field="groups",
+                    hint="choose a number of groups that divides each domain's share of the batch",
                 )
         synchronized = self.synchronized
         local: Counted = {}
         for bank in plan.statistics_banks:
-            own = [functional.grouped(part, groups) for part, run in zip(parts, runs) if run.feeds == bank]
+            own = [functional.grouped(part, groups) for part, segment in zip(parts, segments) if segment.feeds == bank]
             if own:
                 x_GNC = own[0] if len(own) == 1 else torch.cat(own, 1)
                 count = x_GNC[0].numel() // self.shape[0]
                 if not synchronized:
-                    self._check_count(x_GNC.shape[1], x_GNC[0], bank)
+                    self._validate_count(x_GNC.shape[1], x_GNC[0], bank)
                 mean, var = functional.moments(x_GNC)
                 local[bank] = mean, var, mean.new_full((groups, 1), count)
             elif synchronized:
@@ -277,88 +293,97 @@ class RoutedNorm(Routed):
         if synchronized:
             local = self._pool_over_ranks(local)
         if mode == "batch" and self.track_running_stats and not self.recomputing():
-            for bank, moments in local.items():  # detached, since a recomputation feeds nothing, and saves nothing here
-                self._feed(bank, *functional.pool_moments(*(value.detach() for value in moments)))
+            for bank, moments in local.items():  # detached: a recomputation skips this and must save the same tensors
+                self._update(bank, *functional.pool_moments(*(value.detach() for value in moments)))
         return {bank: (mean, var) for bank, (mean, var, _) in local.items()}
 
     def _pool_over_ranks(self, local: Counted) -> Counted:
-        """Moments over all ranks from one collective for all banks; gradients flow back to every rank's samples."""
+        """Moments over all ranks by one collective for all banks; gradients flow back to every rank's samples."""
         channels = self.shape[0]
         packed_KG = torch.stack([torch.cat(values, 1) for values in local.values()])
         ranks = all_gather_rows(packed_KG, self.process_group)
         mean, var, count = functional.pool_moments(*ranks.split([channels, channels, 1], -1))
         return {bank: (mean[k], var[k], count[k]) for k, bank in enumerate(local)}
 
-    def _check_present(self, runs: Sequence[Run]) -> None:
-        """Refuse batch statistics of a domain that the batch does not have."""
+    def _validate_samples(self, segments: Sequence[Segment]) -> None:
+        """Raise if the batch has no samples for a statistics bank that normalizes."""
         plan = self.plan
-        needed = plan.statistics_banks if self._mixes else tuple(dict.fromkeys(run.normalized_by for run in runs))
-        present = {run.feeds for run in runs}
+        needed = plan.statistics_banks if self._mixes else tuple(dict.fromkeys(s.normalized_by for s in segments))
+        present = {segment.feeds for segment in segments}
         if self.synchronized and self.state.route is not None:  # a domain's samples may all be on other ranks
             present |= {plan.banks(domain, forwarded=True)[1] for domain, _ in self.state.forwarded}
-            beside = bool(self.state.forwarded)
-            present |= {plan.banks(domain, beside=beside)[1] for domain, _ in self.state.route}
+            with_forwarded = bool(self.state.forwarded)
+            present |= {plan.banks(domain, with_forwarded=with_forwarded)[1] for domain, _ in self.state.route}
         missing = [bank for bank in needed if bank not in present]
         if missing:
-            which, again = "such samples", ""
-            if plan.crosses:
-                which, again = "samples that are forwarded for them", f", forwarded={plan.example_route}"
+            kind, forwarded = ("forwarded ", f", forwarded={plan.example_route}") if plan.crosses else ("", "")
             raise RouteError(
+                "missing_samples",
                 f"{plan.name} normalizes by the batch statistics of {', '.join(missing)}, and this batch has no "
-                f"{which}; concatenate under `with advnorm.route(model, {plan.example_route}{again}):`, or use stored "
-                "statistics: `with advnorm.statistics(model, mode='running'):`"
+                f"{kind}samples of that domain",
+                field="route",
+                hint=f"concatenate under `with advnorm.route(model, {plan.example_route}{forwarded}):`, or use stored "
+                "statistics: `with advnorm.statistics(model, mode='running'):`",
             )
 
     def _effective(self, bank: str, moments: Moments, *, constant: bool = False) -> tuple[Tensor, Tensor]:
-        """Mean and inverse standard deviation of a bank, perturbed where the scope says so (paper B, eq. 3)."""
+        """Mean and inverse standard deviation of a bank, with the scope's perturbation (paper B, eq. 3)."""
         mean, var = (value.detach() for value in moments[bank]) if constant else moments[bank]
         invstd = (var + self.eps).rsqrt()
-        if self.state.delta is not None and bank in self.state.delta:
-            return functional.perturb_moments(mean, invstd, *self.state.delta[bank])
+        if self.state.perturbation is not None and bank in self.state.perturbation:
+            return functional.perturb_moments(mean, invstd, *self.state.perturbation[bank])
         return mean, invstd
 
-    def _given(self, x: Tensor, run: Run, moments: Moments) -> Tensor:
-        own = run.normalized_by == run.feeds
-        mean, invstd = self._effective(run.normalized_by, moments, constant=not (own or self.plan.other_gradient))
+    def _normalize(self, x: Tensor, segment: Segment, moments: Moments) -> Tensor:
+        own = segment.normalized_by == segment.feeds
+        mean, invstd = self._effective(segment.normalized_by, moments, constant=not (own or self.plan.other_gradient))
         z = functional.standardize(functional.grouped(x, mean.shape[0]), mean, invstd)
-        return self._scaled(z.flatten(0, 1), run, x.dtype)
+        return self._scaled(z.flatten(0, 1), segment, x.dtype)
 
-    def _mixture(self, parts: Sequence[Tensor], runs: Sequence[Run], moments: Moments) -> Tensor:
+    def _mixture(self, parts: Sequence[Tensor], segments: Sequence[Segment], moments: Moments) -> Tensor:
         banks = self.plan.statistics_banks
         mean_K, invstd_K = zip(*(self._effective(bank, moments) for bank in banks))
         mean_KGC, invstd_KGC = torch.stack(mean_K), torch.stack(invstd_K)
         outputs, likelihoods = [], []
-        for x, run in zip(parts, runs):
+        for x, segment in zip(parts, segments):
             x_GNC = functional.grouped(x, mean_KGC.shape[1])
             z, log_posterior = functional.mixture_standardize(x_GNC, mean_KGC, invstd_KGC)
-            outputs.append(self._scaled(z.flatten(0, 1), run, x.dtype))
-            likelihoods.append(-log_posterior[banks.index(run.feeds)].reshape(run.rows, -1).sum(1))
-        if self.state.collected is not None and not self.recomputing():
+            outputs.append(self._scaled(z.flatten(0, 1), segment, x.dtype))
+            likelihoods.append(-log_posterior[banks.index(segment.feeds)].reshape(segment.rows, -1).sum(1))
+        if self.state.likelihoods is not None and not self.recomputing():
             if self.state.route is None:
-                raise RouteError("the likelihood needs to know each sample's domain; set a route around the forward")
-            self.state.collected.append(joined(likelihoods))
-        return joined(outputs)
+                raise RouteError(
+                    "missing_route",
+                    "the likelihood needs the domain of each sample",
+                    field="route",
+                    hint="wrap the forward in `with advnorm.route(model, ...):`",
+                )
+            self.state.likelihoods.append(concatenate(likelihoods))
+        return concatenate(outputs)
 
-    def _scaled(self, z: Tensor, run: Run, dtype: torch.dtype) -> Tensor:
-        return functional.scaled(z, *self.affine_bank(run.affine)).to(dtype)
+    def _scaled(self, z: Tensor, segment: Segment, dtype: torch.dtype) -> Tensor:
+        return functional.scaled(z, *self.affine_bank(segment.affine)).to(dtype)
 
-    # Feeding the banks.
+    # Updates of the banks.
 
     @property
     def synchronized(self) -> bool:
-        """Whether batch moments are taken over several ranks."""
-        return self.sync and not self.state.alone and world_size(self.process_group) > 1
+        """Whether batch moments are computed over several ranks."""
+        return self.sync and not self.state.local and world_size(self.process_group) > 1
 
-    def _check_count(self, rows: int, x: Tensor, bank: str) -> None:
+    def _validate_count(self, rows: int, x: Tensor, bank: str) -> None:
         if rows * math.prod(x.shape[2:]) <= 1:
             raise RouteError(
+                "too_few_samples",
                 f"batch statistics need more than one value per channel, and the bank {bank!r} gets one from input of "
-                f"shape {tuple(x.shape)}; give each domain (and each group of it) at least two samples, drop_last=True "
-                "in the loader, or use stored statistics: `with advnorm.statistics(model, mode='running'):`"
+                f"shape {tuple(x.shape)}",
+                field=bank,
+                hint="give each domain (and each group of it) at least two samples, drop_last=True in the loader, or "
+                "use stored statistics: `with advnorm.statistics(model, mode='running'):`",
             )
 
     def _next_factor(self, bank: str) -> Any:
-        """Count the batch and return the weight of its moments in the running ones; momentum None is the plain mean."""
+        """Count the batch and return the weight of its moments; momentum None gives a cumulative average."""
         count = self.statistics_bank(bank)[2]
         count.add_(1)
         if self.momentum is not None:
@@ -366,8 +391,8 @@ class RoutedNorm(Routed):
         return 1.0 / count.double() if torch.compiler.is_compiling() else 1.0 / float(count)
 
     @torch.no_grad()
-    def _feed(self, bank: str, mean: Tensor, var: Tensor, count: Tensor) -> None:
-        """Exponential or cumulative average; the variance is stored unbiased, as the built-in norm stores it."""
+    def _update(self, bank: str, mean: Tensor, var: Tensor, count: Tensor) -> None:
+        """Exponential or cumulative average. The stored variance is unbiased, like that of the built-in norm."""
         running_mean, running_var, seen = self.statistics_bank(bank)
         unbiased = var * (count / (count - 1).clamp(min=1))
         before = seen.clone()
@@ -386,34 +411,10 @@ class RoutedNorm(Routed):
         return ", ".join([*parts, f"eps={self.eps}", f"affine={self.affine}"])
 
 
-class Span(NamedTuple):
-    """Neighbouring runs that feed one bank, normalized together."""
-
-    feeds: str
-    runs: tuple[Run, ...]
-
-    @property
-    def rows(self) -> int:
-        return self.runs[-1].stop - self.runs[0].start
-
-
-def _spans(runs: Sequence[Run]) -> list[Span]:
-    """Runs by the bank they feed; none where one is normalized by another bank, or a bank's samples lie apart."""
-    spans: list[Span] = []
-    for run in runs:
-        if run.normalized_by != run.feeds:
-            return []
-        if spans and spans[-1].feeds == run.feeds:
-            spans[-1] = Span(run.feeds, (*spans[-1].runs, run))
-        else:
-            spans.append(Span(run.feeds, (run,)))
-    return spans if len({span.feeds for span in spans}) == len(spans) else []
-
-
 def setting_problems(
     shape: tuple[Any, ...], plan: Plan, dim: Any, eps: Any, momentum: Any, num_groups: Any
-) -> list[str]:
-    """What is wrong with the settings of a norm."""
+) -> list[Problem]:
+    """Problems of the settings of a norm."""
 
     def counts(value: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and value >= 1
@@ -421,25 +422,30 @@ def setting_problems(
     def within(value: Any, high: float) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= high
 
-    problems = []
-    if dim not in (None, 1, 2, 3):
-        problems.append(f"dim is the number of spatial dimensions of the built-in norm, 1, 2 or 3; got {dim!r}")
-    channels = bool(shape) and all(counts(size) for size in shape)
-    if not channels:
-        problems.append(
-            f"num_features must be an integer of at least 1, got {shape[0] if len(shape) == 1 else shape!r}"
-        )
-    if not counts(num_groups):
-        problems.append(f"num_groups must be an integer of at least 1, got {num_groups!r}")
-    elif channels and plan.statistics == "group" and shape[0] % num_groups:
-        problems.append(f"num_groups must divide the {shape[0]} channels, got {num_groups}")
-    if not within(eps, math.inf):
-        problems.append(f"eps must be a number of at least 0, got {eps!r}")
-    if momentum is not None and not within(momentum, 1):
-        problems.append(f"momentum must lie in [0, 1], or be None for the plain mean over batches, got {momentum!r}")
-    return problems
+    has_channels = bool(shape) and all(counts(size) for size in shape)
+    divides = not has_channels or plan.statistics != "group" or not counts(num_groups) or shape[0] % num_groups == 0
+    wrong = {
+        "dim": (dim not in (None, 1, 2, 3), "the number of spatial dimensions, 1, 2 or 3", dim),
+        "num_features": (not has_channels, "an integer of at least 1", shape[0] if len(shape) == 1 else shape),
+        "num_groups": (
+            not counts(num_groups) or not divides,
+            "an integer of at least 1" if divides else f"a divisor of the {shape[0]} channels",
+            num_groups,
+        ),
+        "eps": (not within(eps, math.inf), "a number of at least 0", eps),
+        "momentum": (
+            momentum is not None and not within(momentum, 1),
+            "in [0, 1], or None for a cumulative average",
+            momentum,
+        ),
+    }
+    return [
+        Problem(code="out_of_range", message=f"{{field}} must be {allowed}", field=field, got=got)
+        for field, (is_wrong, allowed, got) in wrong.items()
+        if is_wrong
+    ]
 
 
 def _names(banks: Sequence[str], *names: str) -> dict[str, tuple[str, ...]]:
-    """The built-in norm's names for one bank, with the bank's name appended for several."""
+    """Tensor names of each bank: those of the built-in norm, with the bank's name appended if there are several."""
     return {bank: tuple(f"{name}_{bank}" if len(banks) > 1 else name for name in names) for bank in banks}

@@ -1,0 +1,158 @@
+"""Re-estimate a statistics bank from given inputs under a given affine bank (paper A, table 5; paper D, table 7)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from advnorm._core.distributed import all_gather_rows
+from advnorm._core.errors import ConfigError, Description
+from advnorm._core.modes import evaluating, hooks_run
+from advnorm._core.wrappers import device_of, dtype_of
+from advnorm.norms import functional
+from advnorm.norms.perturbation import no_statistics_bank
+from advnorm.norms.plan import Plan
+from advnorm.norms.routed_module import routed_modules
+from advnorm.norms.routed_norm import RoutedNorm
+from advnorm.norms.scopes import Scope, pair_banks
+
+Data = Tensor | Iterable[Any]
+PooledMoments = dict[str, tuple[Tensor, Tensor, Tensor]]
+
+
+@torch.no_grad()
+def recalibrate(
+    model: nn.Module, data: Data, *, route: str | None = None, into: str | None = None, batch_size: int = 256
+) -> int:
+    """Replace the statistics of a bank by the moments of ``data`` under the affine bank of ``route``.
+
+    In the notation of paper A, ``recalibrate(model, clean_images, route="adv")`` stores NS with superscript adv (the
+    affine bank) and subscript clean (the images). ``data`` is a tensor of images, which is split into equally large
+    batches of at most ``batch_size``, or an iterable of batches: tensors, or tuples and mappings whose first entry is
+    the images. The forward uses the moments of each batch; the bank receives the pooled mean and unbiased variance of
+    all samples. ``into`` names the domain whose bank is written; the default is the bank that normalizes ``route``.
+    Nothing else changes, and the bank changes only after the last batch. With ``sync`` each rank passes its share of
+    the data. Returns the number of samples.
+    """
+    norms = {
+        name: module
+        for name, module in routed_modules(model).items()
+        if isinstance(module, RoutedNorm) and module.plan.statistics == "batch"
+    }
+    if not norms:
+        raise no_statistics_bank()
+    route = _validate(norms, route, batch_size)
+    banks = pair_banks(model, statistics=into or route, affine=route)
+    # The number of batches may differ between ranks, so that each rank computes its own moments.
+    fields = {"mode": "batch_frozen", "groups": 1, "perturbation": None, "likelihoods": None, "local": True}
+    plain = Scope(model, fields)
+    pooled: PooledMoments = {}
+    hooks = [norm.register_forward_pre_hook(partial(_pool, pooled, name)) for name, norm in norms.items()]
+    device, dtype = device_of(model), dtype_of(model)
+    samples = batches = 0
+    try:
+        with evaluating(model), hooks_run(), banks, plain:
+            for images in _batches(data, batch_size):
+                samples, batches = samples + len(images), batches + 1
+                model(images.to(device, dtype))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not samples:
+        raise ConfigError("empty", "{field} has no images", field="data", hint="an iterator may be used up already")
+    if not pooled:
+        raise ConfigError(
+            "empty", "no norm ran in the forward of the model", field="model", hint="pass the model that uses the norms"
+        )
+    for name, norm in norms.items():
+        if name in pooled and norm.synchronized:
+            packed = all_gather_rows(torch.cat(pooled[name], 1), norm.process_group)
+            channels = norm.shape[0]
+            pooled[name] = functional.pool_moments(*packed.split([channels, channels, 1], -1))
+    for name, values in pooled.items():
+        if not all(bool(value.isfinite().all()) for value in values):
+            raise ConfigError(
+                "not_finite",
+                f"the input of {name} has no finite mean and variance; no bank was changed",
+                field="data",
+                hint="check the images and the weights of the model for NaN",
+            )
+    for name, (mean, var, count) in pooled.items():
+        norm = norms[name]
+        running_mean, running_var, seen = norm.statistics_bank(_bank(norm.plan, route, into))
+        running_mean.copy_(mean[0])
+        running_var.copy_((var * count / (count - 1).clamp(min=1))[0])
+        seen.fill_(batches)
+    return samples
+
+
+def _validate(norms: Mapping[str, RoutedNorm], route: str | None, batch_size: int) -> str:
+    """Raise for settings that do not fit the norms; return the route."""
+    if route is not None and not isinstance(route, str):
+        raise ConfigError(
+            "wrong_type", "{field} must be one domain", field="route", got=route, hint="call once for each"
+        )
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        message = "{field} must be an integer of at least 1"
+        raise ConfigError("out_of_range", message, field="batch_size", got=batch_size)
+    mixtures = [name or "the norm" for name, norm in norms.items() if norm.plan.mixture]
+    if mixtures:
+        raise ConfigError(
+            "not_supported",
+            f"mixture norms use all banks at once: {', '.join(mixtures)}",
+            field="model",
+            hint="call norm.reset_running_stats(), set momentum None, and run concatenated batches in mode 'batch'",
+        )
+    untracked = [name for name, norm in norms.items() if not norm.track_running_stats]
+    if untracked:
+        message = f"these norms have no running statistics: {', '.join(untracked)}"
+        raise ConfigError("not_supported", message, field="model")
+    if route is not None:
+        return route
+    plans = [norm.plan for norm in norms.values()]
+    routed = next((plan for plan in plans if plan.routed), None)
+    if routed is not None:
+        raise ConfigError(
+            "missing_route",
+            "{field} must name the affine bank",
+            field="route",
+            hint=f"one of {', '.join(routed.domains)}",
+        )
+    return plans[0].domains[0]
+
+
+def _pool(pooled: PooledMoments, name: str, norm: RoutedNorm, inputs: tuple[Tensor, ...]) -> None:
+    """Forward pre-hook that pools the moments of a norm's input in float64."""
+    x = inputs[0]
+    mean, var = (value.double() for value in functional.moments(functional.grouped(x, 1)))
+    count = mean.new_full((1, 1), x.numel() // norm.shape[0])
+    if name in pooled:
+        both = [torch.cat(values) for values in zip(pooled[name], (mean, var, count))]
+        mean, var, count = (value[None] for value in functional.pool_moments(*both))
+    pooled[name] = mean, var, count
+
+
+def _bank(plan: Plan, route: str, into: str | None) -> str:
+    return plan.normalized_by[plan.index(route)] if into is None else plan.feeds[plan.index(into)]
+
+
+def _batches(data: Data, batch_size: int) -> Iterable[Tensor]:
+    if not isinstance(data, Iterable):
+        message = "{field} must be images or an iterable of batches"
+        raise ConfigError("wrong_type", message, field="data", got=Description(type(data).__name__))
+    if isinstance(data, Tensor) and len(data):  # equally large, because a small last batch would have other moments
+        data = data.tensor_split(-(-len(data) // batch_size))
+    for batch in data:
+        if isinstance(batch, Mapping):
+            batch = next(iter(batch.values()))
+        elif isinstance(batch, tuple | list):
+            batch = batch[0]
+        if not isinstance(batch, Tensor) or not batch.is_floating_point():
+            kind = str(batch.dtype) if isinstance(batch, Tensor) else type(batch).__name__
+            message = "{field} must be batches of images as float tensors"
+            raise ConfigError("wrong_type", message, field="data", got=Description(kind))
+        yield batch

@@ -1,0 +1,147 @@
+"""Take a branch out as a plain model."""
+
+import copy
+import gc
+import io
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from advnorm import (
+    ConfigError,
+    SurgeryError,
+    convert_norm,
+    create_model,
+    make_norm,
+    route,
+    strip,
+)
+from advnorm.norms import statistics
+from support.problems import raises_problem
+from support.surgery_models import X, disturb, net
+
+
+def test_a_process_group_comes_back(tmp_path):
+    if not torch.distributed.is_available():
+        pytest.skip("torch was built without distributed")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    try:
+        group = torch.distributed.new_group([0])
+        model = nn.Sequential(nn.SyncBatchNorm(3, process_group=group))
+        convert_norm(model, "dual_bn")
+        assert model[0].process_group is group and strip(model, "adv")[0].process_group is group
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_strip_leaves_the_model_as_it_was_and_shares_nothing():
+    model = disturb(create_model("small_cnn", norm="dual_bn"))
+    before = copy.deepcopy(model.state_dict())
+    plain = strip(model, "adv")
+    with torch.no_grad():
+        for value in plain.state_dict().values():
+            value.zero_()
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key])
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None, "the plain copy does not hold on to the routed model"
+
+
+def test_strip_needs_a_route_if_there_are_several_branches():
+    model = create_model("small_cnn", norm="dual_bn")
+    with raises_problem("missing_route", "route", ConfigError):
+        strip(model)
+    with raises_problem("unknown_name", "route", ConfigError):
+        strip(model, "clear")
+    assert torch.equal(strip(create_model("small_cnn", norm="bn").eval())(X).isnan(), torch.zeros(4, 10, dtype=bool))
+
+
+def test_strip_works_inside_a_scope_and_on_a_plain_model():
+    model = disturb(create_model("small_cnn", norm="dual_bn")).eval()
+    with route(model, "clean"), statistics(model, mode="batch_frozen"):
+        plain = strip(model, "adv")
+    with route(model, "adv"):
+        assert torch.equal(plain(X), model(X))
+    assert torch.equal(strip(plain)(X), plain(X))
+    with raises_problem("no_routed_norm", "route", ConfigError):
+        strip(plain, "adv")
+
+
+@pytest.mark.parametrize("name", ["bn", "dual_bn", "cross_bn", "gmm_bn", "dual_affine_gn"])
+def test_a_stripped_branch_exports(name):
+    model = disturb(create_model("small_cnn", norm=name)).eval()
+    plain = strip(model, "adv")
+    with route(model, "adv"):
+        expected = model(X)
+    exported = torch.export.export(plain, (X,))
+    torch.testing.assert_close(exported.module()(X), expected)
+    buffer = io.BytesIO()
+    torch.export.save(exported, buffer)
+
+
+@pytest.mark.parametrize("name", ["dual_bn", "gmm_bn"])
+def test_a_stripped_branch_runs_in_onnx(name, tmp_path):
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    model = disturb(create_model("small_cnn", norm=name)).eval()
+    plain = strip(model, "adv")
+    path = tmp_path / "model.onnx"
+    torch.onnx.export(plain, (X,), path, dynamo=True, verbose=False)
+    session = runtime.InferenceSession(path)
+    (got,) = session.run(None, {session.get_inputs()[0].name: X.numpy()})
+    torch.testing.assert_close(torch.from_numpy(got), plain(X), rtol=1e-4, atol=1e-5)
+
+
+def test_strip_unwraps():
+    model = net().eval()
+    convert_norm(model, "dual_bn")
+    for wrapped in (torch.compile(model, backend="eager"), nn.DataParallel(model)):
+        plain = strip(wrapped, "adv")
+        assert type(plain) is nn.Sequential and list(plain.state_dict()) == list(net().state_dict())
+    model = net()
+    convert_norm(model, "gmm_bn")
+    model[1] = make_norm("gmm_bn", 4, track_running_stats=False)
+    with raises_problem("not_supported", "model", SurgeryError):
+        strip(model)
+
+
+def test_hooks_before_loading_are_given_the_plain_module_of_a_lone_norm_too():
+    norm, seen = make_norm("dual_bn", 4), []
+    norm.register_load_state_dict_pre_hook(lambda module, *_: seen.append(module))
+    plain = strip(norm, "adv")
+    plain.load_state_dict(plain.state_dict())
+    assert seen == [plain]
+
+
+def test_a_linked_copy_shares_every_tensor_of_its_branch():
+    model = create_model("small_cnn", norm="dual_bn")
+    own = {value.data_ptr() for value in model.state_dict().values()}
+    assert {value.data_ptr() for value in strip(model, "adv", linked=True).state_dict().values()} <= own
+    assert not {value.data_ptr() for value in strip(model, "adv").state_dict().values()} & own
+
+
+@pytest.mark.parametrize("name", ["none", "gmm_bn", "dual_affine_ln"])
+def test_hooks_and_mode_of_every_kind_of_norm_are_those_of_its_plain_module(name):
+    norm, calls = make_norm(name, 4).eval(), []
+    norm.register_forward_hook(lambda module, args, out: calls.append(type(module)))
+    plain = strip(norm, "adv")
+    plain(torch.rand(2, 4, 3, 3))
+    assert calls == [type(plain)] and not plain.training
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.SyncBatchNorm(4), nn.GroupNorm(2, 4), nn.LayerNorm((3, 3))])
+def test_strip_gives_the_replaced_class_back(norm):
+    family = {nn.GroupNorm: "gn", nn.LayerNorm: "ln"}.get(type(norm), "bn")
+    model = nn.Sequential(copy.deepcopy(norm))
+    convert_norm(model, family)
+    assert type(strip(model)[0]) is type(norm)
+
+
+def test_strip_gives_the_class_of_the_new_norm_if_the_conversion_changed_the_kind():
+    model = nn.Sequential(nn.BatchNorm2d(4))
+    convert_norm(model, "dual_affine_ln")
+    assert type(strip(model, "adv")[0]) is nn.GroupNorm
