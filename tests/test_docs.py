@@ -9,6 +9,15 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
+@pytest.fixture(autouse=True)
+def _registries_are_restored(monkeypatch):
+    from advnorm.models import MODELS
+    from advnorm.norms import NORMS
+
+    for registry in (MODELS, NORMS):
+        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_examples_of_a_page_run_in_order(page, capsys):
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from advnorm.norms import RoutedNorm, list_norms, make_norm, route, statistics
+from support.crossing import crossing
 from support.norm_oracles import BANKED, PAPER, along, batch, build, changed, domains_of, randomized, shares, snapshot
 
 #: A bank normalizes the samples that feed it.
@@ -91,10 +92,11 @@ def test_every_registered_norm_is_described_by_a_row_of_the_papers_table():
     assert len(SELF) >= 6
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("case", INPUTS)
-@pytest.mark.parametrize(("name", "domain"), NAME_AND_DOMAIN)
-def test_a_single_domain_equals_the_builtin_batch_norm_bit_for_bit(name, domain, case, option):
+@pytest.mark.parametrize(
+    ("name_and_domain", "case", "option"), crossing(NAME_AND_DOMAIN, list(INPUTS), list(OPTIONS), keep=4)
+)
+def test_a_single_domain_equals_the_builtin_batch_norm_bit_for_bit(name_and_domain, case, option):
+    name, domain = name_and_domain
     dim = INPUTS[case][0]
     norm, builtin, names = pair_of_norms(name, domain, dim, **OPTIONS[option])
     before = snapshot(norm)

@@ -22,6 +22,7 @@ from advnorm.norms import (
     statistics,
     zero_perturbation,
 )
+from support.crossing import crossing
 from support.norm_cases import (
     images,
     network,
@@ -99,11 +100,15 @@ def test_recomputation_updates_no_bank_and_gives_the_same_gradients(name, how):
         assert torch.equal(state[key], value), key
 
 
-@pytest.mark.parametrize("how", ["reentrant", "inside", "context_outside"])
 @pytest.mark.parametrize(
-    "case", [{"mode": "running"}, {"mode": "batch_frozen"}, {"groups": 2}, {"perturbed": True}], ids=str
+    ("name", "how", "case"),
+    crossing(
+        BANKED,
+        ["reentrant", "inside", "context_outside"],
+        [{"mode": "running"}, {"mode": "batch_frozen"}, {"groups": 2}, {"perturbed": True}],
+        keep=3,
+    ),
 )
-@pytest.mark.parametrize("name", BANKED)
 def test_recomputation_uses_mode_groups_and_perturbation_of_the_forward(name, how, case):
     gradients, state = step_with_checkpoint(name, how, **case)
     expected_gradients, expected_state = step_with_checkpoint(name, "plain", **case)

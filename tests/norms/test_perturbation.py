@@ -16,7 +16,9 @@ from advnorm.norms import (
     statistics,
     zero_perturbation,
 )
+from support.crossing import crossing
 from support.norm_cases import (
+    BANKED_VARIANTS,
     TIGHT,
     compare,
     each_banked_variant,
@@ -144,11 +146,12 @@ def test_the_formula_of_equation_3_in_numpy(mode):
         np.testing.assert_allclose(norm(x).detach().numpy(), expected, rtol=1e-10)
 
 
-@pytest.mark.parametrize("groups", [2, 3])
-@pytest.mark.parametrize("perturbed", [False, True], ids=["plain", "perturbed"])
-@pytest.mark.parametrize("mode", MODES)
-@each_banked_variant
-def test_groups_are_the_nths_of_every_domain_and_update_by_pooled_moments(name, options, mode, perturbed, groups):
+@pytest.mark.parametrize(
+    ("variant", "mode", "perturbed", "groups"),
+    crossing(list(BANKED_VARIANTS.values()), MODES, [False, True], [2, 3], keep=2),
+)
+def test_groups_are_the_nths_of_every_domain_and_update_by_pooled_moments(variant, mode, perturbed, groups):
+    name, options = variant
     norm, counts = randomized(build(name, **options).double()), shares(name, unit=groups)
     deltas = random_deltas(norm) if perturbed else None
     compare(name, norm, batch(counts), counts, mode=mode, groups=groups, deltas=deltas, **options)

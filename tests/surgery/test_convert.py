@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from itertools import product
 
 import pytest
 import torch
@@ -18,10 +19,12 @@ from advnorm import (
     route,
     strip,
 )
-from advnorm.norms import NORMS, RoutedNorm, list_norms, routed_modules
+from advnorm.norms import RoutedNorm, list_norms, make_plan, routed_modules
+from support.crossing import fast_first
 from support.problems import raises_problem
 from support.surgery_models import OPTIONS, X, disturb, logits, tiny, trained
 
+ARCHITECTURES = ("preact_resnet18", "wrn_40_2", "resnet50", "vgg11")
 BATCH_FED = [n for n in list_norms() if n.endswith("bn")]
 
 SAME_FUNCTION = [n for n in BATCH_FED if n != "gmm_bn"]  # the mixture of equal Gaussians is equal up to rounding
@@ -52,12 +55,17 @@ def test_a_transformers_resnet_converts_and_comes_back(resnet, name):
             original = copy.deepcopy(resnet)
             original.load_state_dict(plain.state_dict())
             assert torch.equal(logits(original, X), outputs[-1])
-    if NORMS.get(name).plan(domains(model)).routed and name != "gmm_bn":
+    if make_plan(name, domains=domains(model)).routed and name != "gmm_bn":
         assert not torch.equal(outputs[0], outputs[1])
 
 
-@pytest.mark.parametrize("name", list_norms())
-@pytest.mark.parametrize("architecture", ["small_cnn", "preact_resnet18", "wrn_40_2", "resnet50", "vgg11"])
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    fast_first(
+        [*(("small_cnn", name) for name in list_norms()), *zip(ARCHITECTURES, ("dual_bn", "gmm_bn", "cross_bn", "gn"))],
+        list(product(("small_cnn", *ARCHITECTURES), list_norms())),
+    ),
+)
 def test_our_models_convert_and_come_back(architecture, name):
     width = 1.0 if architecture == "small_cnn" else 0.125
     built_in = strip(create_model(architecture, norm="bn", width=width))

@@ -5,58 +5,41 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from numbers import Integral, Real
-from typing import Any, TypeVar
+from dataclasses import KW_ONLY, dataclass, field
+from numbers import Integral
+from typing import Annotated, Any
 
 import torch
-from torch import nn
 
 from advnorm._core.errors import ConfigError, Problem, first_line, raise_problems, unknown_name
 from advnorm._core.registry import Registry
+from advnorm._core.settings import Setting, convert_options
 from advnorm.models.layers import ACTIVATIONS, ImageClassifier, LayerFactory
 from advnorm.norms import list_norms, make_norm
 
 CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
-Builder = TypeVar("Builder", bound=Callable[..., nn.Module])
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ModelSpec:
-    """A registered model: its builder, its input normalization, and the options that only it has."""
-
-    build: Callable[..., Any]
-    mean: tuple[float, ...] | None
-    std: tuple[float, ...] | None
-    has_norm: bool
-    options: Mapping[str, type]
-
-
-MODELS: Registry[ModelSpec] = Registry("model")
-
-
-def register_model(
-    name: str,
-    *,
-    mean: tuple[float, ...] | None = CIFAR10_MEAN,
-    std: tuple[float, ...] | None = CIFAR10_STD,
-    has_norm: bool = True,
-    options: Mapping[str, type] | None = None,
-) -> Callable[[Builder], Builder]:
-    """Register the class or function ``build(layers, **options)`` of a model.
+    """A registered model: ``build(layers, **options)``, its input normalization, and the options that only it has.
 
     >>> @register_model("tiny", mean=None, std=None)
     ... def tiny(layers):
     ...     return nn.Sequential(nn.Flatten(), nn.LazyLinear(layers.num_classes))
     """
 
-    def register(build: Builder) -> Builder:
-        MODELS.add(name, ModelSpec(build=build, mean=mean, std=std, has_norm=has_norm, options=options or {}))
-        return build
+    build: Callable[..., Any]
+    _: KW_ONLY
+    mean: tuple[float, ...] | None = CIFAR10_MEAN
+    std: tuple[float, ...] | None = CIFAR10_STD
+    has_norm: bool = True
+    options: Mapping[str, type] = field(default_factory=dict)
 
-    return register
+
+MODELS: Registry[ModelSpec] = Registry("model", ModelSpec)
+register_model = MODELS.register
 
 
 def list_models(pattern: str = "*") -> list[str]:
@@ -66,15 +49,15 @@ def list_models(pattern: str = "*") -> list[str]:
 
 def create_model(
     name: str,
-    num_classes: int = 10,
+    num_classes: Annotated[int, Setting("Number of classes.", "[1, inf)")] = 10,
     norm: str | None = None,
     *,
-    width: float = 1.0,
+    width: Annotated[float, Setting("Multiplies all channels (rounded, at least 8).", "(0, inf)")] = 1.0,
     activation: str = "relu",
     mean: float | Sequence[float] | None = None,
     std: float | Sequence[float] | None = None,
     norm_options: Mapping[str, Any] | None = None,
-    in_channels: int = 3,
+    in_channels: Annotated[int, Setting("Number of image channels.", "[1, inf)")] = 3,
     normalize: bool = True,
     **options: Any,
 ) -> ImageClassifier:
@@ -84,7 +67,6 @@ def create_model(
         a bias, and the last one of each residual branch starts at 1/sqrt(number of blocks) of its usual scale, so that
         the signal does not grow with depth.
     norm_options: passed to the norm's factory, for example ``{"domains": ("a", "b", "c")}``.
-    width: multiplies all channels (rounded, at least 8).
     mean, std: input normalization inside the model, a number or one per channel. Default: CIFAR-10's, ImageNet's for
         ``imagenet_*``, none for ``small_cnn``. ``normalize=False`` leaves it out.
     """
@@ -95,11 +77,9 @@ def create_model(
     norm = norm or ("bn" if spec is None or spec.has_norm else "none")
     norm_options = dict(norm_options or {})
     problems = [] if spec else [unknown_name("model", name, MODELS)]
-    for field, number in (("num_classes", num_classes), ("in_channels", in_channels)):
-        if isinstance(number, bool) or not isinstance(number, Integral) or number < 1:
-            problems.append(_out_of_range(field, "an integer of at least 1", number))
-    if not isinstance(width, Real) or not 0 < width < math.inf:
-        problems.append(_out_of_range("width", "a number above 0", width))
+    sizes = {"num_classes": num_classes, "in_channels": in_channels, "width": width}
+    sizes = {name: int(v) if isinstance(v, Integral) and not isinstance(v, bool) else v for name, v in sizes.items()}
+    problems += convert_options("", inspect.signature(create_model, eval_str=True).parameters, sizes)[1]
     if activation not in ACTIVATIONS:
         problems.append(unknown_name("activation", activation, ACTIVATIONS))
     problems += _norm_problems(name, spec, norm, norm_options)

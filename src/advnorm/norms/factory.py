@@ -4,78 +4,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from advnorm._core.errors import ConfigError, raise_problems, unknown_name
 from advnorm._core.registry import Registry
 from advnorm.norms.plan import Plan, batch_plan, crossed_plan, mixture_plan, parse_domains, per_sample_plan
 from advnorm.norms.routed_norm import RoutedNorm
 
-PlanFunction = TypeVar("PlanFunction", bound=Callable[..., Plan])
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class NormRecipe:
-    """How a named norm is built.
+    """How a named norm is built: ``plan(name, domains, **options)`` gives its plan.
 
-    ``plan(domains, **options)`` gives its plan. ``family`` is the kind of norm that it generalizes: bn, ln, gn, in or
-    none. ``num_domains`` is set if the number of domains is fixed.
-    ``num_groups`` gives the channel groups of a per-sample norm from its channels.
+    >>> @register_norm("own_bn", num_domains=2, summary="own statistics and affine per domain")
+    ... def own_plan(name, domains):
+    ...     return Plan(name=name, domains=domains, normalized_by=domains, feeds=domains, affine=domains)
     """
 
     plan: Callable[..., Plan]
-    family: str
-    domains: tuple[str, ...]
-    num_domains: int | None
-    num_groups: Callable[[int], int] | None
-    options: tuple[str, ...]
-    summary: str
-    paper: str
+    _: KW_ONLY
+    family: str = "bn"  # the kind of norm that it generalizes: bn, ln, gn, in or none
+    domains: tuple[str, ...] = ("clean", "adv")
+    num_domains: int | None = None  # if the number of domains is fixed
+    num_groups: Callable[[int], int] | None = None  # channel groups of a per-sample norm, from its channels
+    options: tuple[str, ...] = ()
+    summary: str = ""
+    paper: str = ""
 
 
-NORMS: Registry[NormRecipe] = Registry("norm")
+NORMS: Registry[NormRecipe] = Registry("norm", NormRecipe)
+register_norm = NORMS.register
 
 #: Options that every norm accepts.
 MODULE_OPTIONS = ("eps", "momentum", "affine", "track_running_stats", "sync", "process_group", "device", "dtype")
-
-
-def register_norm(
-    name: str,
-    *,
-    family: str = "bn",
-    domains: tuple[str, ...] = ("clean", "adv"),
-    num_domains: int | None = None,
-    num_groups: Callable[[int], int] | None = None,
-    options: tuple[str, ...] = (),
-    summary: str = "",
-    paper: str = "",
-) -> Callable[[PlanFunction], PlanFunction]:
-    """Register a norm by the function ``(name, domains, **options) -> Plan`` that gives its plan.
-
-    >>> @register_norm("clean_stats_bn", summary="statistics of clean samples only, one affine bank per domain")
-    ... def clean_stats_plan(name, domains):
-    ...     first = domains[:1] * len(domains)
-    ...     return Plan(name=name, domains=domains, normalized_by=first, feeds=domains, affine=domains)
-    """
-
-    def register(plan: PlanFunction) -> PlanFunction:
-        recipe = NormRecipe(
-            plan=partial(plan, name),
-            family=family,
-            domains=domains,
-            num_domains=num_domains,
-            num_groups=num_groups,
-            options=options,
-            summary=summary,
-            paper=paper,
-        )
-        NORMS.add(name, recipe)
-        return plan
-
-    return register
-
 
 register_norm("bn", summary="one bank for all samples", paper="single BN")(
     partial(batch_plan, own_statistics=False, own_affine=False)
@@ -148,7 +111,7 @@ def make_plan(name: str, *, domains: Sequence[str] | None = None, **options: Any
     known = ("domains", *recipe.options, *MODULE_OPTIONS)
     unknown = [option for option in options if option not in recipe.options]
     raise_problems([unknown_name("option", o, known, field=o) for o in unknown], f"bad options for {name}")
-    return recipe.plan(domains, **{key: value for key, value in options.items() if key != "num_groups"})
+    return recipe.plan(name, domains, **{key: value for key, value in options.items() if key != "num_groups"})
 
 
 def channel_groups(name: str, channels: int) -> int:

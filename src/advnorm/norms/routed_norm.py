@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from advnorm._core.distributed import ProcessGroup, all_gather_rows, world_size
 from advnorm._core.errors import ConfigError, Description, Problem, RouteError, raise_problems
+from advnorm._core.settings import Setting, convert_options
 from advnorm.norms import functional
 from advnorm.norms.plan import Plan
 from advnorm.norms.routed_module import RoutedModule
@@ -37,20 +38,21 @@ class RoutedNorm(RoutedModule):
         plan: Plan,
         *,
         dim: int | None = 2,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
+        eps: Annotated[float, Setting("Added to the variance.", "[0, inf)")] = 1e-5,
+        momentum: Annotated[float | None, Setting("Weight of a new batch; None: cumulative average.", "[0, 1]")] = 0.1,
         affine: bool = True,
         bias: bool = True,
         track_running_stats: bool = True,
         sync: bool = False,
         process_group: ProcessGroup | None = None,
-        num_groups: int = 1,
+        num_groups: Annotated[int, Setting("Channel groups of a per-sample norm.", "[1, inf)")] = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(plan)
         shape = tuple(num_features) if isinstance(num_features, Sequence) else (num_features,)
-        raise_problems(setting_problems(shape, plan, dim, eps, momentum, num_groups), f"bad norm {plan.name!r}")
+        settings = {"eps": eps, "momentum": momentum, "num_groups": num_groups}
+        raise_problems(setting_problems(shape, plan, dim, **settings), f"bad norm {plan.name!r}")
         self.num_features = num_features
         self.shape = shape
         self.dim = dim
@@ -411,39 +413,21 @@ class RoutedNorm(RoutedModule):
         return ", ".join([*parts, f"eps={self.eps}", f"affine={self.affine}"])
 
 
-def setting_problems(
-    shape: tuple[Any, ...], plan: Plan, dim: Any, eps: Any, momentum: Any, num_groups: Any
-) -> list[Problem]:
+def setting_problems(shape: tuple[Any, ...], plan: Plan, dim: Any, **settings: Any) -> list[Problem]:
     """Problems of the settings of a norm."""
-
-    def counts(value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-    def within(value: Any, high: float) -> bool:
-        return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= high
-
-    has_channels = bool(shape) and all(counts(size) for size in shape)
-    divides = not has_channels or plan.statistics != "group" or not counts(num_groups) or shape[0] % num_groups == 0
-    wrong = {
-        "dim": (dim not in (None, 1, 2, 3), "the number of spatial dimensions, 1, 2 or 3", dim),
-        "num_features": (not has_channels, "an integer of at least 1", shape[0] if len(shape) == 1 else shape),
-        "num_groups": (
-            not counts(num_groups) or not divides,
-            "an integer of at least 1" if divides else f"a divisor of the {shape[0]} channels",
-            num_groups,
-        ),
-        "eps": (not within(eps, math.inf), "a number of at least 0", eps),
-        "momentum": (
-            momentum is not None and not within(momentum, 1),
-            "in [0, 1], or None for a cumulative average",
-            momentum,
-        ),
-    }
-    return [
-        Problem(code="out_of_range", message=f"{{field}} must be {allowed}", field=field, got=got)
-        for field, (is_wrong, allowed, got) in wrong.items()
-        if is_wrong
-    ]
+    _, problems = convert_options("", RoutedNorm, settings)
+    if dim not in (None, 1, 2, 3):
+        message = "{field} must be the number of spatial dimensions, 1, 2 or 3"
+        problems.append(Problem(code="out_of_range", message=message, field="dim", got=dim))
+    if not shape or not all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in shape):
+        got = shape[0] if len(shape) == 1 else shape
+        message = "{field} must be an integer of at least 1"
+        problems.append(Problem(code="out_of_range", message=message, field="num_features", got=got))
+    if not problems and plan.statistics == "group" and shape[0] % settings["num_groups"]:
+        message = f"{{field}} must divide the {shape[0]} channels"
+        got = settings["num_groups"]
+        problems.append(Problem(code="not_divisible", message=message, field="num_groups", got=got))
+    return problems
 
 
 def _names(banks: Sequence[str], *names: str) -> dict[str, tuple[str, ...]]:

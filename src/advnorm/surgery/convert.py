@@ -11,10 +11,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from advnorm._core.errors import Problem, SurgeryError, raise_problems, unknown_name
+from advnorm._core.settings import convert_options
 from advnorm.norms.factory import MODULE_OPTIONS, NORMS, channel_groups, make_plan
 from advnorm.norms.plan import Plan
 from advnorm.norms.routed_linear import RoutedLinear
-from advnorm.norms.routed_norm import RoutedNorm, setting_problems
+from advnorm.norms.routed_norm import RoutedNorm
 from advnorm.surgery.adapter import (
     ADAPTERS,
     Kept,
@@ -197,9 +198,8 @@ class _Conversion:
         changed = {key: value for key, value in wanted.items() if getattr(norm, key) != value}
         if not changed:
             return Kept("already routed", is_routed=True)
-        new = {"eps": norm.eps, "momentum": norm.momentum, **wanted}
-        problems = setting_problems(norm.shape, norm.plan, norm.dim, new["eps"], new["momentum"], norm.num_groups)
-        raise_problems(problems, f"bad norm {norm.plan.name!r}")
+        numbers = {key: value for key, value in changed.items() if key in ("eps", "momentum")}
+        raise_problems(convert_options("", RoutedNorm, numbers)[1], f"bad norm {norm.plan.name!r}")
         text = ", ".join(f"{key}={value}" for key, value in changed.items())
         update = lambda: [setattr(norm, *item) for item in changed.items()]  # noqa: E731
         return Kept(f"already routed, now with {text}", is_routed=True, update=update)
