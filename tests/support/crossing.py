@@ -35,5 +35,5 @@ def crossing(*axes: Sequence[Any], keep: int) -> list[Any]:
 
 def fast_first(fast: Sequence[Any], all_values: Sequence[Any]) -> list[Any]:
     """All values as parameters; the fast tests run only ``fast``."""
-    slow = [value for value in all_values if value not in fast]
-    return [*fast, *(pytest.param(value, marks=pytest.mark.slow) for value in slow)]
+    slow = [value if isinstance(value, tuple) else (value,) for value in all_values if value not in fast]
+    return [*fast, *(pytest.param(*value, marks=pytest.mark.slow) for value in slow)]
