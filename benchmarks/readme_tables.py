@@ -1,4 +1,4 @@
-"""Write the tables of README.md and of pages under docs/ from the records under results/: no figure is typed by hand.
+"""Write the tables of README.md and of pages under docs/ from records under results/ and from declarations.
 
 python benchmarks/readme_tables.py            # rewrite them
 python benchmarks/readme_tables.py --check    # exit status 1 where it would change
@@ -201,8 +201,16 @@ def parts():
     return "\n".join(lines)
 
 
+def settings():
+    """All settings of a configuration, from their declarations."""
+    from advnorm.config.reference import settings_table
+
+    return settings_table().rstrip()
+
+
 PAGES = {
     "README.md": {"cifar10": cifar10, "epochs": epochs, "norms": norms, "autoattack": autoattack},
+    "docs/configuration.md": {"settings": settings},
     "docs/analysis_statistics.md": {"distances": distances},
     "docs/speed.md": {"train": lambda: trained(training("train_*.json")), "parts": parts, "growth": growth},
 }

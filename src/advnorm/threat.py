@@ -1,11 +1,11 @@
-"""The threat model: which norm, how far, and the box of valid images; projection and random start that keep both."""
+"""The threat model: norm, radius and the box of valid images; projection and random start inside both."""
 
 from __future__ import annotations
 
 import math
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from numbers import Real
 from typing import Literal, get_args
@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from advnorm._core.errors import ConfigError, did_you_mean, raise_all
+from advnorm._core.errors import ConfigError, Problem, raise_problems, unknown_name
 from advnorm._core.seeding import ImageNoise
 
 Norm = Literal["Linf", "L2", "L1"]
@@ -21,7 +21,7 @@ NORMS: tuple[Norm, ...] = get_args(Norm)
 
 
 def parse_length(value: float | str) -> float:
-    """A length in pixel scale: a number, or a string such as ``"8/255"`` or ``"0.5"``."""
+    """Return a length in pixel scale from a number or a string such as ``"8/255"`` or ``"0.5"``."""
     try:
         if isinstance(value, bool) or not isinstance(value, str | Real):
             raise ValueError
@@ -31,20 +31,25 @@ def parse_length(value: float | str) -> float:
         else:
             length = float(value)
     except (ValueError, ZeroDivisionError, OverflowError):
-        raise ConfigError(f"cannot read {value!r} as a length; write a number or a fraction such as '8/255'") from None
+        words, hint = "a length must be a number or a fraction", "write for example 0.03 or '8/255'"
+        raise ConfigError("wrong_type", words, field="length", got=value, hint=hint) from None
     if not math.isfinite(length) or length < 0:
-        raise ConfigError(f"a length must be finite and at least 0, got {value!r}")
+        raise ConfigError("out_of_range", "a length must be finite and at least 0", field="length", got=value)
     return length
 
 
-def length_problem(label: str, value: float | str, norm: str) -> str | None:
-    """What is wrong with a length under ``norm``, with the cure; None when it is fine."""
+def length_problem(field: str, value: float | str, norm: str) -> Problem | None:
+    """Return the problem of a length under a threat norm, if any."""
     try:
         length = parse_length(value)
     except ConfigError as error:
-        return f"{label}: {error}"
+        (problem,) = error.problems
+        return replace(problem, field=field, message=problem.message.replace("a length", "{field}"))
     if norm == "Linf" and length > 1:
-        return f"{label} is in pixel scale [0, 1], got {value!r}; did you mean '{length:g}/255'?"
+        hint = f"did you mean '{length:g}/255'?"
+        return Problem(
+            code="out_of_range", message="{field} must lie in pixel scale [0, 1]", field=field, got=value, hint=hint
+        )
     return None
 
 
@@ -56,9 +61,9 @@ class ThreatModel:
     eps: float
 
     def __init__(self, *, norm: Norm = "Linf", eps: float | str) -> None:
-        problems = [] if norm in NORMS else [f"unknown norm {norm!r}{did_you_mean(norm, NORMS)}"]
+        problems = [] if norm in NORMS else [unknown_name("threat norm", norm, NORMS, field="norm")]
         problem = length_problem("eps", eps, norm)
-        raise_all(problems + ([problem] if problem else []), "bad threat model")
+        raise_problems(problems + ([problem] if problem else []), "bad threat model")
         object.__setattr__(self, "norm", norm)
         object.__setattr__(self, "eps", parse_length(eps))
 
@@ -72,13 +77,14 @@ class ThreatModel:
     # Images are (N, ...), float32 in [0, 1]. "Exactly" below: as real numbers, and as computed in float32.
 
     def bounds(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Linf: the least and the greatest float32 values v with ``0 <= v <= 1`` and ``|v - x| <= eps`` exactly.
+        """Linf: the smallest and largest float32 values v with ``0 <= v <= 1`` and ``|v - x| <= eps`` exactly.
 
-        Rounding is monotone: where ``|v - x|`` is at most the greatest float32 below eps as a real number, its float32
-        value is too. The float64 sums are exact wherever they could round across a float32 number.
+        Rounding is monotone: if ``|v - x|`` is at most the largest float32 below eps as a real number, so is its
+        float32 value. The float64 sums are exact wherever they could round across a float32 number.
         """
         if self.norm != "Linf":
-            raise ConfigError(f"only Linf has bounds for each pixel, this threat model is {self.norm}; use project")
+            words = "only Linf has bounds for each pixel"
+            raise ConfigError("not_supported", words, field="norm", got=self.norm, hint="use project")
         radius = _float32_below(self.eps)
         low, high = x.double() - radius, x.double() + radius
         low32, high32 = low.float(), high.float()
@@ -87,7 +93,7 @@ class ThreatModel:
         return low32.clamp_min(0), high32.clamp_max(1)
 
     def inner_radius(self, dimensions: int) -> float:
-        """Where L2 and L1 projections aim: so far inside the ball that a float32 norm of the result is below eps too.
+        """Radius of L2 and L1 projections, below eps so that the float32 norm of the result is at most eps too.
 
         ``torch.linalg.vector_norm`` adds float32 in 8 lanes, so its relative error can reach d/8 · 2⁻²⁴, and does on
         constant images: 1e-3 for 150,528 pixels. For a CIFAR image the ball shrinks by 2.5e-5.
@@ -95,18 +101,18 @@ class ThreatModel:
         return self.eps * (1 - 2e-6 - dimensions * 2.0**-27)
 
     def projection(self, x: Tensor) -> Callable[[Tensor], Tensor]:
-        """:meth:`project` for a fixed ``x``, with what depends on ``x`` alone computed once."""
+        """Return :meth:`project` for a fixed ``x``; bounds that depend only on ``x`` are computed once."""
         if self.norm == "Linf":
             low, high = self.bounds(x)
             return lambda x_adv: x_adv.clamp(low, high)
         return lambda x_adv: self._project_sum(x_adv, x)
 
     def project(self, x_adv: Tensor, x: Tensor) -> Tensor:
-        """The nearest point of the ball, then of the box; the result lies in both, exactly."""
+        """Project onto the ball, then onto the box; the result lies exactly in both."""
         return self.projection(x)(x_adv)
 
     def _project_sum(self, x_adv: Tensor, x: Tensor) -> Tensor:
-        """L2 and L1. Rounding and the box only ever move towards x, so that the norm can only shrink."""
+        """Project under L2 or L1. Rounding and the box only move towards x, so the norm can only shrink."""
         delta = x_adv.double() - x.double()
         rows = delta.flatten(1)
         radius = self.inner_radius(rows.shape[1])
@@ -116,7 +122,7 @@ class ThreatModel:
         else:
             norm = rows.abs().sum(1, keepdim=True)
             inside = _onto_l1_ball(rows, radius)
-            inside = _shrunk(inside, inside.abs().sum(1, keepdim=True), radius)  # of the threshold's rounding
+            inside = _shrunk(inside, inside.abs().sum(1, keepdim=True), radius)  # rounding of the threshold
         inside = inside.view(delta.shape)
         exact = x.double() + inside
         rounded = exact.float()
@@ -126,14 +132,14 @@ class ThreatModel:
         return torch.where(outside, projected, x_adv).clamp(0, 1)
 
     def distance(self, x_adv: Tensor, x: Tensor) -> Tensor:
-        """``||x_adv - x||`` of each image, in float64."""
+        """Return ``||x_adv - x||`` of each image, in float64."""
         order = {"Linf": math.inf, "L2": 2, "L1": 1}[self.norm]
         return torch.linalg.vector_norm((x_adv.double() - x.double()).flatten(1), order, dim=1)
 
     def random_start(self, x: Tensor, noise: ImageNoise, project: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Uniform in the ball, then projected: Linf cube; L2 and L1 by direction and radius (Barthe et al. 2005).
+        """Draw uniformly from the ball and project: Linf cube; L2 and L1 by direction and radius (Barthe et al. 2005).
 
-        ``project``: the :meth:`projection` for ``x`` where it is known.
+        ``project``: the :meth:`projection` for ``x``, if the caller has it.
         """
         shape = tuple(x.shape[1:])
         if self.norm == "Linf":
@@ -150,16 +156,16 @@ class ThreatModel:
         return (project or self.projection(x))((x + delta).float())
 
     def ascended(self, x_adv: Tensor, grad: Tensor, step: float) -> Tensor:
-        """A step of this length that ascends fastest."""
+        """Return ``x_adv`` after a step of steepest ascent with length ``step``."""
         if self.norm == "Linf":
-            return x_adv.add(grad.sign(), alpha=step)  # the product is exact: rounded once whatever the device
+            return x_adv.add(grad.sign(), alpha=step)  # the product is exact: rounded once on every device
         return x_adv + step * self.steepest(grad)
 
     def steepest(self, grad: Tensor, *, sparsity: float = 0.05) -> Tensor:
-        """The unit step that ascends fastest: sign (Linf), ``g / ||g||_2``, or the top coordinates (L1); 0 for g = 0.
+        """Return the unit step of steepest ascent: sign (Linf), ``g / ||g||_2``, top coordinates (L1); 0 for g = 0.
 
-        L1: the sign on the share ``sparsity`` of coordinates with the largest gradients, of L1 norm 1: the sparse step
-        of Tramèr & Boneh 2019.
+        L1: the sign on the share ``sparsity`` of coordinates with the largest gradients, scaled to L1 norm 1: the
+        sparse step of Tramèr & Boneh 2019.
         """
         if self.norm == "Linf":
             return grad.sign()
@@ -176,14 +182,14 @@ class ThreatModel:
 
 
 def _float32_below(value: float) -> float:
-    """The greatest float32 that is at most ``value``, for values of at least 0."""
+    """The largest float32 that is at most ``value``, for values of at least 0."""
     (bits,) = struct.unpack("I", struct.pack("f", value))
     (nearest,) = struct.unpack("f", struct.pack("I", bits))
     return nearest if nearest <= value else struct.unpack("f", struct.pack("I", bits - 1))[0]
 
 
 def per_image(value: Tensor, like: Tensor) -> Tensor:
-    """A value of each image, to broadcast over images like ``like``."""
+    """Reshape one value per image to broadcast over images like ``like``."""
     return value.reshape(-1, *(1,) * (like.dim() - 1))
 
 
@@ -192,7 +198,7 @@ def _shrunk(rows: Tensor, norm: Tensor, radius: float) -> Tensor:
 
 
 def _onto_l1_ball(rows: Tensor, radius: float) -> Tensor:
-    """Euclidean projection onto ``||row||_1 <= radius`` of rows outside of it (Duchi et al. 2008, fig. 1)."""
+    """Euclidean projection onto ``||row||_1 <= radius`` for rows outside of it (Duchi et al. 2008, fig. 1)."""
     size = rows.abs()
     descending = size.sort(1, descending=True).values
     excess = descending.cumsum(1) - radius

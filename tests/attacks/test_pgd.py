@@ -433,7 +433,7 @@ def test_progress_is_told_at_every_step():
     [
         ({"steps": 0}, "steps must be an integer of at least 1, got 0"),
         ({"restarts": 1.5}, "restarts must be an integer"),
-        ({"step_size": 2}, "step_size is in pixel scale.*did you mean '2/255'"),
+        ({"step_size": 2}, "step_size must lie in pixel scale.*did you mean '2/255'"),
         ({"step_size": "a"}, "step_size: cannot read 'a'"),
         ({"step_size": 0}, "step_size must be above 0"),
         ({"step_size": "0/255"}, "step_size must be above 0"),

@@ -21,7 +21,7 @@ from advnorm.bench.profile import kind_of
 from advnorm.bench.train import Row, TrainBenchmark, bench_train
 from advnorm.cli.app import app
 from advnorm.cli.listing import train_benchmark
-from advnorm.config.config import AttackConfig, Config, Named
+from advnorm.config import AttackConfig, Config, Named
 from advnorm.data import load
 from advnorm.training.ranks import Ranks
 

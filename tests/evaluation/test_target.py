@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from advnorm import Config, train
-from advnorm.config.config import Named
+from advnorm.config import Named
 from advnorm.evaluation import open_run
 
 CLASSES, EACH = ("ant", "bee", "cat"), 4

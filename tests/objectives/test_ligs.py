@@ -242,7 +242,7 @@ def test_a_compiled_model_is_regularized_by_the_model_inside():
 def test_a_size_is_a_length_in_pixel_scale_for_every_shift():
     assert LIGS(Standard(tiny("bn")), size="8/255").size == 8 / 255
     for shift in SHIFTS:
-        with pytest.raises(ConfigError, match="size is in pixel scale.*did you mean '8/255'"):
+        with pytest.raises(ConfigError, match="size must lie in pixel scale.*did you mean '8/255'"):
             LIGS(Standard(tiny("bn")), shift=shift, size=8)
 
 

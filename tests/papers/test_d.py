@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from advnorm.analysis import RECIPES
-from advnorm.config.config import Named
+from advnorm.config import Named
 from advnorm.data import load
 from advnorm.papers.d import features as feature_studies
 from advnorm.papers.d import figures, tables, trainings

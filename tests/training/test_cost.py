@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from advnorm import Config, create_model
-from advnorm.config.config import Named
+from advnorm.config import Named
 from advnorm.training.cost import forward_flops, passes, training_flops
 
 

@@ -83,7 +83,7 @@ class PGD(Attack):
                 problems.append(f"{label} must be an integer of at least 1, got {count!r}")
         if self.step_size is not None:
             problem = length_problem("step_size", self.step_size, getattr(self.threat, "norm", ""))
-            problems += [problem] if problem else []
+            problems += [str(problem)] if problem else []
             if problem is None and parse_length(self.step_size) == 0:
                 problems.append("step_size must be above 0: without a step there is no attack; leave it out")
         if isinstance(self.start, str):

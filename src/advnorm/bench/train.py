@@ -25,7 +25,7 @@ from advnorm._core.provenance import own_version
 from advnorm._core.records import write_json
 from advnorm.bench.profile import step_parts
 from advnorm.bench.timing import side_by_side, synchronize
-from advnorm.config.config import AttackConfig, Config, Named
+from advnorm.config import AttackConfig, Config, Named
 from advnorm.data import ImageData, load
 from advnorm.models import create_model
 from advnorm.surgery import strip

@@ -18,7 +18,7 @@ from advnorm.attacks import ATTACKS, list_attacks
 from advnorm.bench.autoattack import AutoAttackBenchmark
 from advnorm.bench.norms import LIMITS, NormBenchmark
 from advnorm.bench.train import Row, TrainBenchmark
-from advnorm.config.config import Config, explain
+from advnorm.config import Config, explain
 from advnorm.data import DATASETS
 from advnorm.models import create_model, list_models
 from advnorm.norms import NORMS

@@ -1,6 +1,9 @@
-"""The typed configuration of a training run: its fields, YAML, Python and command-line forms, and its validation."""
+"""The configuration of a training run: fields, validation, files and text, and the reference table."""
 
 from advnorm._core.settings import Named
-from advnorm.config.config import AttackConfig, Config, load_config
+from advnorm.config.config import Config
+from advnorm.config.fields import AttackConfig
+from advnorm.config.files import load_config
+from advnorm.config.reference import explain
 
-__all__ = ["AttackConfig", "Config", "Named", "load_config"]
+__all__ = ["AttackConfig", "Config", "Named", "explain", "load_config"]

@@ -1,17 +1,15 @@
-"""Settings as text: YAML 1.2 scalars without constructors, JSON, and ``key=value`` overrides."""
+"""Settings as text: YAML 1.2 scalars without constructors, and ``key=value`` overrides."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-from advnorm._core.errors import ConfigError, did_you_mean, raise_all, shown
+from advnorm._core.errors import ConfigError, Problem, did_you_mean, raise_problems, shown
 
 
 def _scalar(text: str) -> Any:
@@ -28,40 +26,50 @@ def _scalar(text: str) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """Plain data only. Duplicate keys, tags and aliases are refused: none of them says what it seems to say."""
+    """Parse plain data. Duplicate keys, tags and aliases are rejected, since they are easy to misread."""
     try:
-        node = yaml.compose(text, Loader=yaml.BaseLoader)  # no constructors: nothing in a file can make an object
+        node = yaml.compose(text, Loader=yaml.BaseLoader)  # no constructors: a file cannot make an object
         return None if node is None else _value(node, set())
     except RecursionError:
-        raise ConfigError("nested too deeply") from None
+        raise _bad_yaml("nested too deeply") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}: " if mark else ""
-        raise ConfigError(f"cannot be read as YAML: {where}{getattr(error, 'problem', None) or error}") from None
+        raise _bad_yaml(f"not valid YAML: {where}{getattr(error, 'problem', None) or error}") from None
+
+
+def _bad_yaml(message: str, hint: str = "") -> ConfigError:
+    return ConfigError("damaged_file", message, hint=hint)
 
 
 def _value(node: yaml.Node, seen: set[int]) -> Any:
     line = f"line {node.start_mark.line + 1}"
     if node.tag.removeprefix("tag:yaml.org,2002:") not in ("str", "seq", "map"):
-        raise ConfigError(f"{line}: tags such as {node.tag!r} are not allowed; write plain values")
+        raise _bad_yaml(f"{line}: tags such as {node.tag!r} are not allowed", "write plain values")
     if isinstance(node, yaml.ScalarNode):
         return node.value if node.style else _scalar(node.value)
     if id(node) in seen:
-        raise ConfigError(f"{line}: aliases are not allowed; write the value out")
+        raise _bad_yaml(f"{line}: aliases are not allowed", "write the value out")
     seen.add(id(node))
     if isinstance(node, yaml.SequenceNode):
         return [_value(item, seen) for item in node.value]
-    return _unique([(key.value, _value(item, seen)) for key, item in node.value])
+    return unique_keys([(key.value, _value(item, seen)) for key, item in node.value])
 
 
-def _unique(pairs: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
-    counts = Counter(str(key) for key, _ in pairs)  # a YAML key may be a list; it is told as unknown
-    raise_all([f"{shown(key)} stands there twice; keep one" for key, n in counts.items() if n > 1], "duplicate keys")
+def unique_keys(pairs: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
+    """Return a dictionary of pairs whose keys must differ."""
+    counts = Counter(str(key) for key, _ in pairs)  # a YAML key may be a list, reported as unknown later
+    twice = [key for key, count in counts.items() if count > 1]
+    raise_problems([_set_twice(key) for key in twice], "duplicate keys")
     return {str(key): value for key, value in pairs}
 
 
+def _set_twice(key: str) -> Problem:
+    return Problem(code="conflict", message="{field} is set twice", field=shown(key)[1:-1], hint="keep one")
+
+
 class Dumper(yaml.SafeDumper):
-    """Quotes every string that would be read as something else."""
+    """Quotes every string that would be read as another value."""
 
 
 Dumper.add_representer(
@@ -72,61 +80,42 @@ Dumper.add_representer(
 )
 
 
-def overridden(
-    settings: Mapping[Any, Any], overrides: Sequence[str], in_parts: Mapping[str, Any]
-) -> tuple[dict[Any, Any], list[str]]:
-    """Settings with ``key=value`` texts applied, whole settings before their parts whatever the order; problems.
+def apply_overrides(
+    settings: Mapping[Any, Any], overrides: Sequence[str], part_defaults: Mapping[str, Any]
+) -> tuple[dict[Any, Any], list[Problem]]:
+    """Return settings with ``key=value`` texts applied, and the problems. Whole settings go before their parts.
 
-    ``in_parts``: settings whose parts can be set one by one, as ``attack.steps=20``, with their defaults.
+    ``part_defaults``: settings whose parts can be set one by one, as ``attack.steps=20``, with their defaults.
     """
     if isinstance(overrides, str):
-        return dict(settings), [f"overrides are a list of texts, got the text {shown(overrides)}; put it into a list"]
-    changed, problems, given = dict(settings), [], {}
+        words = "{field} must be a list of texts"
+        problem = Problem(code="wrong_type", message=words, field="overrides", got=overrides, hint="put it into a list")
+        return dict(settings), [problem]
+    changed, given, problems = dict(settings), {}, []
     for text in overrides:
         key, equals, value = str(text).partition("=")
         key = key.strip()
         if not equals or not key:
-            problems.append(f"cannot read {shown(text)}; write key=value, for example epochs=30")
+            words, hint = f"cannot read {shown(text)}", "write key=value, for example epochs=30"
+            problems.append(Problem(code="wrong_type", message=words, field="overrides", hint=hint))
         elif key in given:
-            problems.append(f"{key} is set twice; keep one")
+            problems.append(_set_twice(key))
         else:
             try:
                 given[key] = parse_yaml(value)
             except ConfigError as error:
-                problems.append(f"{shown(text)}: {error}")
+                problems += (problem.inside(key) for problem in error.problems)
     for key in sorted(given, key=lambda key: key.count(".")):
         whole, dot, part = key.partition(".")
         if not dot:
             changed[key] = given[key]
-        elif whole not in in_parts:
-            problems.append(f"unknown setting {key!r}{did_you_mean(whole, in_parts)}")
+        elif whole not in part_defaults:
+            words = f"unknown setting {key!r}{did_you_mean(whole, part_defaults)}"
+            problems.append(Problem(code="unknown_name", message=words, field=key))
         else:
-            before = changed.get(whole, in_parts[whole])
+            before = changed.get(whole, part_defaults[whole])
             before = {"name": before} if isinstance(before, str) else before
             before = {} if before is None else before
-            if isinstance(before, Mapping):  # else its own problem is told
+            if isinstance(before, Mapping):  # otherwise its own problem is reported
                 changed[whole] = {**before, part: given[key]}
     return changed, problems
-
-
-def text_of(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise ConfigError("is no text in UTF-8") from None
-
-
-def read_yaml(path: Path) -> Any:
-    settings = parse_yaml(text_of(path))
-    return {} if settings is None else settings
-
-
-def read_json_file(path: Path) -> Any:
-    try:
-        return json.loads(text_of(path), object_pairs_hook=_unique)
-    except ConfigError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"cannot be read as JSON: {error}") from None

@@ -74,7 +74,7 @@ class LIGS(Wrapper):
     def setting_problems(cls, *, weight: Any = 1.0, shift: Any = "gaussian", size: Any = 0.01, **_: Any) -> list[str]:
         problems = weight_problem("weight", weight)
         if (problem := length_problem("size", size, "Linf")) is not None:
-            problems.append(problem)
+            problems.append(str(problem))
         if shift not in get_args(Shift):
             problems.append(f"unknown shift {shift!r}{did_you_mean(shift, get_args(Shift))}")
         return problems

@@ -10,7 +10,7 @@ from itertools import pairwise, product
 from statistics import fmean
 from typing import Any
 
-from advnorm.config.config import Config, Named
+from advnorm.config import Config, Named
 from advnorm.studies.claims import COMPARABLE, Clause, Values, are_comparable, for_each, join_numbers, mean
 from advnorm.studies.registry import register_study
 from advnorm.studies.study import Cell, Measure

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from advnorm.config.config import Config, Named
+from advnorm.config import Config, Named
 from advnorm.studies.study import ANALYSIS_IMAGES, Cell, Measure, Protocol
 
 #: The shortened schedule: epochs, batch size, norm at which the whole gradient is clipped.

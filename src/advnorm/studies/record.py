@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, get_args
 
 from advnorm._core.errors import ConfigError, Problem, unknown_name
-from advnorm.config.config import Config
+from advnorm.config import Config
 from advnorm.studies.protocols import plan_cell, with_fast_autoattack
 from advnorm.studies.registry import STUDIES
 from advnorm.studies.study import Cell, Protocol

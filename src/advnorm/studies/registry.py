@@ -10,7 +10,7 @@ from typing import Any
 
 from advnorm._core.errors import ConfigError
 from advnorm._core.registry import Registry
-from advnorm.config.config import Config
+from advnorm.config import Config
 from advnorm.studies.study import Cell, Check, Locate, Study, printed_entries
 
 #: The papers by letter. The module ``advnorm.papers.a`` registers the studies of paper A.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from advnorm._core.errors import ConfigError, Problem
-from advnorm.config.config import Config
+from advnorm.config import Config
 from advnorm.studies.record import CellRecord, outdated_settings
 from advnorm.studies.registry import STUDIES
 from advnorm.studies.store import RecordStore

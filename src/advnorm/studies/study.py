@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from advnorm._core.errors import ConfigError, Problem, first_line, raise_problems, unknown_name
 from advnorm._core.records import digest
-from advnorm.config.config import Config
+from advnorm.config import Config
 from advnorm.studies.claims import Clause, Values
 
 #: The printed schedule, a shortened one, or two steps on synthetic images.

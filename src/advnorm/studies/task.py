@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from advnorm._core.records import digest
-from advnorm.config.config import Config, Named
+from advnorm.config import Config, Named
 from advnorm.data.registry import ENVIRONMENT
 from advnorm.studies.protocols import plan_cell
 from advnorm.studies.registry import STUDIES

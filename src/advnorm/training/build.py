@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from advnorm.config.config import Config
+from advnorm.config import Config
 from advnorm.data import FolderData, ImageData
 from advnorm.models import create_model
 from advnorm.objectives import OBJECTIVES, REGULARIZERS, SECOND_PASSES, Objective

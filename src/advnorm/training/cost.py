@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from advnorm.config.config import Config
+from advnorm.config import Config
 from advnorm.data import DATASETS
 from advnorm.models import create_model
 from advnorm.objectives import OBJECTIVES

@@ -15,7 +15,7 @@ import torch
 
 from advnorm._core.errors import AdvnormError, ConfigError, Description, Problem, first_line, raise_problems
 from advnorm._core.provenance import environment
-from advnorm.config.config import Config
+from advnorm.config import Config
 from advnorm.data import load
 from advnorm.training.build import describe_data
 from advnorm.training.journal import Journal

@@ -15,7 +15,7 @@ from torch import Tensor
 from advnorm._core.errors import ConfigError
 from advnorm._core.provenance import environment
 from advnorm._core.records import digest, model_fingerprint, write_json
-from advnorm.config.config import Config
+from advnorm.config import Config
 from advnorm.data import FolderData, ImageData, make_loader, split_held_out
 from advnorm.data.loader import Batch
 from advnorm.objectives import ObjectiveOutput

@@ -8,7 +8,7 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor
 
-from advnorm.config.config import Mix
+from advnorm.config.fields import Mix
 
 
 def mix_batch(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from advnorm._core.errors import ConfigError
 from advnorm._core.locks import exclusive
 from advnorm._core.records import read_json, write_atomic, write_json
-from advnorm.config.config import Config
+from advnorm.config import Config
 from advnorm.training import checkpoint
 from advnorm.training.build import build_model
 

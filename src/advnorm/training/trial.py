@@ -9,7 +9,7 @@ import torch
 
 from advnorm._core.errors import ConfigError, first_line
 from advnorm.attacks import attacked
-from advnorm.config.config import Config
+from advnorm.config import Config
 from advnorm.norms import Scope, domains, routed_modules
 from advnorm.objectives import CraftedBatch
 from advnorm.training.ranks import Ranks

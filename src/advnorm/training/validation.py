@@ -12,7 +12,7 @@ from torch import nn
 
 from advnorm._core.precision import float32_as
 from advnorm.attacks import attacked
-from advnorm.config.config import Config
+from advnorm.config import Config
 from advnorm.data import FolderData, ImageData, make_loader, split_held_out
 from advnorm.norms import domains, frozen_mode
 from advnorm.training.ranks import Ranks

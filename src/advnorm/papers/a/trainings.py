@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from advnorm.config.config import AttackConfig, Config, Named
+from advnorm.config import AttackConfig, Config, Named
 from advnorm.studies.study import Cell, Measure
 
 EPSILONS = ("8/255", "16/255")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from advnorm.config.config import AttackConfig, Config, Named
+from advnorm.config import AttackConfig, Config, Named
 from advnorm.studies.claims import Clause, Values, mean
 from advnorm.studies.study import Cell, Measure
 

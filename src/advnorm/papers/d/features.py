@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
-from advnorm.config.config import Config
+from advnorm.config import Config
 from advnorm.papers.d.trainings import (
     ALIGNMENT,
     AT_FIRST,

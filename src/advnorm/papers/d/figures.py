@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from advnorm.config.config import Named
+from advnorm.config import Named
 from advnorm.papers.d.trainings import (
     ALL_LIGS,
     AT_FIRST,

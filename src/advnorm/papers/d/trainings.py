@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from advnorm.config.config import AttackConfig, Config, Named
+from advnorm.config import AttackConfig, Config, Named
 from advnorm.models.registry import IMAGENET_MEAN, IMAGENET_STD
 from advnorm.studies.claims import Values, epochs_of, mean
 from advnorm.studies.study import Cell, Measure

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from advnorm.config.config import Config
+from advnorm.config import Config
 from advnorm.papers.e.sections import fig1, fig3, raised_by_running_statistics
 from advnorm.papers.e.trainings import (
     EVALUATION_STEPS,

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from advnorm.config.config import Config
+from advnorm.config import Config
 from advnorm.papers.e.trainings import (
     DEPTHS,
     EVALUATION_STEPS,

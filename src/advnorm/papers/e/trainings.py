@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from advnorm.config.config import AttackConfig, Config, Named
+from advnorm.config import AttackConfig, Config, Named
 from advnorm.studies.claims import Values, mean
 from advnorm.studies.study import Cell, Measure
 

@@ -1,0 +1,311 @@
+"""Problems of settings that depend on each other or on registries. Nothing is built, computed or changed here."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from advnorm._core.errors import NOTHING, AdvnormError, ConfigError, Problem, unknown_name
+from advnorm._core.registry import Registry, keywords
+from advnorm._core.settings import convert_options, in_range
+from advnorm.attacks import get as get_attack
+from advnorm.config.fields import TRAINING, TrainingSettings
+from advnorm.data.registry import DATASETS
+from advnorm.models import create_model
+from advnorm.models.registry import MODELS
+from advnorm.norms import RoutedNorm
+from advnorm.norms.factory import MODULE_OPTIONS, make_plan
+from advnorm.objectives import OBJECTIVES, REGULARIZERS, SECOND_PASSES
+from advnorm.objectives.dual import clean_images
+from advnorm.objectives.ligs import ATTACKS
+from advnorm.objectives.second_pass import rows_of_second_pass
+from advnorm.threat import ThreatModel
+
+#: Settings whose options are converted to the types of the registered object's parameters.
+WITH_OPTIONS: Mapping[str, Registry[Any]] = {
+    "data": DATASETS,
+    "objective": OBJECTIVES,
+    "regularizer": REGULARIZERS,
+    "second_pass": SECOND_PASSES,
+}
+#: Parameters of registered objects that are not options here, and where to set them.
+ELSEWHERE: Mapping[str, Mapping[str, str]] = {
+    "norm_options": {
+        "sync": "use sync_statistics",
+        "process_group": "the training sets it",
+        "device": "the training sets it",
+        "dtype": "use precision",
+    },
+    "model": {
+        "norm": "norm is a setting of its own",
+        "norm_options": "norm_options is a setting of its own",
+        "num_classes": "the data set gives it",
+        "in_channels": "the data set gives it",
+    },
+    "data": {
+        "root": "name the folder where the training is started",
+        "download": "ask for a download where the training is started",
+    },
+    "objective": {"label_smoothing": "label_smoothing is a setting of its own", "statistics": "use running_epochs"},
+}
+
+
+def option_parameters(label: str, name: str) -> Mapping[str, inspect.Parameter]:
+    """The parameters that take the options of the setting ``label`` with this registered name."""
+    entry = WITH_OPTIONS[label].get(name)
+    return entry.options if label == "data" else entry.options()
+
+
+def setting_problems(settings: TrainingSettings, invalid: Iterable[str] = ()) -> list[Problem]:
+    """List the problems of converted settings. An ``invalid`` setting is reported already and left out."""
+    checks = _Checks(settings, set(invalid))
+    checks.check_names()
+    checks.check_model()
+    checks.check_objective()
+    checks.check_second_pass()
+    checks.check_mix()
+    checks.check_schedule()
+    checks.check_effects()
+    checks.check_validation_images()
+    checks.check_attacks()
+    return checks.problems
+
+
+class _Checks:
+    def __init__(self, settings: TrainingSettings, invalid: set[str]) -> None:
+        self.settings, self.invalid = settings, invalid
+        self.problems: list[Problem] = []
+
+    def valid(self, *names: str) -> bool:
+        return self.invalid.isdisjoint(names)
+
+    def reject(self, field: str, message: str, hint: str = "", *, got: Any = NOTHING, code: str = "conflict") -> None:
+        self.problems.append(Problem(code=code, message=message, field=field, got=got, hint=hint))
+
+    def add(self, parent: str, found: Iterable[Problem | str]) -> None:
+        """Add problems of a part of the setting ``parent``."""
+        for problem in found:
+            problem = problem if isinstance(problem, Problem) else Problem(code="conflict", message=problem)
+            self.problems.append(problem.inside(parent))
+
+    # -- names ---------------------------------------------------------------------------------------------------------
+
+    def check_names(self) -> None:
+        s = self.settings
+        for label, registry in WITH_OPTIONS.items():
+            named = getattr(s, label)
+            if self.valid(label) and named is not None and named.name not in registry:
+                names = [*registry, "none"] if label in ("regularizer", "second_pass") else registry
+                self.problems.append(unknown_name(registry.kind, named.name, names, field=label))
+                self.invalid.add(label)
+        if self.valid("data") and "train" not in DATASETS.get(s.data.name).splits:
+            trainable = ", ".join(name for name in DATASETS if "train" in DATASETS.get(name).splits)
+            self.reject(
+                "data", f"{s.data.name} has no training images", f"use one of {trainable}", code="not_supported"
+            )
+        if self.valid("name") and s.name is not None and not re.fullmatch(r"\w[\w.-]{0,99}", s.name, re.ASCII):
+            words = "{field} becomes the name of a folder: at most 100 letters, digits, '_', '.' and '-'"
+            self.reject("name", words, got=s.name, code="out_of_range")
+        if self.valid("weights") and s.weights is not None:
+            hint = "name a .safetensors file or the folder of a run, or leave it out"
+            if not s.weights:
+                self.reject("weights", "{field} is empty", hint, code="empty")
+            elif Path(s.weights).suffix in (".pt", ".pth", ".ckpt", ".pkl", ".bin"):
+                self.reject(
+                    "weights", "{field} is a pickle, which can run code", hint, got=s.weights, code="not_supported"
+                )
+
+    def check_model(self) -> None:
+        s = self.settings
+        if not self.valid("model", "norm", "norm_options"):
+            return
+        before = len(self.problems)
+        if s.model.name not in MODELS:
+            self.problems.append(unknown_name("model", s.model.name, MODELS))
+            spec = None
+        else:
+            spec = MODELS.get(s.model.name)
+            own = {
+                name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind)
+                for name, kind in spec.options.items()
+            }
+            parameters = {**keywords(create_model), **own}
+            self.problems += convert_options("model", parameters, s.model.options, ELSEWHERE["model"])[1]
+            if not spec.has_norm and s.norm != "none":
+                self.reject("norm", f"{s.model.name} has no norms", "use norm='none'", got=s.norm)
+        if s.norm_options.get("track_running_stats") is False:
+            words = "attacks and validation need running statistics"
+            self.reject("norm_options.track_running_stats", words, "leave it out")
+        known = keywords(RoutedNorm)
+        typed = {name: value for name, value in s.norm_options.items() if name in known}
+        self.problems += convert_options("norm_options", known, typed, ELSEWHERE["norm_options"])[1]
+        try:
+            plan = make_plan(s.norm, **{k: v for k, v in s.norm_options.items() if k not in MODULE_OPTIONS})
+        except AdvnormError as error:
+            known_norm = error.problems[0].field != "norm"
+            self.problems += (p.inside("norm_options") if known_norm else p for p in error.problems)
+        else:
+            if len(self.problems) == before:
+                affine = plan.statistics != "none" and s.norm_options.get("affine", True)
+                self.check_norm(has_parameters=bool(affine), has_statistics=plan.statistics == "batch")
+
+    def check_norm(self, *, has_parameters: bool, has_statistics: bool) -> None:
+        """Check settings that need parameters or batch statistics in the norms."""
+        s = self.settings
+        if self.valid("train_only", "weights") and s.train_only == "norms":
+            if not has_parameters:
+                self.reject("train_only", f"norm {s.norm!r} has no parameters to train", "use train_only='all'")
+            elif s.weights is None:
+                self.reject("train_only", "training only the norms starts from a trained network", "set weights")
+        if has_statistics:
+            return
+        if self.valid("sync_statistics") and s.sync_statistics:
+            words = f"norm {s.norm!r} has no batch statistics to synchronize"
+            self.reject("sync_statistics", words, "use sync_statistics=False")
+        if self.valid("second_pass") and s.second_pass is not None and s.second_pass.name in ("apart", "apart_sam"):
+            words = f"norm {s.norm!r} has no batch statistics to perturb"
+            self.reject("second_pass", words, "use second_pass=sam or another norm")
+        if self.valid("running_epochs") and s.running_epochs > 0:
+            self.reject("running_epochs", f"norm {s.norm!r} has no running statistics", "use running_epochs=0")
+
+    # -- objective -----------------------------------------------------------------------------------------------------
+
+    def check_objective(self) -> None:
+        s = self.settings
+        if self.valid("objective", "norm", "norm_options"):
+            statistics = s.attack.statistics if self.valid("attack") else "running"
+            kind = OBJECTIVES.get(s.objective.name)
+            found = kind.problems(s.norm, s.norm_options, attack_statistics=statistics, **s.objective.options)
+            self.add("objective", found)
+
+    def check_second_pass(self) -> None:
+        s = self.settings
+        for label in ("regularizer", "second_pass"):
+            named = getattr(s, label)
+            if self.valid(label) and named is not None:
+                self.add(label, WITH_OPTIONS[label].get(named.name).setting_problems(**named.options))
+        if not self.valid("second_pass", "batch_size") or s.second_pass is None:
+            return
+        groups, samples = (
+            s.second_pass.options.get(name, default) for name, default in (("groups", 1), ("samples", 1.0))
+        )
+        if isinstance(samples, int) and samples > s.batch_size:
+            self.reject("second_pass.samples", f"{{field}} must be at most batch_size ({s.batch_size})", got=samples)
+        if not (isinstance(groups, int) and isinstance(samples, int | float) and groups > 1):
+            return
+        if groups > s.batch_size:
+            self.reject("second_pass.groups", f"{{field}} must be at most batch_size ({s.batch_size})", got=groups)
+            return
+        rows = rows_of_second_pass(s.batch_size, samples, groups)
+        share = s.objective.options.get("clean_share", 1.0) if self.valid("objective") else 1.0
+        clean = clean_images(rows, share) if rows else 0
+        if not rows:
+            words = f"{{field}} ({samples}) of batch_size ({s.batch_size}) is less than groups ({groups})"
+            self.reject("second_pass.samples", words)
+        elif clean % groups:
+            words = (
+                f"{{field}} ({groups}) does not divide the {clean} clean images of the second pass, a share of {share}"
+            )
+            self.reject("second_pass.groups", words, "change groups, samples, batch_size or objective.clean_share")
+
+    def check_mix(self) -> None:
+        s = self.settings
+        if not self.valid("mix", "objective") or s.mix == "none":
+            return
+        if OBJECTIVES.get(s.objective.name).needs_attack:
+            words = f"{{field}}={s.mix!r} gives soft labels, but the attack of {s.objective.name!r} needs hard labels"
+            self.reject("mix", words, "use objective='standard' or mix='none'")
+        if self.valid("regularizer") and s.regularizer and s.regularizer.options.get("shift") in ATTACKS:
+            words = f"{{field}}={s.mix!r} gives soft labels, but the regularizer's attack needs hard labels"
+            self.reject("mix", words, "use regularizer.shift=gaussian or uniform")
+
+    # -- schedule ------------------------------------------------------------------------------------------------------
+
+    def check_schedule(self) -> None:
+        s = self.settings
+        if self.valid("epochs"):
+            for name in ("warmup_epochs", "eps_warmup_epochs", "steps_warmup_epochs", "running_epochs"):
+                if self.valid(name) and getattr(s, name) > s.epochs:
+                    words = f"{{field}} must be at most epochs ({s.epochs})"
+                    self.reject(name, words, got=getattr(s, name), code="out_of_range")
+            if self.valid("running_epochs", "weights") and s.running_epochs == s.epochs and not s.weights:
+                words = "{field} leaves no epoch that estimates the statistics"
+                self.reject("running_epochs", words, "make it smaller, or set weights")
+            self.check_increasing("snapshots", f"[1, {s.epochs}]")
+            self.check_increasing("milestones", f"(0, {s.epochs})")
+        if self.valid("milestones", "schedule") and s.milestones and s.schedule != "step":
+            self.reject("milestones", "{field} belong to schedule='step'", "leave either out", got=s.schedule)
+        if self.valid("schedule", "warmup_epochs") and s.schedule == "one_cycle" and s.warmup_epochs:
+            words = "schedule='one_cycle' has its own warm-up"
+            self.reject("warmup_epochs", words, "use warmup_epochs=0, and peak_share for its length")
+        if self.valid("nesterov", "momentum", "optimizer") and s.nesterov:
+            if s.optimizer != "sgd":
+                self.reject("nesterov", "{field} belongs to optimizer='sgd'", "leave either out", got=s.optimizer)
+            elif not s.momentum:
+                self.reject("nesterov", "{field} needs a momentum above 0", "set momentum, or use nesterov=False")
+
+    def check_increasing(self, name: str, interval: str) -> None:
+        values = getattr(self.settings, name)
+        if not self.valid(name):
+            return
+        if not all(a < b for a, b in pairwise(values)) or not all(in_range(interval, value) for value in values):
+            words = f"{{field}} must increase and lie in {interval}, in epochs"
+            self.reject(name, words, got=list(values), code="out_of_range")
+
+    def check_effects(self) -> None:
+        """Reject changed settings without an effect: two runs would differ in name only."""
+        s = self.settings
+        needs = {
+            "gamma": (("schedule", "milestones"), bool(s.milestones), "milestones, and so to schedule='step'"),
+            "peak_share": (("schedule",), s.schedule == "one_cycle", "schedule='one_cycle'"),
+            "mix_alpha": (("mix",), s.mix != "none", "mix='mixup' or 'cutmix'"),
+        }
+        for name, (others, used, owner) in needs.items():
+            if self.valid(name, *others) and not used and getattr(s, name) != getattr(TrainingSettings, name):
+                self.reject(name, f"{{field}} belongs to {owner} and has no effect here", "leave it out")
+
+    # -- validation and attacks ----------------------------------------------------------------------------------------
+
+    def check_validation_images(self) -> None:
+        s = self.settings
+        if not self.valid("held_out"):
+            return
+        if isinstance(s.held_out, float) and s.held_out >= 1:
+            words = "{field} must be a share below 1 or a whole number of images"
+            self.reject("held_out", words, got=s.held_out, code="out_of_range")
+        elif self.valid("validate_every") and s.validate_every and not s.held_out:
+            words = "validation needs held-out images"
+            self.reject("held_out", words, "set held_out, for example 0.1, or use validate_every=0")
+        elif (
+            self.valid("validation_images")
+            and isinstance(s.held_out, int)
+            and ((s.validation_images or 0) > s.held_out > 0)
+        ):
+            words, hint = f"{{field}} must be at most held_out ({s.held_out})", "leave it out to use all"
+            self.reject("validation_images", words, hint, got=s.validation_images)
+
+    def check_attacks(self) -> None:
+        s = self.settings
+        # If eps has a problem, the attacks are checked against another one; L2 has no largest length.
+        threat = ThreatModel(norm=s.threat if self.valid("threat") else "L2", eps="1/255")
+        if self.valid("threat", "eps"):
+            try:
+                threat = ThreatModel(norm=s.threat, eps=s.eps)
+            except ConfigError as error:
+                self.problems += error.problems
+        if self.valid("attack"):
+            try:
+                attack = s.attack.build(threat)
+                if self.valid("objective"):
+                    OBJECTIVES.get(s.objective.name).adapt_attack(attack)
+            except ConfigError as error:
+                self.add("attack", error.problems)
+        if self.valid("validation_attack") and s.validation_attack != TRAINING:
+            try:
+                get_attack(s.validation_attack, threat=threat)
+            except ConfigError as error:
+                self.add("validation_attack", error.problems)
