@@ -1,74 +1,56 @@
-"""Seeing inside: what the papers measure about a trained network, as functions that return data and draw the figure."""
+"""Analyses: what the papers measure about trained networks, as functions that return data and draw figures."""
 
-from advnorm.analysis.base import ANALYSES, Finding, list_analyses
-from advnorm.analysis.channels import (
-    ChannelStatistics,
-    ShiftAlongTraining,
-    StatisticsShift,
-    batch_channels,
-    channel_statistics,
-    statistics_shift,
-    stored_channels,
-)
-from advnorm.analysis.corruption import CorruptionAccuracy, CorruptionScore, corruption_accuracy
-from advnorm.analysis.domain_gap import (
-    BranchGap,
-    DomainGap,
-    DomainGapTable,
-    SwapTable,
-    branch_gap,
-    domain_gap,
-    swap_table,
-    wasserstein,
-)
-from advnorm.analysis.features import (
+from advnorm.analysis.alignment import Alignment, alignment
+from advnorm.analysis.banks import AffineBank, Gaussian, affine_parameters, stored_statistics
+from advnorm.analysis.base import ANALYSES, Finding, list_analyses, register_analysis
+from advnorm.analysis.branch_gap import BranchGap, branch_gap
+from advnorm.analysis.channel_statistics import ChannelStatistics, batch_channels, channel_statistics, stored_channels
+from advnorm.analysis.corruption_accuracy import CorruptionAccuracy, CorruptionScore, corruption_accuracy
+from advnorm.analysis.domain_gap import DomainGap, DomainGapTable, domain_gap
+from advnorm.analysis.feature_extraction import (
     RECIPES,
-    FeaturePictures,
     Recipe,
     extract_features,
     match_features,
     penultimate,
     towards_class,
 )
+from advnorm.analysis.feature_pictures import FeaturePictures
 from advnorm.analysis.landscape import LandscapePoint, LandscapeRecorder, LandscapeTrend, landscape
-from advnorm.analysis.ligs import LigsTrend, Similarities, ligs, ligs_along
-from advnorm.analysis.moments import (
-    Gaussian,
-    LayerMoments,
-    NormStatistics,
-    affine_parameters,
-    collect_moments,
-    norm_statistics,
-    stored_statistics,
-)
-from advnorm.analysis.perturbed import Curves, perturbed_accuracy
+from advnorm.analysis.ligs import GradientSimilarities, LIGSTrend, ligs, ligs_along
+from advnorm.analysis.moments import LayerMoments, NormStatistics, collect_moments, norm_statistics
+from advnorm.analysis.perturbed_statistics import AccuracyCurves, perturbed_accuracy
 from advnorm.analysis.projection import Projection, principal_components, projection
-from advnorm.analysis.transfer import Alignment, Transfer, alignment, transfer
+from advnorm.analysis.statistics_shift import ShiftAlongTraining, StatisticsShift, statistics_shift
+from advnorm.analysis.swap_table import SwapTable, swap_table
+from advnorm.analysis.transfer import Transfer, transfer
+from advnorm.analysis.wasserstein import wasserstein
 
 __all__ = [
     "ANALYSES",
     "RECIPES",
+    "AccuracyCurves",
+    "AffineBank",
     "Alignment",
     "BranchGap",
     "ChannelStatistics",
     "CorruptionAccuracy",
     "CorruptionScore",
-    "Curves",
     "DomainGap",
     "DomainGapTable",
     "FeaturePictures",
     "Finding",
     "Gaussian",
+    "GradientSimilarities",
+    "LIGSTrend",
     "LandscapePoint",
     "LandscapeRecorder",
     "LandscapeTrend",
     "LayerMoments",
-    "LigsTrend",
     "NormStatistics",
     "Projection",
     "Recipe",
     "ShiftAlongTraining",
-    "Similarities",
     "StatisticsShift",
     "SwapTable",
     "Transfer",
@@ -91,6 +73,7 @@ __all__ = [
     "perturbed_accuracy",
     "principal_components",
     "projection",
+    "register_analysis",
     "statistics_shift",
     "stored_channels",
     "stored_statistics",

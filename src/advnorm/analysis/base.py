@@ -1,154 +1,219 @@
-"""What every analysis gives: numbers with their conditions, and the figure that shows them, in one style."""
+"""The base of every analysis: findings with their records and figures, declared settings, and the registry."""
 
 from __future__ import annotations
 
 import inspect
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar, get_origin
 
+from torch import Tensor, nn
+
+from advnorm._core.errors import ConfigError, Problem, raise_problems
 from advnorm._core.records import write_json
 from advnorm._core.registry import Registry, keywords
+from advnorm._core.settings import Setting, convert_options
+from advnorm.analysis.plots import figure_style
+from advnorm.attacks.base import Progress
+from advnorm.norms import routed_modules
+from advnorm.objectives.base import needs_both_domains
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Colours that stay apart for colour-blind readers and in grey (Okabe & Ito 2008), with markers that do too.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-#: Of more series than colours, by how often these begin again.
-LINES, HATCHES = ("-", "--", ":"), ("", "///", "...")
-#: What clean, adversarial and other inputs look like in every figure.
-DOMAIN_COLOURS = {"clean": COLOURS[0], "adv": COLOURS[1], "autoattack": COLOURS[2], "noise": COLOURS[4]}
+T = TypeVar("T")
 
-
-def bar_look(index: int) -> dict[str, Any]:
-    """Colour of the bars of a series; more series than colours begin again with a hatch."""
-    turn, place = divmod(index, len(COLOURS))
-    return {"color": COLOURS[place], "hatch": HATCHES[turn % 3], "edgecolor": "white"}
+# -- findings ----------------------------------------------------------------------------------------------------------
 
 
 class Finding(ABC):
-    """What an analysis found. ``record()`` is plain data for JSON, ``figure()`` draws it."""
+    """The result of an analysis. ``record()`` returns plain data for JSON, ``figure()`` draws it."""
 
-    @abstractmethod
+    #: The fields and properties in the record, in order. Studies address numbers by these names.
+    RECORD: ClassVar[tuple[str, ...]]
+
     def record(self) -> dict[str, Any]:
-        """Numbers and conditions, in JSON's types."""
+        """Return numbers and conditions in JSON's types."""
+        return {name: to_record(getattr(self, name)) for name in self.RECORD}
 
     @abstractmethod
     def draw(self) -> Figure:
-        """The figure; called inside :func:`style`."""
+        """Draw the figure; called inside :func:`figure_style`."""
 
     def table(self) -> tuple[Sequence[str], Sequence[Sequence[str]]] | None:
-        """Head and rows of what a terminal shows of it; None where the figure says it better."""
+        """Return head and rows for a terminal, or None if only the figure shows the result."""
         return None
 
     def figure(self) -> Figure:
-        """The figure in the common style, independent of the caller's settings."""
-        with style():
+        """Return the figure in the common style, independent of the caller's matplotlib settings."""
+        with figure_style():
             return self.draw()
 
     def save(self, stem: Path | str) -> list[Path]:
-        """Write ``stem.json``, ``stem.svg`` and ``stem.png``; returns them."""
+        """Write ``stem.json``, ``stem.svg`` and ``stem.png``; return the paths."""
         stem = Path(stem)
         stem.parent.mkdir(parents=True, exist_ok=True)
         paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("json", "svg", "png")]
         write_json(paths[0], self.record())
-        with style():
+        with figure_style():
             figure = self.draw()
             for path in paths[1:]:
                 figure.savefig(path, dpi=150)
         return paths
 
-
-@contextmanager
-def style() -> Iterator[None]:
-    """Scope: figures that read well in print and on screen, whatever the caller's matplotlib says."""
-    import matplotlib
-    from cycler import cycler
-
-    settings: Any = {
-        "figure.constrained_layout.use": True,
-        "figure.figsize": (7.0, 3.6),
-        "font.size": 9,
-        "axes.titlesize": 10,
-        "axes.titleweight": "bold",
-        "axes.titlelocation": "left",
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "axes.grid.axis": "y",
-        "grid.color": "#dddddd",
-        "grid.linewidth": 0.6,
-        "axes.axisbelow": True,
-        "axes.prop_cycle": cycler(color=COLOURS, marker=MARKERS),
-        "lines.linewidth": 1.6,
-        "lines.markersize": 4,
-        "legend.frameon": False,
-        "legend.fontsize": 8,
-        "svg.fonttype": "none",
-        "svg.hashsalt": "advnorm",  # the same file every time
-        "figure.facecolor": "white",
-    }
-    with matplotlib.rc_context(settings):
-        yield
+    def under(self, conditions: Mapping[str, Any]) -> Self:
+        """Return the same finding with other conditions."""
+        return replace(self, conditions=conditions)  # pyright: ignore[reportArgumentType]
 
 
-@dataclass(frozen=True, kw_only=True)
+def to_record(value: Any) -> Any:
+    """Return a value in JSON's types. JSON has no NaN and no infinity: they become None.
+
+    An object contributes the names in its ``RECORD``, else all of its fields. Tuples as keys are joined by "-".
+    """
+    if isinstance(value, Tensor):
+        return to_record(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {"-".join(key) if isinstance(key, tuple) else str(key): to_record(item) for key, item in value.items()}
+    if hasattr(value, "record"):
+        return value.record()
+    names = getattr(value, "RECORD", getattr(value, "_fields", None))
+    if names or is_dataclass(value):
+        names = names or [field.name for field in fields(value)]
+        return {name: to_record(getattr(value, name)) for name in names}
+    return [to_record(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def format_percent(share: float) -> str:
+    """Format a share of 1 for a table."""
+    return f"{100 * share:.1f} %"
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+RouteSetting = Annotated[
+    str | None, Setting("Branch of the model that attacks and analysis use. Default: adv, else the last.")
+]
+EveryRouteSetting = Annotated[str | None, Setting("Branch of the models. Default: every branch, one after another.")]
+BatchSize = Annotated[int, Setting("Number of images in a forward pass.", "[1, inf)")]
+Seed = Annotated[int, Setting("Seed of all random choices.")]
+StatisticsMode = Annotated[
+    Literal["running", "batch_frozen"],
+    Setting("Statistics of the norms: the running ones, or those of each batch without an update."),
+]
+Inputs = Annotated[
+    Sequence[str],
+    Setting("Images by name: clean, adv (the attack of the run), noise (uniform, same eps), or an attack's name."),
+]
+LayerName = Annotated[str | None, Setting("Name of a layer.")]
+
+
+def is_declared(parameter: inspect.Parameter) -> bool:
+    """Whether a parameter is declared with a :class:`Setting`."""
+    return get_origin(parameter.annotation) is Annotated
+
+
+def setting_problems(function: Callable[..., Any], values: Mapping[str, Any]) -> list[Problem]:
+    """Return the problems of the values of a function's declared settings; pass ``locals()`` at its start."""
+    declared = {name: values[name] for name, parameter in keywords(function).items() if is_declared(parameter)}
+    return convert_options("", function, declared)[1]
+
+
+def model_problems(model: Any, route: object, statistics: str = "running", *, any_bank: bool = False) -> list[Problem]:
+    """Return why a model cannot be analysed through a branch with batches of one domain.
+
+    Some norms need batches of both domains for batch statistics. ``any_bank``: the caller chooses the statistics bank
+    itself, which only mixture norms do not allow.
+    """
+    if not isinstance(model, nn.Module):
+        message, hint = "{field} must be an nn.Module", "wrap a function in a module"
+        return [Problem(code="wrong_type", message=message, field="model", got=type(model).__name__, hint=hint)]
+    problems = []
+    if route is not None and not routed_modules(model):
+        message = f"{type(model).__name__} has no routed norms, and therefore no route {route!r}"
+        problems.append(Problem(code="wrong_route", message=message, field="route", hint="leave route out"))
+    if statistics != "running" and not isinstance(route, Mapping):
+        plans = dict.fromkeys(module.plan for module in routed_modules(model).values())
+        problems += [
+            Problem(
+                code="conflict",
+                message=f"{plan.name} needs batch statistics of both domains, but these batches have one domain",
+                field="statistics",
+                hint="use statistics='running'",
+            )
+            for plan in plans
+            if needs_both_domains(plan) and (plan.mixture or not any_bank)
+        ]
+    return problems
+
+
+def as_tuple(values: Any) -> tuple[Any, ...]:
+    """Return several values as a tuple; a single value needs no list."""
+    return (values,) if isinstance(values, int | float | str) else tuple(values)
+
+
+# -- registry ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
 class Analysis:
-    """An analysis by name: of one subject or of several, with options by keyword."""
+    """A registered analysis: a function of one evaluation target, or of several, with keyword-only settings."""
 
-    run: Callable[..., Finding]
+    function: Callable[..., Finding]
     summary: str
     paper: str
     several: bool = False
 
     def options(self) -> Mapping[str, inspect.Parameter]:
-        """What it takes by keyword, with its types."""
-        return keywords(self.run)
+        """Return the keyword-only parameters of the function."""
+        return keywords(self.function)
+
+    def run(self, target: Any, *, progress: Progress | None = None, **options: Any) -> Finding:
+        """Convert and validate the options, then run the function on a target, or on a list of targets."""
+        converted, problems = convert_options("", self.function, options)
+        raise_problems(problems, "bad analysis")
+        if "progress" in self.options():
+            converted["progress"] = progress
+        return self.function(target, **converted)
 
 
-ANALYSES: Registry[Analysis] = Registry("analysis")
+ANALYSES: Registry[Analysis] = Registry("analysis", Analysis)
+register_analysis = ANALYSES.register
 
 
 def list_analyses(pattern: str = "*") -> list[str]:
-    """Names of the analyses that match a shell pattern."""
+    """Return the names of the analyses that match a shell pattern."""
     return ANALYSES.names(pattern)
 
 
-def register(name: str, *, summary: str, paper: str, several: bool = False) -> Callable[[Any], Any]:
-    """Register a function of a subject (or, with ``several``, of a list of them) and keyword options."""
-
-    def add(function: Callable[..., Finding]) -> Callable[..., Finding]:
-        ANALYSES.add(name, Analysis(run=function, summary=summary, paper=paper, several=several))
-        return function
-
-    return add
+# -- loops -------------------------------------------------------------------------------------------------------------
 
 
-def percent(share: float) -> str:
-    """A share of 1 in a table."""
-    return f"{100 * share:.1f} %"
+def even_slices(count: int, size: int) -> Iterator[slice]:
+    """Yield slices of at most ``size`` images whose lengths differ by at most one.
 
-
-def batches(count: int, size: int) -> Iterator[slice]:
-    """Slices over so many images, equally large but for one image: a last one of few has statistics unlike the rest."""
+    A short last batch would have unusual statistics.
+    """
     parts = -(-count // size)
     for part in range(parts):
         yield slice(part * count // parts, (part + 1) * count // parts)
 
 
-def direct_labels(axes: Any, names: Sequence[str], at: Sequence[tuple[float, float]]) -> None:
-    """Names beside the ends of lines, in their colours, moved apart where they would touch."""
-    low, high = axes.get_ylim()
-    least = (high - low) * 0.055
-    order = sorted(range(len(names)), key=lambda i: at[i][1])
-    placed = float("-inf")
-    for i in order:
-        placed = max(at[i][1], placed + least)
-        axes.annotate(
-            names[i], (at[i][0], placed), xytext=(6, 0), textcoords="offset points", va="center", color=COLOURS[i]
-        )
+def track(items: Iterable[T], progress: Progress | None) -> Iterator[T]:
+    """Yield the items and report after each one how many are done."""
+    items = list(items)
+    for done, item in enumerate(items, 1):
+        yield item
+        if progress is not None:
+            progress(done, len(items))
+
+
+def require_any(items: Any, field: str, example: str) -> None:
+    """Raise if a collection is empty."""
+    if not items:
+        raise ConfigError("empty", "{field} must not be empty", field=field, hint=f"for example {example}")

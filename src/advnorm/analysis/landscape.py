@@ -5,28 +5,32 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from advnorm._core.errors import ConfigError, raise_all
+from advnorm._core.errors import ConfigError, raise_problems
 from advnorm._core.precision import float32_as
+from advnorm._core.settings import Setting
 from advnorm._core.wrappers import device_of, unwrapped
-from advnorm.analysis.base import Finding, batches, register
-from advnorm.analysis.ligs import Statistics
-from advnorm.analysis.views import (
-    conditions,
-    legend,
-    look,
-    number,
-    numbers,
-    one_domain_problems,
+from advnorm.analysis.base import (
+    EveryRouteSetting,
+    Finding,
+    StatisticsMode,
+    as_tuple,
+    even_slices,
+    model_problems,
+    register_analysis,
+    require_any,
     setting_problems,
-    views,
+    to_record,
+    track,
 )
+from advnorm.analysis.plots import legend_below, new_figure, series_style
+from advnorm.analysis.targets import branch_views, view_conditions
 from advnorm.attacks import attacked
 from advnorm.attacks.base import Progress, check_images, logits_of
 from advnorm.evaluation.target import EvaluationTarget
@@ -34,15 +38,18 @@ from advnorm.evaluation.target import EvaluationTarget
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Learning rates around the 0.1 that the papers train with.
+#: Learning rates around 0.1, with which the papers train.
 STEPS = (0.05, 0.1, 0.2, 0.3, 0.4)
-#: Logits and labels to a mean loss.
+StepSizes = Annotated[Sequence[float], Setting("Learning rates of the step along the gradient.", "(0, inf)")]
+#: Maps logits and labels to a mean loss.
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LandscapePoint:
-    """What happens at ``w - t ∇l(w)`` for each step size t: the loss there and how far the gradient has changed."""
+    """The loss and the change of the gradient at ``w - t ∇l(w)`` for each step size t."""
+
+    RECORD = ("loss", "gradient_norm", "losses", "gradient_changes", "smoothness_at", "smoothness")
 
     steps: tuple[float, ...]
     loss: float
@@ -53,7 +60,7 @@ class LandscapePoint:
 
     @property
     def smoothness_at(self) -> tuple[float, ...]:
-        """Change of the gradient per distance moved; NaN where the gradient is zero and nothing moves."""
+        """Change of the gradient per distance; NaN if the gradient is zero."""
         pairs = zip(self.gradient_changes, self.distances)
         return tuple(change / distance if distance else math.nan for change, distance in pairs)
 
@@ -64,22 +71,12 @@ class LandscapePoint:
 
     @property
     def loss_range(self) -> tuple[float, float]:
-        """Lowest and highest loss along the direction, the starting point included."""
+        """Lowest and highest loss along the direction, including the starting point."""
         return _extremes((self.loss, *self.losses))
-
-    def record(self) -> dict[str, Any]:
-        return {
-            "loss": number(self.loss),
-            "gradient_norm": number(self.gradient_norm),
-            "losses": [number(value) for value in self.losses],
-            "gradient_changes": [number(value) for value in self.gradient_changes],
-            "smoothness_at": [number(value) for value in self.smoothness_at],
-            "smoothness": number(self.smoothness),
-        }
 
 
 def _extremes(values: Sequence[float]) -> tuple[float, float]:
-    """Lowest and highest; NaN where one is NaN, whatever the order."""
+    """Return the lowest and the highest value; NaN if any value is NaN."""
     low, high = torch.tensor(values, dtype=torch.float64).aminmax()
     return float(low), float(high)
 
@@ -89,29 +86,31 @@ def landscape(
     x: Tensor,
     y: Tensor,
     *,
-    steps: float | Sequence[float] = STEPS,
+    steps: StepSizes = STEPS,
     loss: Loss = F.cross_entropy,
     route: str | None = None,
-    statistics: Statistics = "batch_frozen",
+    statistics: StatisticsMode = "batch_frozen",
 ) -> LandscapePoint:
-    """Loss variation, gradient change and effective β-smoothness along the gradient of one batch (paper D, app. H).
+    """Return loss variation, gradient change and effective β-smoothness along the gradient of a batch (D, app. H).
 
-    ``steps`` are learning rates t: the loss is looked at in ``w - t ∇l(w)``, w being the parameters that are trained.
-    ``batch_frozen`` normalizes by the batch's statistics, as training does, and feeds nothing. Dropout is off, so that
-    only w differs. The model itself is never changed: the moved parameters are copies.
+    ``steps`` are learning rates t: the loss is computed at ``w - t ∇l(w)``, where w are the trainable parameters.
+    ``batch_frozen`` normalizes by the batch's statistics, as training does, without an update. Dropout is off, so that
+    only w differs. The model itself stays unchanged, because the moved parameters are copies.
     """
-    problems = setting_problems(model, route=route, statistics=statistics) + _step_problems(steps)
-    problems += one_domain_problems(model, statistics)
-    raise_all(problems, "bad landscape")
+    problems = setting_problems(landscape, locals()) + model_problems(model, route, statistics)
+    raise_problems(problems, "bad landscape")
+    steps = as_tuple(steps)
+    require_any(steps, "steps", str(STEPS))
     check_images(x, y)
     model, device = unwrapped(model), device_of(model)
     start = {name: value.detach() for name, value in model.named_parameters() if value.requires_grad}
     if not start:
-        raise ConfigError("no parameter of the model is trained; set requires_grad on those to move")
+        hint = "set requires_grad on the parameters to move"
+        raise ConfigError("not_supported", "the model has no trainable parameter", field="model", hint=hint)
     dtype = next(iter(start.values())).dtype
 
-    def at(parameters: Mapping[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
-        """The loss and its gradient; a parameter that plays no part, as in another branch, has gradient zero."""
+    def evaluate(parameters: Mapping[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
+        """Return the loss and its gradient; an unused parameter, as in another branch, has gradient zero."""
         leaves = {name: value.detach().requires_grad_() for name, value in parameters.items()}
         logits = logits_of(functional_call(model, leaves, (x.to(dtype),)), len(x))
         value = loss(logits if logits.dtype == torch.float64 else logits.float(), y)
@@ -121,16 +120,16 @@ def landscape(
 
     with float32_as("ieee", device), attacked(model, route=route, statistics=statistics):
         x, y = (part.detach().to(device, copy=True) for part in (x, y))  # inference tensors have no gradients
-        value, gradient = at(start)
+        value, gradient = evaluate(start)
         losses, distances, changes = [], [], []
-        for step in numbers(steps):
+        for step in steps:
             moved = {name: w - step * gradient[name] for name, w in start.items()}
             distances.append(_distance(moved, start))
-            there, changed = at(moved)
+            there, changed = evaluate(moved)
             losses.append(there)
             changes.append(_distance(changed, gradient))
     return LandscapePoint(
-        steps=tuple(float(step) for step in numbers(steps)),
+        steps=tuple(float(step) for step in steps),
         loss=value,
         gradient_norm=math.sqrt(sum(float(g.double().square().sum()) for g in gradient.values())),
         losses=tuple(losses),
@@ -140,21 +139,15 @@ def landscape(
 
 
 def _distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
-    """l2 distance over all tensors, in float64."""
+    """Return the L2 distance over all tensors, in float64."""
     return math.sqrt(sum(float((a[name].double() - b[name].double()).square().sum()) for name in a))
-
-
-def _step_problems(steps: Any) -> list[str]:
-    steps = list(steps) if isinstance(steps, Sequence) and not isinstance(steps, str) else [steps]
-    good = [isinstance(step, int | float) and not isinstance(step, bool) and 0 < step < math.inf for step in steps]
-    return [] if steps and all(good) else [f"steps must be learning rates above 0, such as {STEPS}, got {steps}"]
 
 
 # -- along training ----------------------------------------------------------------------------------------------------
 
 
 class LandscapeRecorder:
-    """Looks at the landscape from inside a training loop, before the optimizer's step; settings of :func:`landscape`.
+    """Compute the landscape inside a training loop, before the optimizer's step; settings of :func:`landscape`.
 
     >>> recorder = LandscapeRecorder(every=50)
     >>> for step, (x, y) in enumerate(loader):
@@ -163,15 +156,16 @@ class LandscapeRecorder:
     >>> LandscapeTrend(series={"bn": recorder.points}).save("landscape")
     """
 
-    def __init__(self, *, every: int = 1, **settings: Any) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ConfigError(f"every must be an integer of at least 1, got {every!r}")
+    def __init__(
+        self, *, every: Annotated[int, Setting("Steps between two points.", "[1, inf)")] = 1, **settings: Any
+    ) -> None:
+        raise_problems(setting_problems(LandscapeRecorder, {"every": every}))
         self.every = every
         self.settings = settings
         self.points: list[tuple[int, LandscapePoint]] = []
 
     def __call__(self, step: int, model: nn.Module, x: Tensor, y: Tensor) -> LandscapePoint | None:
-        """Look, where the step's turn has come."""
+        """Compute a point at every ``every``-th step."""
         if step % self.every:
             return None
         point = landscape(model, x, y, **self.settings)
@@ -189,19 +183,19 @@ class LandscapeTrend(Finding):
     def record(self) -> dict[str, Any]:
         return {
             "analysis": "landscape_along",
-            "conditions": dict(self.conditions),
+            "conditions": to_record(self.conditions),
             "series": {
-                name: [{"step": step, "steps": list(point.steps), **point.record()} for step, point in points]
+                name: [{"step": step, "steps": list(point.steps), **to_record(point)} for step, point in points]
                 for name, points in self.series.items()
             },
         }
 
     def draw(self) -> Figure:
-        """Paper D, fig. 14: bands hold all step sizes, the line is the effective β-smoothness."""
+        """Draw bands over all step sizes, and the effective β-smoothness as a line (paper D, fig. 14)."""
         figure, (loss, change, smoothness) = _panels("training step")
         handles = []
         for place, points in enumerate(self.series.values()):
-            style = look(place) | {"marker": ""}
+            style = series_style(place) | {"marker": ""}
             colour, x = style["color"], [step for step, _ in points]
             for axes, ranges in (
                 (loss, [point.loss_range for _, point in points]),
@@ -212,7 +206,7 @@ class LandscapeTrend(Finding):
                 for edge in (low, high):
                     axes.plot(x, edge, color=colour, marker="", linewidth=0.8)
             handles += smoothness.plot(x, [point.smoothness for _, point in points], **style)
-        legend(figure, list(self.series), handles)
+        legend_below(figure, handles, list(self.series))
         return figure
 
 
@@ -220,29 +214,26 @@ class LandscapeTrend(Finding):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class LandscapeFinding(Finding):
-    """The landscape around trained networks: a point per batch of images, by network."""
+class LandscapeComparison(Finding):
+    """The landscape around trained networks: a point for each batch of images, by network."""
+
+    RECORD = ("analysis", "statistics", "networks")
+    analysis = "landscape"
 
     points: Mapping[str, Sequence[LandscapePoint]]
     statistics: str
     conditions: Mapping[str, Any] = field(default_factory=dict)
 
-    def record(self) -> dict[str, Any]:
+    @property
+    def networks(self) -> dict[str, Any]:
+        """Conditions, step sizes and points of each network."""
         return {
-            "analysis": "landscape",
-            "statistics": self.statistics,
-            "networks": {
-                name: {
-                    "conditions": self.conditions.get(name, {}),
-                    "steps": list(points[0].steps),
-                    "batches": [point.record() for point in points],
-                }
-                for name, points in self.points.items()
-            },
+            name: {"conditions": self.conditions.get(name, {}), "steps": points[0].steps, "batches": points}
+            for name, points in self.points.items()
         }
 
     def draw(self) -> Figure:
-        """Each quantity over the step size: the mean over the batches, and from the lowest to the highest of them."""
+        """Draw each quantity by step size: the mean over the batches and their range."""
         figure, (loss, change, smoothness) = _panels("step size (learning rate)")
         handles = []
         for place, points in enumerate(self.points.values()):
@@ -253,20 +244,17 @@ class LandscapeFinding(Finding):
                 (smoothness, steps, [point.smoothness_at for point in points]),
             ):
                 values = torch.tensor(rows, dtype=torch.float64)
-                style = look(place)
+                style = series_style(place)
                 axes.fill_between(x, values.amin(0), values.amax(0), color=style["color"], alpha=0.25, linewidth=0)
                 (line,) = axes.plot(x, values.mean(0), **style)
             handles.append(line)
-        legend(figure, list(self.points), handles)
+        legend_below(figure, handles, list(self.points))
         return figure
 
 
 def _panels(x_label: str) -> tuple[Figure, Any]:
-    """The three panels of paper D, fig. 14. Networks differ by orders of magnitude, so the last two are logarithmic."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.0, 3.0))
-    panels = figure.subplots(1, 3)
+    """Return the three panels of paper D, fig. 14. Networks differ by orders of magnitude: two are logarithmic."""
+    figure, panels = new_figure(1, 3, height=3.0)
     titles = ("Loss along gradient", "Change of gradient", "β-smoothness")
     units = ("loss", "l2 distance", "change / distance moved")
     for axes, title, unit in zip(panels, titles, units):
@@ -278,37 +266,27 @@ def _panels(x_label: str) -> tuple[Figure, Any]:
     return figure, panels
 
 
-@register("landscape", summary="loss and gradient along the gradient direction", paper="D fig. 14-17", several=True)
+@register_analysis(
+    "landscape", summary="loss and gradient along the gradient direction", paper="D fig. 14-17", several=True
+)
 def landscape_of_runs(
-    subjects: Sequence[EvaluationTarget],
+    targets: Sequence[EvaluationTarget],
     *,
-    steps: float | Sequence[float] = STEPS,
-    count: int = 4,
-    route: str | None = None,
-    statistics: Statistics = "batch_frozen",
+    steps: StepSizes = STEPS,
+    count: Annotated[int, Setting("Number of batches.", "[1, inf)")] = 4,
+    route: EveryRouteSetting = None,
+    statistics: StatisticsMode = "batch_frozen",
     progress: Progress | None = None,
-) -> LandscapeFinding:
-    """The landscape around several networks, through one branch or each, on the first ``count`` batches of images."""
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ConfigError(f"count must be a number of batches of at least 1, got {count!r}")
-    seen = views(subjects, route)
-    found: dict[str, list[LandscapePoint]] = {}
-    told = conditions(seen)
-    for done, view in enumerate(seen):
-        if progress is not None:
-            progress(done, len(seen))
-        subject = view.subject
-        parts = list(batches(len(subject.images), subject.batch_size))[:count]
-        told[view.name] |= {"images_looked_at": parts[-1].stop, "batch_size": parts[0].stop}
-        found[view.name] = [
-            landscape(
-                subject.model,
-                subject.images[rows],
-                subject.labels[rows],
-                steps=steps,
-                route=view.route,
-                statistics=statistics,
-            )
-            for rows in parts
+) -> LandscapeComparison:
+    """Compute the landscape around several networks on the first ``count`` batches of images."""
+    views = branch_views(targets, route)
+    points: dict[str, list[LandscapePoint]] = {}
+    conditions = view_conditions(views)
+    how: Any = {"steps": steps, "statistics": statistics}
+    for name, target, branch in track(views, progress):
+        parts = list(even_slices(len(target.images), target.batch_size))[:count]
+        conditions[name] |= {"images_looked_at": parts[-1].stop, "batch_size": parts[0].stop}
+        points[name] = [
+            landscape(target.model, target.images[rows], target.labels[rows], route=branch, **how) for rows in parts
         ]
-    return LandscapeFinding(points=found, statistics=statistics, conditions=told)
+    return LandscapeComparison(points=points, statistics=statistics, conditions=conditions)

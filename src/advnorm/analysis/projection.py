@@ -1,87 +1,91 @@
-"""Principal components of what enters a layer, for clean, adversarial and other images (paper C, fig. 1)."""
+"""Principal components of the input of a layer, for clean, adversarial and other images (paper C, fig. 1).
+
+Our own because scikit-learn needs all activations in memory; here two batches suffice.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate, combinations_with_replacement
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from advnorm._core.errors import ConfigError, raise_all
-from advnorm.analysis.base import Finding, register
-from advnorm.analysis.moments import (
-    attack_branch,
-    conditions_of,
-    in_batches,
-    input_images,
-    legend_below,
-    look,
-    norm_layers,
-    under,
-    watch,
+from advnorm._core.errors import ConfigError, raise_problems
+from advnorm._core.settings import Setting
+from advnorm.analysis.banks import norm_layers
+from advnorm.analysis.base import (
+    BatchSize,
+    Finding,
+    Inputs,
+    RouteSetting,
+    StatisticsMode,
+    model_problems,
+    register_analysis,
+    setting_problems,
+    track,
 )
-from advnorm.analysis.views import setting_problems
+from advnorm.analysis.moments import affine_bank_settings, iterate_batches, observe_norm_inputs
+from advnorm.analysis.plots import domain_style, legend_below, new_figure
+from advnorm.analysis.targets import craft_inputs, default_branch, target_conditions
 from advnorm.attacks.base import Progress
 from advnorm.evaluation.target import EvaluationTarget
-from advnorm.norms import Mode
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+Samples = Annotated[int, Setting("Number of images of each kind.", "[2, inf)")]
+
 
 def principal_components(gram: Tensor, count: int = 2) -> tuple[Tensor, Tensor]:
-    """Scores ``(N, count)`` of the first components, and their shares of the variance, from inner products.
+    """Return scores ``(N, count)`` of the first components and their shares of the variance, from inner products.
 
-    The eigenvectors of the doubly centred Gram matrix, each times the root of its eigenvalue, are the scores of the
-    covariance's components, however many features there are. The entry of largest size in each is positive.
+    The eigenvectors of the doubly centered Gram matrix, each times the root of its eigenvalue, are the scores of the
+    components of the covariance, for any number of features. The largest entry of each by absolute value is positive.
     """
     gram = gram.double()
     row = gram.mean(0, keepdim=True)
-    centred = gram - row - row.T + row.mean()
-    values, vectors = torch.linalg.eigh(centred)
+    centered = gram - row - row.T + row.mean()
+    values, vectors = torch.linalg.eigh(centered)
     values, vectors = values.flip(0)[:count].clamp_min(0), vectors.flip(1)[:, :count]
     signs = vectors.gather(0, vectors.abs().argmax(0, keepdim=True)).sign()
-    total = centred.trace().clamp_min(torch.finfo(torch.float64).tiny)
+    total = centered.trace().clamp_min(torch.finfo(torch.float64).tiny)
     return vectors * signs * values.sqrt(), values / total
+
+
+class LayerProjection(NamedTuple):
+    """Images in the plane of the first two components of a layer's inputs: ``points[name]``, one row for each image."""
+
+    explained_variance_ratio: tuple[float, float]
+    points: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Projection(Finding):
-    """Images in the plane of the first two components of a layer's inputs: ``points[layer][name]``, one row each."""
+    """The projection of the inputs of several layers."""
 
-    points: Mapping[str, Mapping[str, Tensor]]
-    explained: Mapping[str, tuple[float, float]]  # shares of the variance
+    RECORD = ("analysis", "layers", "conditions")
+    analysis = "projection"
+
+    layers: Mapping[str, LayerProjection]
     conditions: Mapping[str, Any] = field(default_factory=dict)
 
-    def record(self) -> dict[str, Any]:
-        layers = {
-            layer: {
-                "explained_variance_ratio": list(self.explained[layer]),
-                "points": {name: points.tolist() for name, points in row.items()},
-            }
-            for layer, row in self.points.items()
-        }
-        return {"analysis": "projection", "layers": layers, "conditions": dict(self.conditions)}
-
     def draw(self) -> Figure:
-        from matplotlib.figure import Figure
-
-        columns = min(3, len(self.points))
-        rows = -(-len(self.points) // columns)
-        figure = Figure(figsize=(7.0, 0.6 + 2.5 * rows))
-        panels = figure.subplots(rows, columns, squeeze=False)
-        for axes in panels.flat[len(self.points) :]:
+        columns = min(3, len(self.layers))
+        rows = -(-len(self.layers) // columns)
+        figure, panels = new_figure(rows, columns, height=0.6 + 2.5 * rows, squeeze=False)
+        for axes in panels.flat[len(self.layers) :]:
             axes.set_axis_off()
-        for axes, (layer, row) in zip(panels.flat, self.points.items()):
-            for index, (name, points) in enumerate(row.items()):
-                same = {key: look(index, name)[key] for key in ("color", "marker")}
-                axes.scatter(*points.T, s=6, alpha=0.5, linewidths=0, label=name, **same)
-            one, two = (f"component {n} ({share:.0%})" for n, share in enumerate(self.explained[layer], 1))
+        for axes, (layer, found) in zip(panels.flat, self.layers.items()):
+            for index, (name, points) in enumerate(found.points.items()):
+                style = {key: domain_style(index, name)[key] for key in ("color", "marker")}
+                axes.scatter(*points.T, s=6, alpha=0.5, linewidths=0, label=name, **style)
+            one, two = (f"component {n} ({share:.0%})" for n, share in enumerate(found.explained_variance_ratio, 1))
             axes.set(title=f"Input of {layer}", xlabel=one, ylabel=two, xticks=[], yticks=[])
-        legend_below(figure, panels[0, 0])
+        legend_below(figure, *panels[0, 0].get_legend_handles_labels())
         for handle in figure.legends[0].legend_handles:
             if handle is not None:
                 handle.set(alpha=1, sizes=[24])
@@ -93,88 +97,74 @@ def projection(
     inputs: Mapping[str, Tensor],
     *,
     layers: str | Sequence[str] | None = None,
-    samples: int = 500,
+    samples: Samples = 500,
     route: str | None = None,
-    statistics: Mode = "running",
-    batch_size: int = 256,
+    statistics: StatisticsMode = "running",
+    batch_size: BatchSize = 256,
     progress: Progress | None = None,
 ) -> Projection:
-    """PCA to two dimensions of the flattened inputs of norms, all kinds of images together (paper C, fig. 1).
+    """Return the first two principal components of layers' inputs, all kinds of images together (paper C, fig. 1).
 
-    ``layers``: by default the first, the middle and the last norm; ``samples``: the first so many images of each kind.
-    Components come from the inner products of the images, block by block: two batches' activations of the chosen
-    layers are in memory at a time, at the price of a forward for every pair of batches.
+    The default ``layers`` are the first, the middle and the last norm; ``samples`` is the number of images of each
+    kind. The components come from the inner products of the images, block by block: activations of two batches are in
+    memory at a time, at the cost of a forward for every pair of batches.
     """
+    problems = setting_problems(projection, locals()) + model_problems(model, route, statistics, any_bank=True)
+    raise_problems(problems, "bad projection")
     if layers is None:
         names = list(norm_layers(model))
         layers = list(dict.fromkeys([names[0], names[len(names) // 2], names[-1]]))
-    problems = _sample_problems(samples)
-    raise_all(
-        problems + setting_problems(model, route=route, statistics=statistics, batch_size=batch_size), "bad projection"
-    )
-    if sum(len(images[:samples]) for images in inputs.values()) < 2:
-        raise ConfigError("a plane needs at least two images; give more, or more kinds of them")
+    sizes = {name: len(images[:samples]) for name, images in inputs.items()}
+    if sum(sizes.values()) < 2:
+        raise ConfigError("empty", "{field} must hold at least two images", field="inputs", got=sum(sizes.values()))
     chosen = list(norm_layers(model, layers))
-    blocks = [block for images in inputs.values() for block in in_batches(images[:samples], batch_size)]
-    starts = [0]
-    for block in blocks:
-        starts.append(starts[-1] + len(block))
+    blocks = [block for images in inputs.values() for block in iterate_batches(images[:samples], batch_size)]
+    starts = list(accumulate(map(len, blocks), initial=0))
     grams = {layer: torch.zeros(starts[-1], starts[-1], dtype=torch.float64) for layer in chosen}
 
     def activations(block: Tensor) -> dict[str, Tensor]:
-        seen: dict[str, Tensor] = {}
-        how = {**under(route, statistics), "layers": chosen, "batch_size": batch_size}
-        watch(model, block, lambda name, value: seen.__setitem__(name, value.flatten(1).double()), **how)
-        return seen
+        found: dict[str, Tensor] = {}
+        how = {**affine_bank_settings(route, statistics), "layers": chosen, "batch_size": batch_size}
+        observe_norm_inputs(model, block, lambda name, value: found.__setitem__(name, value.flatten(1).double()), **how)
+        return found
 
-    done, total = 0, len(blocks) * (len(blocks) + 1) // 2
-    for i, first in enumerate(blocks):
-        mine = activations(first)
-        for j in range(i, len(blocks)):
-            theirs = mine if i == j else activations(blocks[j])
-            for layer in chosen:
-                if layer not in mine:
-                    raise ConfigError(f"{layer} takes no part in the forward; choose another layer")
-                products = (mine[layer] @ theirs[layer].T).cpu()
-                grams[layer][starts[i] : starts[i + 1], starts[j] : starts[j + 1]] = products
-                grams[layer][starts[j] : starts[j + 1], starts[i] : starts[i + 1]] = products.T
-            done += 1
-            if progress is not None:
-                progress(done, total)
-    sizes = [len(images[:samples]) for images in inputs.values()]
-    points: dict[str, dict[str, Tensor]] = {}
-    explained: dict[str, tuple[float, float]] = {}
+    first: dict[str, Tensor] = {}
+    for i, j in track(combinations_with_replacement(range(len(blocks)), 2), progress):
+        second = activations(blocks[j])
+        first = second if i == j else first
+        for layer in chosen:
+            if layer not in first:
+                message = f"{layer} is not used in the forward pass"
+                raise ConfigError("not_supported", message, field="layers", hint="choose another layer")
+            products = (first[layer] @ second[layer].T).cpu()
+            grams[layer][starts[i] : starts[i + 1], starts[j] : starts[j + 1]] = products
+            grams[layer][starts[j] : starts[j + 1], starts[i] : starts[i + 1]] = products.T
+    found = {}
     for layer, gram in grams.items():
         scores, shares = principal_components(gram)
-        points[layer] = dict(zip(inputs, scores.split(sizes)))
-        explained[layer] = (shares[0].item(), shares[1].item())
-    counts = dict(zip(inputs, sizes))
-    conditions = {"route": route, "statistics": statistics, "samples": counts, "fitted_on": "all together"}
-    return Projection(points=points, explained=explained, conditions=conditions)
+        points = dict(zip(inputs, scores.split(list(sizes.values()))))
+        found[layer] = LayerProjection((shares[0].item(), shares[1].item()), points)
+    conditions = {"route": route, "statistics": statistics, "samples": sizes, "fitted_on": "all together"}
+    return Projection(layers=found, conditions=conditions)
 
 
-def _sample_problems(samples: Any) -> list[str]:
-    good = isinstance(samples, int) and not isinstance(samples, bool) and samples >= 2
-    return [] if good else [f"samples must be an integer of at least 2, got {samples!r}"]
-
-
-@register("projection", summary="clean, PGD and AutoAttack images in the plane of a layer's inputs", paper="C fig. 1")
+@register_analysis(
+    "projection", summary="clean, PGD and AutoAttack images in the plane of a layer's inputs", paper="C fig. 1"
+)
 def projection_of_run(
-    subject: EvaluationTarget,
+    target: EvaluationTarget,
     *,
-    inputs: Sequence[str] = ("clean", "adv", "autoattack"),
-    layers: Sequence[str] | None = None,
-    samples: int = 500,
-    route: str | None = None,
+    inputs: Inputs = ("clean", "adv", "autoattack"),
+    layers: Annotated[Sequence[str] | None, Setting("Layers by name. Default: the first, middle and last norm.")] = (
+        None
+    ),
+    samples: Samples = 500,
+    route: RouteSetting = None,
     progress: Progress | None = None,
 ) -> Projection:
-    """``inputs``: images by name; ``route``: the branch that is attacked and looked at (``adv``)."""
-    raise_all(_sample_problems(samples), "bad projection")
-    branch = attack_branch(subject.model, route)
-    few = dataclasses.replace(subject, data=(subject.images[:samples], subject.labels[:samples]))
-    images = input_images(few, inputs, route=branch, progress=progress)
-    found = projection(
-        subject.model, images, layers=layers, samples=samples, route=branch, batch_size=subject.batch_size
-    )
-    told = conditions_of(subject, inputs, through=branch, **found.conditions)
-    return dataclasses.replace(found, conditions=told)
+    """Project the images of a run."""
+    branch = default_branch(target.model, route)
+    few = dataclasses.replace(target, data=(target.images[:samples], target.labels[:samples]))
+    images = craft_inputs(few, inputs, route=branch, progress=progress)
+    found = projection(target.model, images, layers=layers, samples=samples, route=branch, batch_size=target.batch_size)
+    return found.under(target_conditions(target, inputs, through=branch, **found.conditions))

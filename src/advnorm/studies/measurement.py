@@ -11,7 +11,7 @@ from typing import Any
 from advnorm._core.devices import resolve_device
 from advnorm._core.records import read_json
 from advnorm.analysis import ANALYSES, extract_features
-from advnorm.analysis.moments import named_attack
+from advnorm.analysis.targets import create_attack
 from advnorm.data import FolderData, add_split, load
 from advnorm.evaluation.benchmark import benchmark
 from advnorm.evaluation.target import EvaluationTarget, open_run
@@ -56,7 +56,7 @@ def _run_benchmark(run: Run, measure: Measure, task: Task, path: Path, *, progre
     target = _open_target(run, measure, task, limit=options.get("limit"))
     threat = ThreatModel(norm=options.get("threat", run.config.threat), eps=options.get("eps", run.config.eps))
     attacks = {
-        name: named_attack(spec, device, threat=threat, seed=task.seed) for name, spec in options["attacks"].items()
+        name: create_attack(spec, device, threat=threat, seed=task.seed) for name, spec in options["attacks"].items()
     }
     routes = options.get("route") or None
     data = target.images, target.labels

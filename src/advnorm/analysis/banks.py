@@ -1,0 +1,113 @@
+"""The statistics banks and affine banks that the norm layers of a model store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from advnorm._core.errors import ConfigError, raise_problems, unknown_name
+from advnorm._core.wrappers import unwrapped
+from advnorm.norms import RoutedNorm
+from advnorm.norms.norm_layers import NORM_LAYERS
+from advnorm.norms.plan import SHARED
+
+
+class Gaussian(NamedTuple):
+    """The channels of one layer as independent Gaussians, float64."""
+
+    mean: Tensor
+    std: Tensor
+
+
+class AffineBank(NamedTuple):
+    """Bias and weight of the channels of one layer: mean and deviation of its output for standardized input."""
+
+    bias: Tensor
+    weight: Tensor
+
+
+Bank = TypeVar("Bank", Gaussian, AffineBank)
+
+
+def norm_layers(model: nn.Module, layers: str | Sequence[str] | None = None) -> dict[str, nn.Module]:
+    """Return the norm layers of a model by name, or the named ones; a model with ``norm="none"`` has them, too."""
+    found = {name: module for name, module in unwrapped(model).named_modules() if isinstance(module, NORM_LAYERS)}
+    if not found:
+        message = f"{type(model).__name__} has no norm layers"
+        raise ConfigError("not_supported", message, field="model", hint="build it with norm='none' to measure there")
+    wanted = found if layers is None else [layers] if isinstance(layers, str) else list(layers)
+    raise_problems([unknown_name("layer", name, found) for name in wanted if name not in found])
+    return {name: found[name] for name in wanted}
+
+
+def default_layer(model: nn.Module) -> str:
+    """Return the second norm of the first residual block (paper A, fig. 4), else the second norm of the model."""
+    names = list(norm_layers(model))
+    block = [name for name in names if name.endswith("layer1.0.bn2")]
+    return (block or names[1:2] or names)[0]
+
+
+def statistics_banks(norm: nn.Module) -> dict[str, Gaussian]:
+    """Return running mean and deviation (of the unbiased variance) by bank; empty unless it is a batch norm."""
+    if isinstance(norm, RoutedNorm):
+        banks = norm.plan.statistics_banks if norm.track_running_stats else ()
+        stored = {bank: norm.statistics_bank(bank)[:2] for bank in banks}
+    else:
+        stored = {SHARED: (getattr(norm, "running_mean", None), getattr(norm, "running_var", None))}
+    return {
+        bank: Gaussian(_to_float64(mean), _to_float64(var).sqrt())
+        for bank, (mean, var) in stored.items()
+        if mean is not None and var is not None
+    }
+
+
+def affine_banks(norm: nn.Module) -> dict[str, AffineBank]:
+    """Return bias and weight of a norm by bank."""
+    if isinstance(norm, RoutedNorm):
+        stored = {bank: norm.affine_bank(bank) for bank in norm.plan.affine_banks}
+    else:
+        stored = {SHARED: (getattr(norm, "weight", None), getattr(norm, "bias", None))}
+    return {
+        bank: AffineBank(_to_float64(torch.zeros_like(weight) if bias is None else bias), _to_float64(weight))
+        for bank, (weight, bias) in stored.items()
+        if weight is not None
+    }
+
+
+def stored_statistics(model: nn.Module, domain: str | None = None) -> dict[str, Gaussian]:
+    """Return the running statistics of every batch norm for a domain: those of the bank that its samples update."""
+    found = _banks_of_domain(model, domain, statistics_banks, "feeds")
+    if not found:
+        raise ConfigError(
+            "not_supported", "no norm of this model stores statistics; only batch norms do", field="model"
+        )
+    return found
+
+
+def affine_parameters(model: nn.Module, domain: str | None = None) -> dict[str, AffineBank]:
+    """Return the affine parameters of every norm for a domain."""
+    return _banks_of_domain(model, domain, affine_banks, "affine")
+
+
+def _banks_of_domain(
+    model: nn.Module, domain: str | None, banks_of: Callable[[nn.Module], dict[str, Bank]], assigned: str
+) -> dict[str, Bank]:
+    found: dict[str, Bank] = {}
+    for name, norm in norm_layers(model).items():
+        banks = banks_of(norm)
+        bank = SHARED
+        if banks and isinstance(norm, RoutedNorm):
+            if domain is None and len(banks) > 1:
+                hint = f"name a domain: {', '.join(norm.plan.domains)}"
+                raise ConfigError("missing_route", "the model has several banks", field="domain", hint=hint)
+            bank = getattr(norm.plan, assigned)[0 if domain is None else norm.plan.index(domain)]
+        if banks:
+            found[name] = banks[bank]
+    return found
+
+
+def _to_float64(value: Tensor) -> Tensor:
+    return value.detach().double().cpu().flatten()

@@ -1,0 +1,213 @@
+"""Pictures of a feature data set, and how well its recipe worked (paper D, eq. 2, 3, app. B.3 and E)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+from torch import Tensor, nn
+
+from advnorm._core.errors import ConfigError
+from advnorm._core.settings import Setting
+from advnorm._core.wrappers import device_of
+from advnorm.analysis.base import Finding, Seed, register_analysis
+from advnorm.analysis.feature_extraction import (
+    L2,
+    Part,
+    Recipe,
+    ShardSize,
+    extract_features,
+    make_features,
+    penultimate,
+    resolve_recipe,
+)
+from advnorm.analysis.plots import new_figure, wrap_names
+from advnorm.attacks import attacked
+from advnorm.attacks.base import Progress
+from advnorm.data import FeatureFolder, FolderData, ImageData, add_split, load
+from advnorm.evaluation.plan import branches
+from advnorm.evaluation.target import EvaluationTarget
+from advnorm.training.run import Run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FeaturePictures(Finding):
+    """Some images of a feature data set with the images they were made from, and the model's predictions."""
+
+    RECORD = (
+        *("name", "model", "recipe", "images", "feature_distance", "accuracy", "l2_from_start"),
+        *("labels", "starts", "folder", "conditions"),
+    )
+
+    name: str
+    model: str
+    recipe: Recipe
+    source: Tensor
+    start: Tensor
+    made: Tensor
+    labels: Tensor
+    starts: Tensor
+    feature_distance: Mapping[str, float]  # mean of ||g(x) - g(x')|| before and after
+    accuracy: float  # share of the made images that the model classifies as their label
+    l2_from_start: float  # mean
+    conditions: Mapping[str, Any]
+    folder: str | None = None
+
+    @property
+    def images(self) -> int:
+        """The number of images."""
+        return len(self.labels)
+
+    def draw(self) -> Figure:
+        matched = self.recipe.towards == "features"
+        rows: list[tuple[str, Tensor, Callable[[int], str]]] = [
+            ("start", self.start, lambda i: f"class {self.starts[i]}"),
+            (f"made ({self.name})", self.made, lambda i: f"label {self.labels[i]}"),
+        ]
+        if matched:
+            rows.insert(0, ("features of", self.source, lambda i: f"class {self.labels[i]}"))
+        count = min(8, len(self.made))
+        figure, grid = new_figure(len(rows), count, height=0.55 + 1.05 * len(rows), squeeze=False)
+        for line, (title, images, caption) in zip(grid, rows):
+            for i, axes in enumerate(line):
+                picture = images[i].permute(1, 2, 0).squeeze(-1).cpu().numpy()
+                axes.imshow(picture, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+                axes.set(xticks=[], yticks=[])
+                axes.grid(False)
+                axes.spines[:].set_visible(False)
+                axes.set_xlabel(caption(i), fontsize=8)
+            line[0].set_ylabel(title, fontsize=9)
+        title = f"the model predicts the label for {100 * self.accuracy:.0f} % of {self.images} images"
+        title = wrap_names([f"{self.name} from {self.model}: {title}"], 85)[0]
+        figure.suptitle(title, fontsize=10, fontweight="bold", x=0.01, ha="left")
+        return figure
+
+
+@register_analysis(
+    "features", summary="pictures of a feature data set; with out= its files", paper="D (eq. 2, 3, app. B.3, E)"
+)
+def feature_pictures(
+    target: EvaluationTarget,
+    *,
+    recipe: Annotated[str, Setting("D_R, D_NR, D_rand, D_det or D_conflict.")] = "D_R",
+    steps: Annotated[int | None, Setting("Number of gradient steps. Default: that of the recipe.", "[1, inf)")] = None,
+    route: Annotated[str | None, Setting("Branch of the model.")] = None,
+    layer: Annotated[str | None, Setting("Module whose input are the features. Default: the last linear one.")] = None,
+    examples: Annotated[int, Setting("Number of images in the pictures.", "[1, inf)")] = 16,
+    out: Annotated[str | None, Setting("Folder for the files of the whole set.")] = None,
+    data_dir: Annotated[str | None, Setting("Folder of the images that the files are made from.")] = None,
+    seed: Seed = 0,
+    shard_size: ShardSize = 500,
+    part: Part = (0, 1),
+    progress: Progress | None = None,
+) -> FeaturePictures:
+    """Draw the first ``examples`` images of a recipe and measure how well it worked.
+
+    With ``out`` the whole set is made there from the training images of the run in ``data_dir``, and the ordinary test
+    images are added. D_conflict is made from a D_R, whose folder is ``data_dir``.
+    """
+    chosen, _ = resolve_recipe(recipe, None, {} if steps is None else {"steps": steps})
+    if route is None and (known := branches(target.model)):
+        message = f"{target.name} has the branches {', '.join(known)}"
+        raise ConfigError("missing_route", message, field="route", hint="choose one with route=")
+    data, test = _load_source(target, recipe, route, out, data_dir)
+    penultimate(target.model, data.pixels(slice(0, 1)).to(device_of(target.model)), layer=layer, route=route)
+    if out is not None:
+        extract_features(
+            target.model,
+            data,
+            recipe,
+            out,
+            route=route,
+            layer=layer,
+            seed=seed,
+            shard_size=shard_size,
+            part=part,
+            progress=progress,
+            steps=chosen.steps,
+        )
+        added = FeatureFolder(Path(out) / "test")
+        if test is not None and part[0] == 0 and not (added.exists and not added.missing_shards()):
+            add_split(out, test)
+    rows = torch.arange(min(examples, len(data)))
+    made = make_features(target.model, data, rows, chosen, route=route, layer=layer, seed=seed)
+    source = data.pixels(rows).to(made.images.device)
+    with attacked(target.model, route=route) as predict, torch.no_grad():
+        accuracy = (predict(made.images).argmax(1).cpu() == made.labels).double().mean()
+    wanted, before, after = (
+        penultimate(target.model, x, layer=layer, route=route) for x in (source, made.start_images, made.images)
+    )
+    return FeaturePictures(
+        name=recipe,
+        model=target.name,
+        recipe=chosen,
+        source=source.cpu(),
+        start=made.start_images.cpu(),
+        made=made.images.cpu(),
+        labels=made.labels,
+        starts=made.starts,
+        feature_distance={"before": _mean_distance(before, wanted), "after": _mean_distance(after, wanted)},
+        accuracy=float(accuracy),
+        l2_from_start=float(L2.distance(made.images, made.start_images).mean()),
+        folder=out,
+        conditions={**target.conditions, "route": route, "layer": layer, "seed": seed},
+    )
+
+
+def _mean_distance(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted.double()).norm(dim=1).mean())
+
+
+def count_classes(model: nn.Module, x: Tensor, route: str | None) -> int:
+    """Return the number of classes of a model."""
+    with attacked(model, route=route) as predict, torch.no_grad():
+        return predict(x.to(device_of(model))).shape[1]
+
+
+def target_images(target: EvaluationTarget, route: str | None) -> ImageData:
+    """Return the test images of a target as a data set; the model gives the number of classes."""
+    images, labels = target.images.cpu(), target.labels.cpu()
+    classes = count_classes(target.model, images[:1], route)
+    return ImageData(name=target.name, split="test", images=images, labels=labels, num_classes=classes)
+
+
+def _load_source(
+    target: EvaluationTarget, recipe: str, route: str | None, out: str | None, data_dir: str | None
+) -> tuple[ImageData, ImageData | None]:
+    """Return the images that a set is made from: those of a D_R, the training images of the run, or its test images.
+
+    For the files of a set also return the test images to add, if they exist.
+    """
+    if recipe == "D_conflict":
+        if data_dir is None:
+            message, hint = "D_conflict is made from the images of a D_R", "name its folder with --set data_dir=..."
+            raise ConfigError("missing_option", message, field="data_dir", hint=hint)
+        read = partial(load, "features", root=data_dir)
+    elif out is None:
+        if data_dir is not None:
+            message = "{field} is the folder of the images for the files of a set; pictures alone use the test images"
+            raise ConfigError("conflict", message, field="data_dir", hint="set out=, or leave data_dir out")
+        return target_images(target, route), None
+    elif target.folder is None:
+        message, hint = "only a run has known training images", "use extract_features with your data"
+        raise ConfigError("not_supported", message, field="target", hint=hint)
+    else:
+        settings = Run.open(target.folder).config.data
+        read = partial(load, settings.name, root=data_dir, **settings.options)
+    data, test = _in_memory(read("train")), None
+    if out is not None:
+        with suppress(ConfigError):  # an evaluation without them raises with a hint
+            test = _in_memory(read("test"))
+    return data, test
+
+
+def _in_memory(data: ImageData | FolderData) -> ImageData:
+    return data.in_memory() if isinstance(data, FolderData) else data

@@ -1,0 +1,224 @@
+"""Distance between the moments of batches and the running statistics (paper C, fig. 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+from torch import Tensor, nn
+
+from advnorm._core.errors import ConfigError, Problem, raise_problems
+from advnorm._core.settings import Setting
+from advnorm.analysis.banks import norm_layers, stored_statistics
+from advnorm.analysis.base import (
+    BatchSize,
+    Finding,
+    Inputs,
+    register_analysis,
+    require_any,
+    setting_problems,
+)
+from advnorm.analysis.moments import (
+    Images,
+    LayerMoments,
+    Moments,
+    iterate_batches,
+    observe_norm_inputs,
+    update_settings,
+)
+from advnorm.analysis.plots import domain_style, label_layers, new_figure
+from advnorm.analysis.targets import craft_inputs, default_branch, target_conditions
+from advnorm.analysis.wasserstein import layer_distances
+from advnorm.attacks.base import Progress
+from advnorm.evaluation.plan import branches
+from advnorm.evaluation.target import EvaluationTarget
+from advnorm.norms import RoutedNorm, domains, functional, mixture_norms, routed_modules
+from advnorm.norms.plan import SHARED
+from advnorm.objectives.base import OBJECTIVES, Layout
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StatisticsShift(Finding):
+    """Distance between each batch's moments and the running statistics: ``layers[images][layer]``, one per batch."""
+
+    RECORD = ("analysis", "sums", "layers", "conditions")
+    analysis = "statistics_shift"
+
+    layers: Mapping[str, Mapping[str, Sequence[float]]]
+    conditions: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def sums(self) -> dict[str, float]:
+        """Distances summed over the layers, averaged over the batches."""
+        return {
+            images: sum(sum(values) / len(values) for values in layers.values())
+            for images, layers in self.layers.items()
+        }
+
+    def draw(self) -> Figure:
+        figure, axes = new_figure()
+        names: list[str] = []
+        for index, (images, layers) in enumerate(self.layers.items()):
+            names, style = list(layers), domain_style(index, images)
+            mean = [sum(values) / len(values) for values in layers.values()]
+            axes.plot(mean, label=f"{images} (sum {self.sums[images]:.3g})", **style)
+            low, high = ([pick(values) for values in layers.values()] for pick in (min, max))
+            axes.fill_between(range(len(names)), low, high, color=style["color"], alpha=0.2, linewidth=0)
+        axes.set(title="Batches against running statistics", ylabel=r"$W_2^2$, mean and range of batches")
+        axes.set_ylim(bottom=0)
+        axes.legend()
+        label_layers(axes, names)
+        return figure
+
+
+def statistics_shift(
+    model: nn.Module,
+    inputs: Mapping[str, Images],
+    *,
+    routes: Mapping[str, str | None] | None = None,
+    layout: Annotated[Layout, Setting("How batches are forwarded: one domain at a time, or all together.")] = (
+        "sequential"
+    ),
+    batch_size: BatchSize = 256,
+    progress: Progress | None = None,
+) -> StatisticsShift:
+    """Return squared 2-Wasserstein distances between the moments of batches and the running statistics.
+
+    They show the difference between the normalization in training and at test time (paper C, fig. 4). ``inputs``: a
+    tensor or batches by name. A ``sequential`` batch is forwarded alone and normalized by its own moments. In a
+    ``concatenated`` batch, all images that update the same bank share their moments. ``routes``: the branch of each
+    name, by default the branch of the same name. Both variances are unbiased.
+    """
+    problems = setting_problems(statistics_shift, locals())
+    require_any(inputs, "inputs", "{'clean': x}")
+    known = _updated_domains(model)
+    chosen = {name: (name if known else None) for name in inputs} | dict(routes or {})
+    problems += [
+        Problem(
+            code="missing_route",
+            message=f"no branch for {name!r}",
+            field="routes",
+            hint=f"set routes={{{name!r}: ...}} to one of {', '.join(known)}",
+        )
+        for name in inputs
+        if known and chosen[name] not in known
+    ]
+    if layout == "sequential" and mixture_norms(model):
+        message = "a mixture norm has batch statistics for concatenated batches only"
+        problems.append(Problem(code="conflict", message=message, field="layout", hint="use layout='concatenated'"))
+    if layout == "concatenated" and known and len(set(chosen.values())) < len(chosen):
+        message = "a concatenated batch must have one kind of images for each branch"
+        hint = "use layout='sequential'"
+        problems.append(Problem(code="conflict", message=message, field="routes", got=chosen, hint=hint))
+    raise_problems(problems, "bad analysis")
+    stored = {name: stored_statistics(model, chosen[name]) for name in inputs}
+    # A crossed norm forwards the images that update a bank separately, so that they share no moments with others.
+    crossed = any(module.plan.crosses for module in routed_modules(model).values())
+    alone = layout == "sequential" or crossed
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in inputs}
+    for done, names in enumerate(([name] for name in inputs) if alone else [list(inputs)], 1):
+        for parts in zip_longest(*(iterate_batches(inputs[name], batch_size) for name in names)):
+            if any(part is None for part in parts):
+                message = f"concatenated batches need the same number of {' and '.join(names)} images"
+                raise ConfigError("wrong_shape", message, field="inputs")
+            batch = dict(zip(names, parts))
+            routed = {chosen[name]: len(part) for name, part in batch.items()} if known else None
+            how = update_settings(model, chosen[names[0]]) if alone else {"statistics": "batch_frozen", "route": routed}
+            for name, moments in _update_moments(model, batch, chosen, layers=list(stored[names[0]]), **how).items():
+                current = {layer: one.gaussian(unbiased=True) for layer, one in moments.items()}
+                for layer, distance in layer_distances(current, stored[name]).items():
+                    found[name].setdefault(layer, []).append(distance.total)
+        if progress is not None:
+            progress(done * len(names), len(inputs))
+    return StatisticsShift(layers=found, conditions={"routes": chosen, "layout": layout, "variance": "unbiased"})
+
+
+def _updated_domains(model: nn.Module) -> tuple[str, ...]:
+    """Return the branches of a model, or the domains whose statistics a mixture norm keeps separate."""
+    return branches(model) or (domains(model) if mixture_norms(model) else ())
+
+
+def _update_moments(
+    model: nn.Module, batch: Mapping[str, Tensor], routes: Mapping[str, str | None], **how: Any
+) -> dict[str, Moments]:
+    """Return the moments that update the bank of each kind of images at every norm, from one forward of all images."""
+    found: dict[str, Moments] = {name: {} for name in batch}
+    sizes = [len(part) for part in batch.values()]
+    norms = norm_layers(model)
+
+    def bank(layer: str, name: str) -> str:
+        norm, domain = norms[layer], routes[name]
+        return norm.plan.feeds[norm.plan.index(domain)] if isinstance(norm, RoutedNorm) and domain else SHARED
+
+    def compute(layer: str, value: Tensor) -> None:
+        parts = dict(zip(batch, value.double().split(sizes)))
+        for name in parts:
+            shared = torch.cat([part for other, part in parts.items() if bank(layer, other) == bank(layer, name)])
+            mean, var = functional.moments(shared[None])
+            found[name][layer] = LayerMoments(mean[0].cpu(), var[0].cpu(), shared.numel() // shared.shape[1])
+
+    observe_norm_inputs(model, torch.cat(list(batch.values())), compute, batch_size=sum(sizes), **how)
+    return found
+
+
+@register_analysis(
+    "statistics_shift", summary="distance between batches and running statistics, by layer", paper="C fig. 4"
+)
+def statistics_shift_of_run(
+    target: EvaluationTarget,
+    *,
+    inputs: Inputs = ("clean", "adv"),
+    layout: Annotated[Layout | None, Setting("How batches are forwarded. Default: as in the training of the run.")] = (
+        None
+    ),
+    progress: Progress | None = None,
+) -> StatisticsShift:
+    """Measure the shift of the images of a run, each kind through its own branch, else through that of ``adv``.
+
+    The default ``layout`` is that of the training if ``inputs`` are clean and adv, else ``sequential``.
+    """
+    images = craft_inputs(target, inputs, progress=progress)
+    known = _updated_domains(target.model)
+    routes = {name: name if name in known else default_branch(target.model) for name in images}
+    layout = layout or (_training_layout(target) if set(images) == {"clean", "adv"} else "sequential")
+    found = statistics_shift(target.model, images, routes=routes, layout=layout, batch_size=target.batch_size)
+    return found.under(target_conditions(target, inputs, **found.conditions))
+
+
+def _training_layout(target: EvaluationTarget) -> Layout:
+    """Return the layout of the batches in a target's training; ``sequential`` if it is not known."""
+    objective = target.conditions.get("config", {}).get("objective", {})
+    known = OBJECTIVES.get(objective["name"]).options() if objective else {}
+    return objective.get("layout", known["layout"].default) if "layout" in known else "sequential"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ShiftAlongTraining(Finding):
+    """The statistics shift at several steps of a training (paper C, fig. 4)."""
+
+    RECORD = ("analysis", "steps")
+    analysis = "shift_along_training"
+
+    shifts: Mapping[int, StatisticsShift]
+
+    @property
+    def steps(self) -> dict[int, StatisticsShift]:
+        """The shifts in the order of the steps."""
+        return dict(sorted(self.shifts.items()))
+
+    def draw(self) -> Figure:
+        figure, axes = new_figure()
+        shifts = list(self.steps.values())
+        for index, name in enumerate(shifts[0].layers):
+            axes.plot(list(self.steps), [one.sums[name] for one in shifts], label=name, **domain_style(index, name))
+        axes.set(title="Batches against running statistics along training", xlabel="training step")
+        axes.set_ylabel(r"$W_2^2$ summed over all norms")
+        axes.set_yscale("log")  # the first steps are far from the initial 0 and 1
+        axes.legend()
+        return figure
