@@ -1,4 +1,4 @@
-"""Networks trained on digits in a second, and what must not change while they are looked at."""
+"""Networks trained on digits in a second, and a check that an analysis leaves a model unchanged."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from torch import Tensor, nn
 import advnorm
 from advnorm.attacks import PGD
 from advnorm.evaluation import EvaluationTarget
+from advnorm.norms import routed_modules
+from advnorm.objectives import Hybrid
 
 
 @dataclass(frozen=True)
 class Digits:
-    """Networks by norm, in eval mode, and images that they have not seen."""
+    """Networks by norm, in eval mode, and test images."""
 
     networks: dict[str, nn.Module]
     x: Tensor
     y: Tensor
 
-    def subject(
+    def target(
         self, norm: str, images: Tensor | None = None, labels: Tensor | None = None, **settings: Any
     ) -> EvaluationTarget:
         attack = PGD(threat=advnorm.ThreatModel(eps=0.1), steps=2)
@@ -36,7 +38,7 @@ class Digits:
 
 @pytest.fixture(scope="session")
 def digits() -> Digits:
-    """``bn``, ``dual_bn`` (each branch trained on images of its own) and ``none``; the first two are good."""
+    """Networks with ``bn``, ``dual_bn`` (each branch trained on its own images) and ``none``, which is worse."""
     train, test = (advnorm.data.load("digits", part) for part in ("train", "test"))
     x, y = train.pixels(slice(0, None)), train.labels
     networks = {}
@@ -61,7 +63,7 @@ def digits() -> Digits:
 
 @pytest.fixture
 def untouched() -> Callable[..., Any]:
-    """Scope in which a model must stay bit for bit as it was: tensors, versions, gradients, flags and random state."""
+    """Scope: a model must stay unchanged bit for bit: tensors, versions, gradients, flags and random state."""
 
     def state(model: nn.Module) -> tuple[list[Any], list[Tensor]]:
         held = [*model.state_dict(keep_vars=True).values()]
@@ -84,7 +86,7 @@ def untouched() -> Callable[..., Any]:
 
 @pytest.fixture
 def apart() -> Callable[..., None]:
-    """That the texts of a figure, as it is drawn, lie inside of it and do not touch each other."""
+    """Check that the texts of a drawn figure lie inside it and do not overlap."""
 
     def check(figure: Any, texts: Any) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -95,3 +97,21 @@ def apart() -> Callable[..., None]:
         assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
 
     return check
+
+
+@pytest.fixture
+def updated_once() -> Callable[..., nn.Module]:
+    """Make a network whose running statistics are those of one training step, and whose affine banks differ."""
+
+    def make(norm: str, x: Tensor, x_adv: Tensor, layout: str) -> nn.Module:
+        torch.manual_seed(0)
+        model = advnorm.create_model("small_cnn", num_classes=10, norm=norm, in_channels=1, normalize=False)
+        for module in routed_modules(model).values():
+            module.momentum = 1.0
+            for parameter in module.parameters():
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        attack = PGD(threat=advnorm.ThreatModel(eps=0.1), steps=1)
+        Hybrid(model.train(), attack).domain_logits({"clean": x, "adv": x_adv}, layout)
+        return model
+
+    return make

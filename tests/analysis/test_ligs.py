@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import advnorm
-from advnorm._core.errors import ConfigError
 from advnorm._core.records import read_json
 from advnorm._core.seeding import ImageNoise
-from advnorm.analysis import ANALYSES
-from advnorm.analysis.base import list_analyses
-from advnorm.analysis.ligs import SHIFTS, LigsFinding, Similarities, ligs, ligs_along
+from advnorm.analysis import ANALYSES, GradientSimilarities, ligs, ligs_along
+from advnorm.analysis.base import to_record
+from advnorm.analysis.ligs import SHIFTS, LIGSComparison
 from advnorm.attacks import FGSM, PGD, attacked
+from support.problems import raises_problem
 
 
 def shifted_by_hand(model: nn.Module, x: Tensor, y: Tensor, shift: str, size: float, route: str | None) -> Tensor:
@@ -70,7 +70,7 @@ def test_each_value_is_the_cosine_of_the_gradients_of_one_image(digits, norm, ro
     assert found.without_gradient == 0
 
 
-def test_the_branch_counts(digits):
+def test_branches_have_different_values(digits):
     model = digits.networks["dual_bn"]
     clean, adv = (ligs(model, digits.x, digits.y, size=0.05, route=route) for route in ("clean", "adv"))
     assert abs(clean.mean - adv.mean) > 1e-4
@@ -88,7 +88,7 @@ def test_values_do_not_depend_on_the_batch_size(batch_size, shift, seed):
     torch.testing.assert_close(one.per_image, other.per_image, rtol=1e-5, atol=1e-6)
 
 
-def test_a_plain_model_is_as_good_as_a_routed_one(digits):
+def test_a_plain_model_gives_the_same_values_as_a_routed_one(digits):
     routed = digits.networks["bn"]
     plain = advnorm.strip(routed)
     assert any(isinstance(module, nn.BatchNorm2d) for module in plain.modules())
@@ -96,14 +96,14 @@ def test_a_plain_model_is_as_good_as_a_routed_one(digits):
     torch.testing.assert_close(a.per_image, b.per_image, rtol=1e-5, atol=1e-6)
 
 
-def test_the_mode_of_the_model_plays_no_part(digits, untouched):
+def test_the_mode_of_the_model_does_not_matter(digits, untouched):
     model = copy.deepcopy(digits.networks["bn"]).train()
     with untouched(model), torch.no_grad():
         found = ligs(model, digits.x, digits.y)
     assert torch.equal(found.per_image, ligs(digits.networks["bn"], digits.x, digits.y).per_image)
 
 
-def test_with_statistics_of_the_batch_it_is_what_the_regularizer_has(digits):
+def test_batch_statistics_give_the_value_of_the_regularizer(digits):
     model = copy.deepcopy(digits.networks["bn"]).train()
     x, y = digits.x[:64], digits.y[:64]
     noise = ImageNoise(0, torch.arange(64)).fold("ligs")
@@ -135,7 +135,7 @@ def test_a_shift_to_where_the_gradient_turns_has_ligs_minus_1():
 
 
 @pytest.mark.parametrize("gap", [10.0, 60.0])
-def test_a_network_that_is_sure_has_a_direction_all_the_same(gap):
+def test_a_confident_network_has_a_gradient_direction(gap):
     """Float32 rounds ``p_y - 1`` to 0 there, and a third of the gradient with it."""
     torch.manual_seed(0)
     first = nn.Linear(6, 3)
@@ -161,27 +161,27 @@ def test_images_without_a_gradient_are_counted_and_left_out():
     found = ligs(Dead(), x, torch.zeros(5, dtype=torch.long))
     assert found.without_gradient == 2 and found.per_image.isnan().tolist() == [True, True, False, False, False]
     assert found.mean == pytest.approx(float(found.per_image[2:].mean()))
-    assert found.record()["per_image"][:2] == [None, None]
+    assert to_record(found)["per_image"][:2] == [None, None]
     assert float(found) == found.mean
     assert str(found) == f"LIGS {found.mean:.4f} over 5 images, 2 of them without a gradient"
     nothing = ligs(Dead(), x[:2], torch.zeros(2, dtype=torch.long))
-    assert math.isnan(nothing.mean) and nothing.record()["mean"] is None
+    assert math.isnan(nothing.mean) and to_record(nothing)["mean"] is None
 
 
-def test_wrong_settings_are_told_all_at_once(digits):
+def test_all_problems_are_reported_at_once(digits):
     model = advnorm.strip(digits.networks["bn"])
     wrong: dict[str, Any] = {"shift": "gausian", "size": -1, "route": "adv", "statistics": "batch", "batch_size": 0}
-    with pytest.raises(ConfigError) as error:
+    with raises_problem("unknown_name", "shift") as caught:
         ligs(model, digits.x, digits.y, **wrong)
-    for told in ("'gaussian'", "size", "no route 'adv'", "'batch_frozen'", "batch_size"):
-        assert told in str(error.value)
-    with pytest.raises(ConfigError, match="labels go up to 90"):
+    fields = [problem.field for problem in caught.value.problems]
+    assert fields == ["shift", "statistics", "batch_size", "size", "route"]
+    with pytest.raises(advnorm.ConfigError):
         ligs(model, digits.x, digits.y * 10)
-    with pytest.raises(ConfigError, match="unknown shift 'fgms', did you mean 'fgsm'"):
-        ANALYSES.get("ligs").run([digits.subject("bn")], shifts="fgms")
+    with raises_problem("unknown_name", "shifts"):
+        ANALYSES.get("ligs").run([digits.target("bn")], shifts="fgms")
 
 
-def test_a_failure_leaves_the_model_as_it_was(digits, untouched):
+def test_a_failure_leaves_the_model_unchanged(digits, untouched):
     model = copy.deepcopy(digits.networks["bn"]).train()
 
     def fails(*_: Any) -> None:
@@ -198,12 +198,12 @@ def test_a_failure_leaves_the_model_as_it_was(digits, untouched):
 def test_the_finding_shows_every_branch_of_every_network(digits, tmp_path):
     steps = []
     finding = ANALYSES.get("ligs").run(
-        [digits.subject("bn"), digits.subject("dual_bn"), digits.subject("bn")],
+        [digits.target("bn"), digits.target("dual_bn"), digits.target("bn")],
         size=0.05,
         progress=lambda done, total: steps.append((done, total)),
     )
     names = ["bn", "dual_bn (clean)", "dual_bn (adv)", "bn #2"]
-    assert list(finding.similarities) == names and steps == [(i, 4) for i in range(4)]
+    assert list(finding.similarities) == names and steps == [(i, 4) for i in range(1, 5)]
     own = ligs(digits.networks["dual_bn"], digits.x, digits.y, shift="uniform", size=0.05, route="adv")
     assert torch.allclose(finding.similarities["dual_bn (adv)"]["uniform"].per_image, own.per_image, atol=1e-5)
     figure = finding.figure()
@@ -222,23 +222,19 @@ def test_the_finding_shows_every_branch_of_every_network(digits, tmp_path):
     assert len(record["networks"]["bn"]["shifts"]["pgd"]["per_image"]) == len(digits.x)
 
 
-def test_it_is_listed():
-    assert "ligs" in list_analyses("l*")
-
-
 def test_a_given_branch_is_the_only_one(digits):
-    finding = ANALYSES.get("ligs").run([digits.subject("dual_bn")], route="adv", shifts=["gaussian"])
+    finding = ANALYSES.get("ligs").run([digits.target("dual_bn")], route="adv", shifts=["gaussian"])
     assert list(finding.similarities) == ["dual_bn"] and list(finding.similarities["dual_bn"]) == ["gaussian"]
 
 
 def test_no_network_is_an_error():
-    with pytest.raises(ConfigError, match="no network"):
+    with raises_problem("empty", "targets"):
         ANALYSES.get("ligs").run([])
 
 
-def test_the_bar_is_the_middle_half_of_the_images():
-    values = Similarities(per_image=torch.linspace(0, 1, 101, dtype=torch.float64))
-    finding = LigsFinding(similarities={"net": {"gaussian": values}}, size=0.01, statistics="running", seed=0)
+def test_the_bar_spans_the_middle_half_of_the_images():
+    values = GradientSimilarities(per_image=torch.linspace(0, 1, 101, dtype=torch.float64))
+    finding = LIGSComparison(similarities={"net": {"gaussian": values}}, size=0.01, statistics="running", seed=0)
     (bars,) = finding.figure().axes[0].collections
     (segment,) = bars.get_segments()
     assert sorted(segment[:, 1]) == pytest.approx([0.25, 0.75])
@@ -247,8 +243,8 @@ def test_the_bar_is_the_middle_half_of_the_images():
 # -- along training ----------------------------------------------------------------------------------------------------
 
 
-def test_models_are_looked_at_one_after_the_other_as_training_goes_on(digits, tmp_path):
-    """A generator that trains on the same model is enough: each stage is measured before the next is asked for."""
+def test_models_of_a_training_are_evaluated_in_order(digits, tmp_path):
+    """A generator may continue training one model: each stage is evaluated before the next is requested."""
     x, y = digits.x[:100], digits.y[:100]
     attack = PGD(threat=advnorm.ThreatModel(eps=0.1), steps=2)
 
@@ -297,12 +293,12 @@ def test_without_an_attack_there_is_no_robust_accuracy(digits):
     finding = ligs_along({"bn": [(1, digits.networks["bn"])]}, digits.x, digits.y)
     assert finding.series["bn"][0].robust_accuracy is None
     assert [axes.get_title("left") for axes in finding.figure().axes] == ["Clean accuracy", "LIGS, Gaussian noise"]
-    with pytest.raises(ConfigError, match="no model"):
+    with raises_problem("empty", "models"):
         ligs_along({}, digits.x, digits.y)
 
 
-def test_a_size_comes_as_a_fraction_and_the_batch_size_is_told(digits):
-    found = ANALYSES.get("ligs").run([digits.subject("bn")], shifts="uniform", size="2/255")
+def test_a_size_may_be_a_fraction_and_the_batch_size_is_recorded(digits):
+    found = ANALYSES.get("ligs").run([digits.target("bn")], shifts="uniform", size="2/255")
     record = found.record()
     assert record["size"] == 2 / 255 and record["networks"]["bn"]["conditions"]["batch_size"] == 64
 

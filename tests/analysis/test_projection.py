@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from sklearn.decomposition import PCA
 
 import advnorm
-from advnorm._core.errors import ConfigError
-from advnorm.analysis.base import ANALYSES
-from advnorm.analysis.projection import principal_components, projection
+from advnorm.analysis import ANALYSES, principal_components, projection
+from support.problems import raises_problem
 
 
 def same_up_to_sign(found, expected, tolerance):
@@ -41,26 +40,26 @@ def test_a_network_s_layers_are_projected_as_by_scikit_learn(digits, untouched, 
     inputs = {"clean": digits.x, "adv": (digits.x + 0.3).clamp(0, 1), "autoattack": digits.x.flip(3)}
     with untouched(model):
         found = projection(model, inputs, samples=90, route=route, batch_size=40)
-    assert list(found.points) == ["bn1", "bn2", "bn3"]
+    assert list(found.layers) == ["bn1", "bn2", "bn3"]
     kept = {}
     hooks = [
         model.get_submodule(layer).register_forward_pre_hook(
             lambda _, args, layer=layer: kept.__setitem__(layer, args[0].double().flatten(1).numpy())
         )
-        for layer in found.points
+        for layer in found.layers
     ]
     with advnorm.route(model, "adv"), torch.no_grad():
         model(torch.cat([images[:90] for images in inputs.values()]))
     for hook in hooks:
         hook.remove()
-    for layer, points in found.points.items():
+    for layer, (explained, points) in found.layers.items():
         assert {name: tuple(rows.shape) for name, rows in points.items()} == dict.fromkeys(inputs, (90, 2))
         pca = PCA(2, svd_solver="full").fit(kept[layer])
         same_up_to_sign(torch.cat(list(points.values())).numpy(), pca.transform(kept[layer]), 1e-4)
-        assert found.explained[layer] == pytest.approx(tuple(pca.explained_variance_ratio_), rel=1e-4)
+        assert explained == pytest.approx(tuple(pca.explained_variance_ratio_), rel=1e-4)
 
 
-def test_no_more_than_two_batches_are_held_and_the_cut_does_not_matter(digits):
+def test_at_most_two_batches_are_in_memory_and_the_batch_size_does_not_matter(digits):
     model = digits.networks["bn"]
     rows = []
     handle = model.bn2.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
@@ -68,43 +67,45 @@ def test_no_more_than_two_batches_are_held_and_the_cut_does_not_matter(digits):
     handle.remove()
     assert set(rows) == {25} and len(rows) == 10  # a forward for each pair of the 4 batches
     large = projection(model, {"clean": digits.x}, layers="bn2", samples=100, batch_size=100)
-    torch.testing.assert_close(small.points["bn2"]["clean"], large.points["bn2"]["clean"], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        small.layers["bn2"].points["clean"], large.layers["bn2"].points["clean"], rtol=1e-4, atol=1e-4
+    )
 
 
 def test_a_projection_of_a_run_is_drawn_and_saved(digits, untouched, tmp_path):
-    subject = digits.subject("dual_bn")
-    with untouched(subject.model):
+    target = digits.target("dual_bn")
+    with untouched(target.model):
         found = ANALYSES.get("projection").run(
-            subject, inputs=["clean", "adv", "autoattack-steps2-queries3"], samples=50
+            target, inputs=["clean", "adv", "autoattack-steps2-queries3"], samples=50
         )
     figure = found.figure()
     assert [axes.get_title(loc="left") for axes in figure.axes] == [f"Input of bn{n}" for n in (1, 2, 3)]
     assert all(len(axes.collections) == 3 for axes in figure.axes)
     assert all(len(points.get_offsets()) == 50 for axes in figure.axes for points in axes.collections)
-    assert figure.axes[0].get_xlabel() == f"component 1 ({found.explained['bn1'][0]:.0%})"
+    assert figure.axes[0].get_xlabel() == f"component 1 ({found.layers['bn1'].explained_variance_ratio[0]:.0%})"
     assert len(figure.legends[0].get_texts()) == 3
     paths = found.save(tmp_path / "projection")
     assert [path.suffix for path in paths] == [".json", ".svg", ".png"]
     assert json.loads(paths[0].read_text()) == found.record()
 
 
-def test_a_wrong_layer_or_number_of_samples_is_refused(digits):
-    with pytest.raises(advnorm.ConfigError, match="did you mean 'bn3'"):
+def test_a_wrong_layer_or_number_of_samples_raises(digits):
+    with raises_problem("unknown_name", "layer"):
         projection(digits.networks["bn"], {"clean": digits.x}, layers=["bn33"])
-    with pytest.raises(advnorm.ConfigError, match="at least 2"):
+    with raises_problem("out_of_range", "samples"):
         projection(digits.networks["bn"], {"clean": digits.x}, samples=1)
 
 
 @pytest.mark.parametrize("samples", [0, 1, True, 2.5])
-def test_too_few_samples_are_told_before_anything_is_attacked(digits, monkeypatch, samples):
-    module = sys.modules["advnorm.analysis.projection"]  # its name is a function's too
-    monkeypatch.setattr(module, "input_images", lambda *_, **__: pytest.fail("it began"))
-    with pytest.raises(ConfigError, match="samples must be an integer of at least 2"):
-        ANALYSES.get("projection").run(digits.subject("bn"), samples=samples)
+def test_too_few_samples_raise_before_any_attack(digits, monkeypatch, samples):
+    module = sys.modules["advnorm.analysis.projection"]  # the package has a function of the same name
+    monkeypatch.setattr(module, "craft_inputs", lambda *_, **__: pytest.fail("an attack started"))
+    with raises_problem("out_of_range" if samples in (0, 1) and samples is not True else "wrong_type", "samples"):
+        ANALYSES.get("projection").run(digits.target("bn"), samples=samples)
 
 
-def test_a_projection_tells_how_many_images_it_has_and_refuses_no_batch_size(digits):
+def test_a_projection_records_its_number_of_images_and_checks_the_batch_size(digits):
     found = projection(digits.networks["bn"], {"clean": digits.x[:9], "other": digits.x[:7]}, samples=500)
     assert found.conditions["samples"] == {"clean": 9, "other": 7}
-    with pytest.raises(ConfigError, match="batch_size must be an integer of at least 1"):
+    with raises_problem("out_of_range", "batch_size"):
         projection(digits.networks["bn"], {"clean": digits.x}, batch_size=0)

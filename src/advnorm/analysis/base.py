@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeV
 
 from torch import Tensor, nn
 
-from advnorm._core.errors import ConfigError, Problem, raise_problems
+from advnorm._core.errors import Problem, raise_problems
 from advnorm._core.records import write_json
 from advnorm._core.registry import Registry, keywords
 from advnorm._core.settings import Setting, convert_options
@@ -213,7 +213,12 @@ def track(items: Iterable[T], progress: Progress | None) -> Iterator[T]:
             progress(done, len(items))
 
 
+def empty_problems(items: Any, field: str, example: str) -> list[Problem]:
+    """Return a problem if a collection is empty."""
+    message, hint = "{field} must not be empty", f"for example {example}"
+    return [] if items else [Problem(code="empty", message=message, field=field, hint=hint)]
+
+
 def require_any(items: Any, field: str, example: str) -> None:
     """Raise if a collection is empty."""
-    if not items:
-        raise ConfigError("empty", "{field} must not be empty", field=field, hint=f"for example {example}")
+    raise_problems(empty_problems(items, field, example))

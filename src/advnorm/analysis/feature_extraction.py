@@ -19,7 +19,7 @@ from advnorm._core.records import model_fingerprint
 from advnorm._core.seeding import ImageNoise
 from advnorm._core.settings import Setting, convert_fields
 from advnorm._core.wrappers import device_of, unwrapped
-from advnorm.analysis.base import Seed, setting_problems, track
+from advnorm.analysis.base import Seed, as_tuple, setting_problems, track
 from advnorm.attacks import PGD, attacked, input_gradient
 from advnorm.attacks.base import Predict, Progress, check_images
 from advnorm.data import FeatureFolder, ImageData
@@ -230,6 +230,7 @@ def extract_features(
         problems.append(Problem(code="conflict", message=message, field="data", got=data.name, hint=hint))
     elif chosen.towards == "features" and chosen.start == "other_class" and len(data.labels.unique()) < 2:
         problems.append(ONE_CLASS)
+    part = as_tuple(part)
     if not any(problem.field == "part" for problem in problems) and (len(part) != 2 or not 0 <= part[0] < part[1]):
         message = "{field} must be (i, n) with 0 <= i < n"
         problems.append(Problem(code="out_of_range", message=message, field="part", got=part))

@@ -21,10 +21,10 @@ from advnorm.analysis.base import (
     Finding,
     StatisticsMode,
     as_tuple,
+    empty_problems,
     even_slices,
     model_problems,
     register_analysis,
-    require_any,
     setting_problems,
     to_record,
     track,
@@ -98,9 +98,8 @@ def landscape(
     only w differs. The model itself stays unchanged, because the moved parameters are copies.
     """
     problems = setting_problems(landscape, locals()) + model_problems(model, route, statistics)
-    raise_problems(problems, "bad landscape")
     steps = as_tuple(steps)
-    require_any(steps, "steps", str(STEPS))
+    raise_problems(problems + empty_problems(steps, "steps", str(STEPS)), "bad landscape")
     check_images(x, y)
     model, device = unwrapped(model), device_of(model)
     start = {name: value.detach() for name, value in model.named_parameters() if value.requires_grad}

@@ -20,6 +20,7 @@ from advnorm.analysis.base import (
     Finding,
     Seed,
     as_tuple,
+    empty_problems,
     even_slices,
     model_problems,
     register_analysis,
@@ -69,12 +70,12 @@ def perturbed_accuracy(
     model is converted in a copy. A model without batch norms raises.
     """
     problems = setting_problems(perturbed_accuracy, locals())
+    radii = as_tuple(radii)
+    problems += empty_problems(attacks, "attacks", "{'uniform': StatisticsAttack(radius=0.1, kind='uniform')}")
+    problems += empty_problems(radii, "radii", str(RADII))
     for statistics in dict.fromkeys(attack.statistics for attack in attacks.values()):
         problems += model_problems(model, None, statistics)
     raise_problems(problems, "bad perturbed statistics")
-    radii = as_tuple(radii)
-    require_any(attacks, "attacks", "{'uniform': StatisticsAttack(radius=0.1, kind='uniform')}")
-    require_any(radii, "radii", str(RADII))
     model, device = _to_perturbable(model), device_of(model)
     if any(attack.statistics != "running" for attack in attacks.values()):
         rows = _equal_batches(len(x), batch_size, [attack.groups for attack in attacks.values()])

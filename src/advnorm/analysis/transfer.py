@@ -19,10 +19,10 @@ from advnorm.analysis.base import (
     EveryRouteSetting,
     Finding,
     Seed,
+    empty_problems,
     even_slices,
     format_percent,
     register_analysis,
-    require_any,
     track,
 )
 from advnorm.analysis.feature_extraction import RECIPES, make_features
@@ -133,9 +133,10 @@ def transfer(
     model. ``routes`` names the branch of models that have several.
     """
     routes = routes or {}
-    require_any(models, "models", "{'bn': model}")
-    require_any(sets, "sets", "{'bn': (images, labels)}")
-    raise_problems([unknown_name("model", name, models, field="routes") for name in routes if name not in models])
+    problems = empty_problems(models, "models", "{'bn': model}")
+    problems += empty_problems(sets, "sets", "{'bn': (images, labels)}")
+    problems += [unknown_name("model", name, models, field="routes") for name in routes if name not in models]
+    raise_problems(problems, "bad transfer")
     accuracy = {}
     for source, (images, labels) in track(sets.items(), progress):
         check_images(images, labels)

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 import advnorm
 from advnorm._core.errors import ConfigError
 from advnorm._core.records import read_json
-from advnorm.analysis import ANALYSES
-from advnorm.analysis.corruption import corruption_accuracy
-from advnorm.analysis.landscape import landscape
-from advnorm.analysis.perturbed import _even_batches, perturbed_accuracy
+from advnorm.analysis import ANALYSES, corruption_accuracy, landscape, perturbed_accuracy
+from advnorm.analysis.perturbed_statistics import _equal_batches
 from advnorm.attacks import StatisticsAttack
+from support.problems import raises_problem
 
 KINDS = ("gradient", "uniform", "binary")
 
@@ -34,7 +33,7 @@ def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
 
 
 @pytest.mark.parametrize(("norm", "route"), [("bn", None), ("dual_bn", "clean"), ("dual_bn", "adv")])
-def test_at_radius_0_it_is_plain_accuracy(digits, norm, route, untouched):
+def test_radius_0_gives_the_plain_accuracy(digits, norm, route, untouched):
     model = digits.networks[norm]
     with untouched(model):
         found = perturbed_accuracy(
@@ -45,7 +44,7 @@ def test_at_radius_0_it_is_plain_accuracy(digits, norm, route, untouched):
     assert found.images == len(digits.x) and found.radii == (0.0, 0.3)
 
 
-def test_with_batch_statistics_it_is_the_accuracy_in_train_mode_by_batches_and_groups(digits):
+def test_batch_statistics_give_the_accuracy_in_train_mode_by_batches_and_groups(digits):
     model, x, y = digits.networks["bn"], digits.x[:300], digits.y[:300]
     plain = advnorm.strip(model).train()
     accuracies = []
@@ -60,7 +59,7 @@ def test_with_batch_statistics_it_is_the_accuracy_in_train_mode_by_batches_and_g
 
 
 def test_a_perturbation_by_hand_on_a_tiny_network():
-    """One channel, stored mean 1/2 and variance 1, and a threshold: each image's verdict can be read off.
+    """One channel with stored mean 1/2 and variance 1, and a threshold, so that each prediction is known.
 
     The logits are ``(z, -z)`` with ``z = (x - (1 + δ) / 2) · …``: an image is of class 0 when it is above the mean.
     """
@@ -142,7 +141,7 @@ def test_a_plain_network_is_converted_in_a_copy(digits, untouched):
 )
 def test_batches_are_equal_and_divisible_and_leave_few_images_out(count, size, groups):
     try:
-        rows = _even_batches(count, size, groups)
+        rows = _equal_batches(count, size, groups)
     except ConfigError:
         assert min(size, count) < 80
         return
@@ -153,17 +152,18 @@ def test_batches_are_equal_and_divisible_and_leave_few_images_out(count, size, g
         assert count - rows[-1].stop < len(rows)
 
 
-def test_what_cannot_be_perturbed_is_refused_with_the_reason(digits):
+def test_inputs_that_cannot_be_perturbed_raise(digits):
     x, y = digits.x, digits.y
-    with pytest.raises(ConfigError, match="no batch norm"):
+    with raises_problem("not_supported", "model"):
         perturbed_accuracy(digits.networks["none"], x, y, attacks())
-    with pytest.raises(ConfigError, match="no batch norm"):
+    with raises_problem("not_supported", "model"):
         perturbed_accuracy(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), x, y, attacks())
-    with pytest.raises(ConfigError, match="no attack.*a radius lies in .*got 1.5"):
+    with raises_problem("out_of_range", "radii") as caught:
         perturbed_accuracy(digits.networks["bn"], x, y, {}, radii=(0.1, 1.5))
-    with pytest.raises(ConfigError, match="more images, larger batches or fewer groups"):
+    assert (caught.value.problems[1].code, caught.value.problems[1].field) == ("empty", "attacks")
+    with raises_problem("conflict", "groups"):
         perturbed_accuracy(digits.networks["bn"], x, y, attacks(groups=8), batch_size=12)
-    with pytest.raises(ConfigError, match="no radius"):
+    with raises_problem("empty", "radii"):
         perturbed_accuracy(digits.networks["bn"], x, y, attacks(), radii=())
 
 
@@ -171,14 +171,14 @@ def test_what_cannot_be_perturbed_is_refused_with_the_reason(digits):
 
 
 def test_the_attack_on_a_run_shows_every_branch_with_every_number_of_groups(digits, tmp_path):
-    finding = ANALYSES.get("statistics_attack").run(digits.subject("dual_bn"), radii=[0.0, 0.3, 0.6], groups=[1, 4])
-    assert list(finding.panels) == ["dual_bn (clean)", "dual_bn (adv)"]
+    finding = ANALYSES.get("statistics_attack").run(digits.target("dual_bn"), radii=[0.0, 0.3, 0.6], groups=[1, 4])
+    assert list(finding.accuracy) == ["dual_bn (clean)", "dual_bn (adv)"]
     lines = ["uniform random", "binary random", "gradient, 1 group", "gradient, 4 groups"]
-    assert all(list(panel) == lines for panel in finding.panels.values())
+    assert all(list(panel) == lines for panel in finding.accuracy.values())
     own = {"g": StatisticsAttack(radius=0.0, groups=4, route="adv")}
     model, radii = digits.networks["dual_bn"], (0.0, 0.3, 0.6)
     expected = perturbed_accuracy(model, digits.x, digits.y, own, radii=radii, batch_size=64).accuracy["g"]
-    assert finding.panels["dual_bn (adv)"]["gradient, 4 groups"] == expected
+    assert finding.accuracy["dual_bn (adv)"]["gradient, 4 groups"] == expected
     figure = finding.figure()
     assert [axes.get_title("left") for axes in figure.axes] == ["dual_bn (clean)", "dual_bn (adv)"]
     assert all(len(axes.lines) == 4 and "radius" in axes.get_xlabel() for axes in figure.axes)
@@ -193,13 +193,13 @@ def test_the_attack_on_a_run_shows_every_branch_with_every_number_of_groups(digi
 
 def test_the_robustness_of_runs_is_shown_for_means_and_deviations(digits, tmp_path):
     done = []
-    subjects = [digits.subject("bn"), dataclasses.replace(digits.subject("bn"), name="other")]
+    targets = [digits.target("bn"), dataclasses.replace(digits.target("bn"), name="other")]
     finding = ANALYSES.get("perturbed_statistics").run(
-        subjects, radii=[0.0, 0.5], seed=3, progress=lambda *counts: done.append(counts)
+        targets, radii=[0.0, 0.5], seed=3, progress=lambda *counts: done.append(counts)
     )
-    assert done == [(0, 2), (1, 2)]
-    assert list(finding.panels) == ["means perturbed", "standard deviations perturbed"]
-    for panel, which in zip(finding.panels.values(), ("mean", "std")):
+    assert done == [(1, 2), (2, 2)]
+    assert list(finding.accuracy) == ["means perturbed", "standard deviations perturbed"]
+    for panel, which in zip(finding.accuracy.values(), ("mean", "std")):
         own = StatisticsAttack(radius=0.0, kind="binary", which=which, scaling="std", statistics="running", seed=3)
         expected = perturbed_accuracy(digits.networks["bn"], digits.x, digits.y, {"v": own}, radii=(0.0, 0.5))
         assert panel["bn"] == panel["other"] == expected.accuracy["v"]
@@ -209,17 +209,17 @@ def test_the_robustness_of_runs_is_shown_for_means_and_deviations(digits, tmp_pa
     assert len(paths) == 3 and read_json(paths[0]) == finding.record()
 
 
-def test_one_number_may_come_without_a_list(digits):
-    found = ANALYSES.get("statistics_attack").run(digits.subject("bn"), radii=0.2, groups=4)
-    assert found.radii == (0.2,) and list(found.panels["bn"])[2:] == ["gradient, 4 groups"]
+def test_one_number_needs_no_list(digits):
+    found = ANALYSES.get("statistics_attack").run(digits.target("bn"), radii=0.2, groups=4)
+    assert found.radii == (0.2,) and list(found.accuracy["bn"])[2:] == ["gradient, 4 groups"]
     assert landscape(digits.networks["bn"], digits.x, digits.y, steps=0.1).steps == (0.1,)
     score = corruption_accuracy(digits.networks["bn"], digits.x, digits.y, corruptions="fog", severities=5)
     assert score.severities == (5,) and list(score.accuracy) == ["fog"]
 
 
 def test_long_names_of_runs_fit_above_their_panels(digits, apart):
-    subject = digits.subject("dual_bn", name="cifar10-preact_resnet18-dual_bn-hybrid-eps16_255-fb58506a-seed0")
-    figure = ANALYSES.get("statistics_attack").run(subject, radii=0.2, groups=1).figure()
+    target = digits.target("dual_bn", name="cifar10-preact_resnet18-dual_bn-hybrid-eps16_255-fb58506a-seed0")
+    figure = ANALYSES.get("statistics_attack").run(target, radii=0.2, groups=1).figure()
     apart(figure, [axes._left_title for axes in figure.axes])
 
 
@@ -236,6 +236,6 @@ def test_one_draw_serves_every_bank_and_so_networks_of_one_architecture_with_oth
             assert not torch.equal(*one[name]["shared"])
 
 
-def test_no_groups_are_refused(digits):
-    with pytest.raises(ConfigError, match="no number of groups"):
-        ANALYSES.get("statistics_attack").run(digits.subject("bn"), groups=[])
+def test_no_groups_raise(digits):
+    with raises_problem("empty", "groups"):
+        ANALYSES.get("statistics_attack").run(digits.target("bn"), groups=[])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 import warnings
 
 import numpy as np
@@ -15,9 +16,9 @@ from torch import nn
 import advnorm
 from advnorm._core.errors import ConfigError
 from advnorm._core.records import read_json
-from advnorm.analysis import ANALYSES
-from advnorm.analysis.corruption import CorruptionAccuracy, CorruptionScore, corruption_accuracy
+from advnorm.analysis import ANALYSES, CorruptionAccuracy, CorruptionScore, corruption_accuracy
 from advnorm.data import corrupt, list_corruptions
+from support.problems import raises_problem
 
 FEW = ("contrast", "gaussian_noise")
 
@@ -28,14 +29,14 @@ def accuracy(model, x, y):
 
 
 def plain_network(digits):
-    """The same network with built-in norms."""
+    """Return the same network with built-in norms."""
     plain = advnorm.strip(digits.networks["bn"])
     assert any(isinstance(module, nn.BatchNorm2d) for module in plain.modules())
     return plain
 
 
 def adapted_by_hand(plain, x):
-    """Statistics of the whole set in one batch: momentum None makes the running ones the mean over batches."""
+    """Set the statistics of the whole set in one batch; momentum None averages over batches."""
     twin = copy.deepcopy(plain)
     for module in twin.modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -66,7 +67,7 @@ def test_accuracy_is_that_of_a_loop_by_hand(built_in, digits, untouched):
     assert found.adapted_mean == pytest.approx(np.mean([found.adapted[name] for name in FEW]))
 
 
-def test_adapting_heals_a_change_that_statistics_see(digits):
+def test_adapting_repairs_a_change_of_the_statistics(digits):
     """Contrast scales every input: the statistics of the corrupted images undo it."""
     found = corruption_accuracy(digits.networks["bn"], digits.x, digits.y, corruptions="contrast", adapt=True)
     assert found.adapted["contrast"][4] > found.accuracy["contrast"][4] + 0.05
@@ -80,7 +81,7 @@ def test_corrupted_images_do_not_depend_on_the_batch_size(digits):
     assert first == second
 
 
-def test_a_branch_is_judged_and_adapted_by_its_own_bank(digits, untouched):
+def test_a_branch_is_evaluated_and_adapted_with_its_own_bank(digits, untouched):
     model, images = digits.networks["dual_bn"], corrupt(digits.x, "contrast", 5)
     with untouched(model):
         found = corruption_accuracy(
@@ -92,13 +93,17 @@ def test_a_branch_is_judged_and_adapted_by_its_own_bank(digits, untouched):
     assert found.adapted["contrast"] == (pytest.approx(by_hand, abs=0.02),)
 
 
-def test_what_is_wrong_is_told_at_once(digits):
+def test_all_problems_are_reported_at_once(digits):
     with pytest.raises(ConfigError) as error:
         corruption_accuracy(
             digits.networks["none"], digits.x, digits.y, corruptions=["fgo"], severities=[6], adapt=True, batch_size=0
         )
-    for part in ("did you mean 'fog'", "severity is 1, 2, 3, 4 or 5", "no batch statistics to adapt", "batch_size"):
-        assert part in str(error.value)
+    assert [(problem.code, problem.field) for problem in error.value.problems] == [
+        ("out_of_range", "batch_size"),
+        ("unknown_name", "corruption"),
+        ("out_of_range", "severity"),
+        ("conflict", "adapt"),
+    ]
 
 
 # -- arrays ------------------------------------------------------------------------------------------------------------
@@ -107,11 +112,8 @@ def test_what_is_wrong_is_told_at_once(digits):
 @pytest.fixture
 def arrays(tmp_path, monkeypatch):
     """CIFAR-10-C in miniature: twenty images for each level instead of ten thousand."""
-    from advnorm.analysis import corruption as analysis
-    from advnorm.data import cifar10c as reader
-
-    for module in (analysis, reader):
-        monkeypatch.setattr(module, "IMAGES_PER_SEVERITY", 20)
+    for name in ("advnorm.analysis.corruption_accuracy", "advnorm.data.cifar10c"):
+        monkeypatch.setattr(sys.modules[name], "IMAGES_PER_SEVERITY", 20)
     folder = tmp_path / "CIFAR-10-C"
     folder.mkdir()
     generator = np.random.default_rng(0)
@@ -122,7 +124,7 @@ def arrays(tmp_path, monkeypatch):
     return folder
 
 
-def test_the_published_arrays_are_read_where_they_are_given(arrays):
+def test_the_published_arrays_are_read_if_given(arrays):
     model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10))
     x, y = torch.rand(12, 3, 32, 32), torch.arange(12) % 10
     found = corruption_accuracy(model, x, y, severities=(2,), arrays=arrays)
@@ -130,7 +132,7 @@ def test_the_published_arrays_are_read_where_they_are_given(arrays):
     level = torch.from_numpy(np.load(arrays / "frost.npy")[20:32]).permute(0, 3, 1, 2).float() / 255
     assert found.accuracy["frost"] == (pytest.approx(accuracy(model, level, y)),)
     assert corruption_accuracy(model, x, y, corruptions=["saturate"], arrays=arrays).accuracy["saturate"]
-    with pytest.raises(ConfigError, match="not those of CIFAR-10-C"):
+    with raises_problem("conflict", "arrays"):
         corruption_accuracy(model, x, 9 - y, arrays=arrays)
     rows = torch.tensor([19, 0, 7])
     chosen = corruption_accuracy(model, x[:3], rows % 10, corruptions=["frost"], severities=2, arrays=arrays, rows=rows)
@@ -138,7 +140,7 @@ def test_the_published_arrays_are_read_where_they_are_given(arrays):
     assert chosen.accuracy["frost"] == (pytest.approx(accuracy(model, level, rows % 10)),)
 
 
-def test_norms_that_are_not_converted_yet_are_adapted_too():
+def test_norms_that_are_not_converted_are_adapted_too():
     torch.manual_seed(0)
     plain = nn.Sequential(
         nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6), nn.Flatten()
@@ -158,20 +160,20 @@ def test_norms_that_are_not_converted_yet_are_adapted_too():
 
 def test_runs_are_compared_and_drawn(digits, tmp_path):
     few = {"images": digits.x[:100], "labels": digits.y[:100]}
-    subjects = [digits.subject(norm, **few) for norm in ("bn", "dual_bn", "none")]
+    targets = [digits.target(norm, **few) for norm in ("bn", "dual_bn", "none")]
     seen = []
     found = ANALYSES.get("corruptions").run(
-        subjects, corruptions=FEW, severities=(1, 3, 5), progress=lambda *done: seen.append(done)
+        targets, corruptions=FEW, severities=(1, 3, 5), progress=lambda *done: seen.append(done)
     )
-    assert list(found.scores) == ["bn", "dual_bn (clean)", "dual_bn (adv)", "none"]
-    assert found.scores["none"].adapted is None and found.scores["bn"].adapted is not None
-    assert seen[-1] == (3, 4)
+    assert list(found.networks) == ["bn", "dual_bn (clean)", "dual_bn (adv)", "none"]
+    assert found.networks["none"].adapted is None and found.networks["bn"].adapted is not None
+    assert seen[-1] == (4, 4)
     left, right = found.figure().axes
     assert [text.get_text() for text in left.get_yticklabels()] == ["contrast", "gaussian noise"]
     assert (left.get_title("left"), right.get_title("left")) == ("By corruption", "By severity")
     assert len(left.lines) == len(right.lines) == 7, "four networks, three of them adapted as well"
     legend = [text.get_text() for text in left.figure.legends[0].get_texts()]
-    assert legend == [*found.scores, "statistics adapted (hollow)"]
+    assert legend == [*found.networks, "statistics adapted (hollow)"]
     paths = found.save(tmp_path / "corruptions")
     assert [path.suffix for path in paths] == [".json", ".svg", ".png"] and all(path.stat().st_size for path in paths)
     assert read_json(paths[0]) == json.loads(json.dumps(found.record()))
@@ -181,7 +183,7 @@ def test_lines_are_means_over_corruptions_and_dots_means_over_severities():
     score = CorruptionScore(
         clean=1.0, severities=(1, 2), accuracy={"fog": (0.8, 0.4), "snow": (0.6, 0.2)}, adapted=None
     )
-    found = CorruptionAccuracy(scores={"net": score}, images=10, seed=0, arrays=False, conditions={})
+    found = CorruptionAccuracy(networks={"net": score}, images=10, seed=0, arrays=False, conditions={})
     left, right = found.figure().axes
     np.testing.assert_allclose(left.lines[0].get_xdata(), [60, 40])
     np.testing.assert_allclose(right.lines[0].get_ydata(), [100, 70, 30])
@@ -191,20 +193,20 @@ def test_lines_are_means_over_corruptions_and_dots_means_over_severities():
 def test_the_panels_stay_readable_below_few_corruptions_and_above_many_names():
     score = CorruptionScore(clean=0.9, severities=(1, 2), accuracy={"fog": (0.8, 0.7)})
     names = [f"cifar10-preact_resnet18-dual_bn-hybrid-eps16_255-fb58506a-seed{n}" for n in range(8)]
-    found = CorruptionAccuracy(scores=dict.fromkeys(names, score), images=9, seed=0, arrays=False, conditions={})
+    found = CorruptionAccuracy(networks=dict.fromkeys(names, score), images=9, seed=0, arrays=False, conditions={})
     figure = found.figure()
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # matplotlib gives up where no room is left for the panels
+        warnings.simplefilter("error")  # matplotlib warns if no room is left for the panels
         FigureCanvasAgg(figure).draw()
     assert all(axes.bbox.height > figure.dpi for axes in figure.axes)  # an inch
 
 
-def test_severities_come_in_order_once_each_and_as_integers(digits):
+def test_severities_are_sorted_unique_integers(digits):
     found = corruption_accuracy(
         digits.networks["bn"], digits.x[:8], digits.y[:8], corruptions="brightness", severities=[2, 1, 2]
     )
     assert found.severities == (1, 2) and len(found.accuracy["brightness"]) == 2
-    with pytest.raises(ConfigError, match="got 1.0"):
+    with raises_problem("wrong_type", "severities"):
         corruption_accuracy(digits.networks["bn"], digits.x[:8], digits.y[:8], severities=[1.0])
 
 
