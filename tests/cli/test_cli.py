@@ -345,7 +345,7 @@ def test_an_analysis_that_is_a_table_prints_it(tmp_path):
         ("domain_gap", "inputs=[clean, 5]", "inputs must be a printable string, got 5"),
         ("channels", "channels=many", "channels must be an integer or a list whose items are each an integer"),
         ("ligs", "size=[1]", "size must be a finite number or a printable string, got [1]"),
-        ("moments", "statistics=batched", "unknown statistics 'batched', did you mean 'batch'"),
+        ("moments", "statistics=batched", "unknown statistics 'batched', did you mean 'batch_frozen'"),
     ],
 )
 def test_an_option_of_another_type_is_told_before_an_analysis_begins(tmp_path, monkeypatch, analysis, option, told):
