@@ -1,4 +1,4 @@
-# Everything sets itself up: `make demo` and `make test` work on a fresh machine with Python 3.11 or newer.
+# `make demo` and `make test` work on a fresh machine with Python 3.11 or newer.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 
-help: ## show this list
+help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -17,28 +17,28 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
 
-install: $(STAMP) ## make the virtual environment
+install: $(STAMP) ## create the virtual environment
 
-demo: $(STAMP) ## train, judge and report, in minutes, on the CPU
+demo: $(STAMP) ## train, evaluate and report in minutes on the CPU
 	$(BIN)/advnorm demo
 
-test: $(STAMP) ## fast tests
+test: $(STAMP) ## run the fast tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow and not gpu'
 
-test-all: $(STAMP) ## all tests that this machine can run
+test-all: $(STAMP) ## run all tests, also slow ones
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-test-gpu: ## tests on a CUDA device, with the python at hand
+test-gpu: ## run the tests for a CUDA device with the current python
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
 
-lint: $(STAMP) ## style
+lint: $(STAMP) ## check the style
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(STAMP) ## static types
+types: $(STAMP) ## check the types
 	$(BIN)/pyright
 
-format: $(STAMP) ## rewrite to the style
+format: $(STAMP) ## rewrite files to the style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

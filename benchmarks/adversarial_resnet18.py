@@ -1,11 +1,11 @@
-"""Train the network that `advnorm bench autoattack` judges: ResNet-18, PGD-10 adversarial training on CIFAR-10.
+"""Train the network of `advnorm bench autoattack`: ResNet-18, PGD-10 adversarial training on CIFAR-10.
 
     python benchmarks/adversarial_resnet18.py --data-dir DATA --out resnet18_eps8.safetensors --epochs 15
 
     advnorm evaluate benchmarks.adversarial_resnet18:network --weights resnet18_eps8.safetensors --data cifar10:DATA \\
-        --attacks autoattack autoattack-bf16 --json judged.json
+        --attacks autoattack autoattack-bf16 --json evaluation.json
 
-A shortened one-cycle schedule with large batches on one GPU; the recipe is in the metadata of the file it writes.
+A shortened one-cycle schedule with large batches on one GPU; the output file contains the recipe as metadata.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from advnorm.data import cifar10
 
 
 def augmented(images, generator):
-    """Random crop with padding 4 and flip, by index, on the device; bytes in, float32 in [0, 1] out."""
+    """Crop (padding 4) and flip at random on the device; uint8 in, float32 in [0, 1] out."""
     count, device = len(images), images.device
     padded = F.pad(images, (4, 4, 4, 4))
     rows = torch.randint(0, 9, (count, 1), device=device, generator=generator) + torch.arange(32, device=device)
@@ -36,7 +36,7 @@ def augmented(images, generator):
 
 
 def network():
-    """What is trained."""
+    """Return the network to train."""
     return advnorm.create_model("resnet18", norm="bn")
 
 

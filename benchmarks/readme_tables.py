@@ -40,7 +40,7 @@ def autoattack():
             beside = [f"{row['speedup']:.2f}×", f"{row['robust']:.2%}", f"{row['agreement']:.2%}"]
             rows.append(f"| {name} | {record['images']:,} | {row['seconds']:.1f} | {' | '.join(beside)} |")
         conditions.append(
-            f"The first so many CIFAR-10 test images, {record['model']}, {record['threat']}, {record['device']}, seed "
+            f"The first N CIFAR-10 test images, {record['model']}, {record['threat']}, {record['device']}, seed "
             f"{record['seed']}."
         )
     return "\n".join([*rows, "", *dict.fromkeys(conditions)])

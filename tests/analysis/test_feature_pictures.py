@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import advnorm
 from advnorm._core.records import read_json
 from advnorm.analysis import ANALYSES
-from advnorm.cli.app import app, spelled_out
+from advnorm.cli.app import app
 from advnorm.data import add_split, load
 from support.problems import raises_problem
 
@@ -107,5 +107,5 @@ def test_the_commands_of_the_page_work_in_order(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for line in flow.splitlines():
         words = shlex.split(line.removeprefix("$ advnorm "))
-        result = CliRunner().invoke(app, spelled_out(words), env={"COLUMNS": "200"})
+        result = CliRunner().invoke(app, list(words), env={"COLUMNS": "200"})
         assert result.exit_code == 0, (line, result.output, result.exception)

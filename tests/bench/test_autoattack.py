@@ -11,7 +11,6 @@ from torch import nn
 from advnorm import ThreatModel
 from advnorm.bench import autoattack
 from advnorm.bench.autoattack import bench_autoattack
-from advnorm.cli import app as commands
 
 
 def test_each_row_is_handed_out_when_it_is_done_and_compared_with_the_first(monkeypatch):
@@ -41,17 +40,6 @@ def test_each_row_is_handed_out_when_it_is_done_and_compared_with_the_first(monk
     assert 0 < strict.robust < strict.clean and fast.speedup == strict.seconds / fast.seconds
     parts = [[int(row.split()[-2]) for row in told if row.startswith(f"{label}: ")] for label in result.rows]
     assert all(part == sorted(set(part)) and part[0] == 0 and part[-1] == 100 for part in parts), told
-
-
-def test_where_there_is_no_terminal_lines_now_and_then_say_how_far_it_is(monkeypatch, capsys):
-    clock = iter([0.0, 0.0, 1.0, 31.0, 31.0, 60.0])  # read once to ask, and once more to tell
-    monkeypatch.setattr(commands.time, "monotonic", lambda: next(clock))
-    with commands._measuring() as told:
-        for percent in (0, 1, 2, 3):
-            told(f"advnorm float32: {percent} %")
-    captured = capsys.readouterr()
-    assert captured.err.splitlines() == ["measuring advnorm float32: 0 %", "measuring advnorm float32: 2 %"]
-    assert captured.out == ""
 
 
 def test_a_network_is_named_with_the_epochs_that_its_file_tells(tmp_path):

@@ -20,7 +20,7 @@ from advnorm.bench import train
 from advnorm.bench.profile import kind_of
 from advnorm.bench.train import Row, TrainBenchmark, bench_train
 from advnorm.cli.app import app
-from advnorm.cli.listing import train_benchmark
+from advnorm.cli.bench_tables import train_tables
 from advnorm.config import AttackConfig, Config, Named
 from advnorm.data import load
 from advnorm.training.ranks import Ranks
@@ -31,7 +31,7 @@ SMALL = {"models": ("small_cnn",), "batch_sizes": (8,), "attack_steps": (1,), "d
 def lines(result: TrainBenchmark, width: int = 80) -> list[str]:
     """What a terminal of this width shows."""
     console = Console(width=width, file=io.StringIO())
-    console.print(train_benchmark(result))
+    console.print(train_tables(result))
     return console.file.getvalue().splitlines()
 
 

@@ -1,34 +1,32 @@
-"""The demonstration: what it trains, what it says of its numbers, and that a killed one goes on."""
+"""The demonstration: what it trains, how it describes its numbers, and that it resumes after an interruption."""
 
 import json
 import re
 
 import pytest
-from rich.console import Console
-from typer.testing import CliRunner
 
 from advnorm._core.exit_codes import PREEMPTED
-from advnorm.cli import demo
-from advnorm.cli.app import app
-from advnorm.cli.demo import ATTACKS, Judged, findings
+from advnorm.cli import demonstration
+from advnorm.cli.demonstration import ATTACKS, BranchResult, findings
+from support.command import invoke
 
-QUICK = {"seed": 3, "quick": True}
+QUICK = ("--quick", "--seed", "3")
 
 
-def run(out, **settings):
-    """Exit status and what was printed."""
-    console = Console(width=120, color_system=None, force_terminal=False)
-    with console.capture() as capture:
-        code = demo.run(console, out=out, **settings)
-    return code, capture.get()
+def run(out, *options):
+    """Return the exit status and the output."""
+    result = invoke("demo", "--out", out, *options, width=120)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     out = tmp_path_factory.mktemp("demo") / "deep"
-    done = CliRunner().invoke(app, ["demo", "--quick", "--seed", "3", "--out", str(out)], env={"COLUMNS": "120"})
-    assert done.exit_code == 0, done.output
-    return out, done.output
+    status, printed = run(out, *QUICK)
+    assert status == 0, printed
+    return out, printed
 
 
 def records(out):
@@ -36,7 +34,7 @@ def records(out):
 
 
 def test_the_models_differ_in_one_setting():
-    first, *others = (config.to_dict() for config in demo.MODELS.values())
+    first, *others = (config.to_dict() for config in demonstration.MODELS.values())
     assert [[key for key in first if first[key] != other[key]] for other in others] == [["norm"], ["objective"]]
 
 
@@ -47,7 +45,7 @@ def test_the_table_has_the_recorded_numbers_of_every_branch(finished):
     for record in records(out):
         for route, accuracy in record["accuracy"].items():
             numbers = [f"{100 * accuracy[name]:.1f}" for name in ("clean", "pgd2", "pgd10")]
-            branch = "shared" if route == "as called" else route
+            branch = route if route in ("clean", "adv") else "shared"
             assert numbers in [cells[:3] for key, cells in rows.items() if key[1] == branch]
 
 
@@ -55,7 +53,7 @@ def _cells(printed):
     return [[cell.strip() for cell in re.split("[│┃]", line)] for line in printed.splitlines()]
 
 
-def test_columns_are_called_by_the_attacks_that_ran(finished):
+def test_columns_are_named_after_the_attacks_that_ran(finished):
     out, printed = finished
     assert "PGD-2" in printed and "PGD-10" in printed and "AutoAttack" not in printed
     page = (out / "report.html").read_text(encoding="utf-8")
@@ -85,50 +83,50 @@ def test_the_page_has_the_table_the_plots_the_conditions_and_the_commands(finish
 def test_a_finished_demo_is_read_back(finished):
     out, printed = finished
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*.json*")}
-    assert run(out, **QUICK) == (0, printed)
+    assert run(out, *QUICK) == (0, printed)
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*.json*")} == before
 
 
-def test_a_killed_demo_goes_on_and_ends_with_the_same_numbers(finished, tmp_path, monkeypatch):
+def test_a_killed_demo_resumes_and_ends_with_the_same_numbers(finished, tmp_path, monkeypatch):
     class Kill(BaseException):
         pass
 
-    judge, calls = demo.benchmark, []
+    benchmark, calls = demonstration.benchmark, []
 
     def killed(*arguments, **settings):
         calls.append(settings["record"])
         if len(calls) == 2:
             raise Kill
-        return judge(*arguments, **settings)
+        return benchmark(*arguments, **settings)
 
-    monkeypatch.setattr(demo, "benchmark", killed)
+    monkeypatch.setattr(demonstration, "benchmark", killed)
     with pytest.raises(Kill):
-        run(tmp_path, **QUICK)
+        run(tmp_path, *QUICK)
     monkeypatch.undo()
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.jsonl")}
     assert len(before) == 2 and len(records(tmp_path)) == 1
-    assert run(tmp_path, **QUICK)[0] == 0
+    assert run(tmp_path, *QUICK)[0] == 0
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert [r["verdicts"] for r in records(tmp_path)] == [r["verdicts"] for r in records(finished[0])]
 
 
-def test_a_demo_that_is_told_to_stop_says_so(tmp_path, monkeypatch):
-    train = demo.train
-    monkeypatch.setattr(demo, "train", lambda config, **settings: train(config, max_minutes=0, **settings))
-    code, printed = run(tmp_path, **QUICK)
+def test_a_preempted_demo_reports_that_it_stopped(tmp_path, monkeypatch):
+    train = demonstration.train
+    monkeypatch.setattr(demonstration, "train", lambda config, **settings: train(config, max_minutes=0, **settings))
+    code, printed = run(tmp_path, *QUICK)
     assert code == PREEMPTED
-    assert "the same command goes on" in printed
+    assert "the same command resumes" in printed
     assert not (tmp_path / "report.html").exists()
 
 
 # -- the sentences -----------------------------------------------------------------------------------------------------
 
 
-def judged(single, dual, kl, images=449):
+def results(single, dual, kl, images=449):
     rows = [("single BN", None, single), ("dual BN", "clean", (0.0, 0.0))]
     rows += [("dual BN", "adv", dual), ("single BN + KL", None, kl)]
     return [
-        Judged(
+        BranchResult(
             model=model,
             branch=branch,
             accuracy={"clean": 0.9, "pgd10": weak, "autoattack": strong},
@@ -139,23 +137,23 @@ def judged(single, dual, kl, images=449):
     ]
 
 
-def test_false_robustness_is_told_with_its_share():
-    told = " ".join(findings(judged((0.40, 0.04), (0.45, 0.30), (0.50, 0.30)), ATTACKS)).replace("\u00a0", " ")
-    assert "falls from 40 % under PGD-10 to 4 % under AutoAttack: 90 % of its robustness was false" in told
-    assert "Dual BN's adversarial branch keeps 30 % of 45 %" in told
-    assert told.endswith(
+def test_false_robustness_is_reported_with_its_share():
+    text = " ".join(findings(results((0.40, 0.04), (0.45, 0.30), (0.50, 0.30)), ATTACKS)).replace("\u00a0", " ")
+    assert "falls from 40 % under PGD-10 to 4 % under AutoAttack: 90 % of its robustness was false" in text
+    assert "Dual BN's adversarial branch keeps 30 % of 45 %" in text
+    assert text.endswith(
         "As the papers report, more of the robustness is false with a single BN that learns both domains."
     )
 
 
-def test_it_is_told_when_the_others_lose_much_too():
-    told = findings(judged((0.40, 0.01), (0.45, 0.20), (0.50, 0.20)), ATTACKS)[-1]
-    assert told.startswith("As the papers report") and told.endswith("the others lose more than half of theirs, too.")
+def test_a_large_loss_of_the_others_is_reported():
+    text = findings(results((0.40, 0.01), (0.45, 0.20), (0.50, 0.20)), ATTACKS)[-1]
+    assert text.startswith("As the papers report") and text.endswith("lose more than half of theirs.")
 
 
-def test_an_effect_of_one_of_them_is_told_of_that_one():
-    told = findings(judged((0.40, 0.04), (0.40, 0.05), (0.50, 0.40)), ATTACKS)[-1]
-    assert told.endswith("better than single BN for single BN with the KL term only.")
+def test_an_effect_of_one_model_is_reported_for_that_model_only():
+    text = findings(results((0.40, 0.04), (0.40, 0.05), (0.50, 0.40)), ATTACKS)[-1]
+    assert text.startswith("Only single BN with the KL term is better")
 
 
 @pytest.mark.parametrize(
@@ -163,17 +161,17 @@ def test_an_effect_of_one_of_them_is_told_of_that_one():
     [
         (((0.40, 0.30), (0.40, 0.30), (0.40, 0.30)), 449),  # no difference
         (((0.40, 0.35), (0.40, 0.10), (0.40, 0.10)), 449),  # the other way round
-        (((0.50, 0.00), (0.50, 0.25), (0.50, 0.25)), 8),  # too few images to tell
+        (((0.50, 0.00), (0.50, 0.25), (0.50, 0.25)), 8),  # too few images to decide
         (((0.40, 0.04), (0.00, 0.00), (0.00, 0.00)), 449),  # nothing to compare with
     ],
 )
-def test_an_effect_that_does_not_show_is_not_claimed(rows, images):
-    assert "does not show here" in findings(judged(*rows, images=images), ATTACKS)[-1]
+def test_an_effect_that_does_not_appear_is_not_claimed(rows, images):
+    assert "does not appear here" in findings(results(*rows, images=images), ATTACKS)[-1]
 
 
-def test_a_model_without_robustness_has_none_to_lose():
-    (told,) = findings(judged((0.0, 0.0), (0.3, 0.2), (0.3, 0.2)), ATTACKS)
-    assert "no robustness to call true or false" in told
+def test_a_model_without_robustness_claims_none():
+    (text,) = findings(results((0.0, 0.0), (0.3, 0.2), (0.3, 0.2)), ATTACKS)
+    assert "it claims no robustness" in text
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 import advnorm
-from advnorm.cli.app import app, spelled_out
+from advnorm.cli.app import app
 from advnorm.evaluation.overview import overview
 from advnorm.report.runs import build_runs_page, drop_damaged
 
@@ -16,7 +16,7 @@ SMALL = {"model": "small_cnn", "eps": 0.1, "epochs": 2, "batch_size": 256, "atta
 
 
 def invoke(*arguments):
-    return CliRunner().invoke(app, spelled_out([str(argument) for argument in arguments]), env={"COLUMNS": "200"})
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ import advnorm
 from advnorm import ConfigError
 from advnorm._core.exit_codes import PREEMPTED
 from advnorm._core.records import write_json
-from advnorm.cli import listing
-from advnorm.cli.app import app, spelled_out
+from advnorm.cli.app import app
+from advnorm.cli.study_tables import study_table
 from advnorm.studies import STUDIES
 from advnorm.studies.record import FORMAT
 from advnorm.studies.results import values_read_by_check
@@ -21,7 +21,7 @@ from advnorm.studies.task import list_tasks
 
 
 def invoke(*arguments):
-    return CliRunner().invoke(app, spelled_out([str(argument) for argument in arguments]), env={"COLUMNS": "200"})
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
 
 
 def test_a_smoke_test_runs_every_cell_prints_the_table_and_keeps_nothing(tmp_path):
@@ -63,9 +63,9 @@ def test_a_dry_run_says_how_far_each_cell_is_and_runs_nothing(tmp_path):
 
 def test_a_figure_which_prints_no_numbers_is_told_in_whole_lines():
     study = STUDIES.get("C/fig4")
-    assert listing.study(study).plain.splitlines()[:2] == ["C/fig4", f"claim: {study.printed['claim']}"]
+    assert study_table(study).plain.splitlines()[:2] == ["C/fig4", f"claim: {study.printed['claim']}"]
     sums = {(cell.name, f"10/sums/{kind}"): [1.0] for cell in study.cells() for kind in ("clean", "adv")}
-    told = listing.study(study, sums, "fast").plain
+    told = study_table(study, sums, "fast").plain
     assert (
         told.startswith("C/fig4 fast\nclaim: ")
         and "Not confirmed.\n✗ fails: " in told
@@ -165,7 +165,7 @@ def test_ls_lists_the_cells_of_a_study_with_the_settings_in_which_they_differ():
 def test_a_table_fits_into_the_terminal_and_breaks_no_word(name, width, values):
     study, console = STUDIES.get(name), Console(width=400)
     with console.capture() as captured:
-        console.print(listing.study(study, values, width=width))
+        console.print(study_table(study, values, width=width))
     table = captured.get().partition("claim: ")[0].splitlines()
     assert max(len(line.rstrip()) for line in table) <= width
     words = {word for n in study.numbers() for word in f"{n.row} {n.column}".split()}

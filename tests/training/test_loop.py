@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 import advnorm
 from advnorm import Config, ConfigError, Run
 from advnorm._core.exit_codes import PREEMPTED
-from advnorm.cli.app import app, spelled_out
+from advnorm.cli.app import app
 from advnorm.data import load, make_loader, split_held_out
 from advnorm.objectives import OBJECTIVES
 from advnorm.training import TrainingError, checkpoint, entry_point
@@ -1046,7 +1046,7 @@ def test_the_command_that_judges_works_as_it_is_printed(tmp_path):
     folder = images_on_disk(tmp_path / "my images")
     (folder / "test").symlink_to("train")
     trained = arguments(tmp_path, "--data-dir", str(folder), "--workers", "0", "--set", *settings)
-    done = CliRunner().invoke(app, spelled_out(trained))
+    done = CliRunner().invoke(app, list(trained))
     assert done.exit_code == 0, done.output
     words = shlex.split(done.output[done.output.index("judge it: ") :])[2:]
     assert words[:2] == ["advnorm", "evaluate"] and words[-2:] == ["--data-dir", str(folder)]
@@ -1057,7 +1057,7 @@ def test_the_command_that_judges_works_as_it_is_printed(tmp_path):
 
 def test_the_command_speaks_of_its_own_options(tmp_path):
     for more, words in (((), "--data-dir"), (("--data-dir", str(tmp_path)), "--download")):
-        out = CliRunner().invoke(app, spelled_out(arguments(tmp_path, *more, "--set", "data=cifar10")))
+        out = CliRunner().invoke(app, list(arguments(tmp_path, *more, "--set", "data=cifar10")))
         assert isinstance(out.exception, ConfigError)
         assert words in str(out.exception)
     run = train(small(epochs=1), tmp_path)

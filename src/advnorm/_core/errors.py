@@ -108,12 +108,15 @@ def raise_problems(problems: Iterable[Problem], heading: str = "", kind: type[Ad
 
 
 @contextmanager
-def collect_problems(problems: list[Problem]) -> Iterator[None]:
-    """Append the problems of an error to a list instead of raising it, so that all are raised together later."""
+def collect_problems(problems: list[Problem], parent: str = "") -> Iterator[None]:
+    """Append the problems of an error to a list instead of raising it, so that all are raised together later.
+
+    With a ``parent`` they are problems inside it.
+    """
     try:
         yield
     except AdvnormError as error:
-        problems.extend(error.problems)
+        problems.extend(problem.inside(parent) if parent else problem for problem in error.problems)
 
 
 def unknown_name(kind: str, name: object, allowed: Iterable[str], field: str = "") -> Problem:

@@ -4,48 +4,59 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated
 
-from rich.console import Console
+import typer
 
-from advnorm._core.errors import ConfigError, raise_all
-from advnorm._core.records import digest, model_fingerprint, writable_problems
-from advnorm._core.settings import convert_options
-from advnorm.analysis import ANALYSES
-from advnorm.cli import listing
-from advnorm.config.text import parse_yaml
-from advnorm.evaluation.target import EvaluationTarget, open_run
-from advnorm.training.run import Which
+from advnorm.cli.command import KEY_VALUE, console
+from advnorm.cli.options import Checkpoint, DataDir, Device, Eps, Limit, Seed
+
+if TYPE_CHECKING:
+    from advnorm.evaluation.target import EvaluationTarget
+
+#: Defaults that leave no mark in the file name.
+LIMIT, BATCH_SIZE = 1000, 256
 
 
 def analyze(
-    console: Console,
-    name: str,
-    runs: Sequence[Path],
-    *,
-    out: Path,
-    options: Sequence[str] = (),
-    checkpoint: Which | None = None,
-    data_dir: Path | None = None,
-    attack: str | None = None,
-    eps: str | None = None,
-    limit: int | None = 1000,
-    batch_size: int = 256,
-    device: str | None = None,
-    seed: int = 0,
-) -> int:
-    """Run the analysis, write its data and figures, and say where they are."""
+    name: Annotated[str, typer.Argument(help="Name of the analysis; see `advnorm ls analyses`.")],
+    runs: Annotated[list[Path], typer.Argument(help="Folder of a training run. Some analyses take several.")],
+    out: Annotated[Path, typer.Option(help="Folder for the figure (SVG, PNG) and its data (JSON).")] = Path("analysis"),
+    options: Annotated[
+        list[str] | None, typer.Option("--set", metavar=KEY_VALUE, help="Options of the analysis.")
+    ] = None,
+    checkpoint: Checkpoint = None,
+    data_dir: DataDir = None,
+    attack: Annotated[str | None, typer.Option(help="Name of an attack. Default: the attack of training.")] = None,
+    eps: Eps = None,
+    limit: Limit = LIMIT,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images per batch.")] = BATCH_SIZE,
+    device: Device = None,
+    seed: Seed = 0,
+) -> None:
+    """Measure and draw what happens inside a trained network.
+
+    Example: `advnorm analyze domain_gap runs/NAME --data-dir data --out figures`
+    """
+    from advnorm._core.errors import Problem, raise_problems
+    from advnorm._core.progress import show_progress
+    from advnorm._core.records import digest, writable_problems
+    from advnorm._core.settings import convert_options
+    from advnorm.analysis import ANALYSES
+    from advnorm.cli.listing import finding_table
+    from advnorm.config.text import parse_yaml
+    from advnorm.evaluation.target import open_run
+
     analysis = ANALYSES.get(name)
-    settings = parsed(options)
-    taken = analysis.options()
-    known = {key: parameter for key, parameter in taken.items() if key != "progress"}
-    settings, found = convert_options("", known, settings)
-    problems: list[Any] = [*found]
-    if not analysis.several and len(runs) != 1:
-        problems.append(f"{name} takes one run, got {len(runs)}")
+    parameters = {key: value for key, value in analysis.options().items() if key != "progress"}
+    given = {key: parse_yaml(value) for key, _, value in (text.partition("=") for text in options or ())}
+    settings, problems = convert_options("", parameters, given)
     problems += writable_problems(out / f"{name}.json")
-    raise_all(problems, "bad analysis")
-    subjects = [
+    if not analysis.several and len(runs) != 1:
+        message = f"{name} takes one run"
+        problems.append(Problem(code="wrong_number", message=message, field="runs", got=len(runs)))
+    raise_problems(problems, "bad analysis")
+    targets = [
         open_run(
             run,
             checkpoint=checkpoint,
@@ -58,47 +69,29 @@ def analyze(
         ).sample(limit)
         for run in runs
     ]
-    asked = {
-        "options": list(options),
-        "attack": attack,
-        "eps": eps,
-        "limit": limit,
-        "batch_size": batch_size,
-        "seed": seed,
-    }
-    usual = {"options": [], "attack": None, "eps": None, "limit": 1000, "batch_size": 256, "seed": 0}
+    chosen = (options or [], attack, eps, limit, batch_size, seed)
     marks = [checkpoint] if checkpoint else []
-    marks += [digest(repr(asked))[:8]] if asked != usual else []
-    stem = out / _file_name(name, subjects, marks)
-    if "seed" in known:  # of its own noise
+    marks += [digest(repr(chosen))[:8]] if chosen != ([], None, None, LIMIT, BATCH_SIZE, 0) else []
+    if "seed" in parameters:
         settings.setdefault("seed", seed)
-    with console.status(f"{name}") as status:
-        if "progress" in taken:
-            settings["progress"] = lambda done, total: status.update(f"{name}: {done} of {total}")
-        finding = analysis.run(subjects if analysis.several else subjects[0], **settings)
-    if (shown := finding.table()) is not None:
-        console.print(listing.findings(name, *shown))
-    for path in finding.save(stem):
-        console.print(str(path), highlight=False, soft_wrap=True)
-    return 0
+    with show_progress() as display:
+        if "progress" in analysis.options():
+            task = display.task(name, 1)
+            settings["progress"] = lambda done, total: task.update(done / total)
+        finding = analysis.run(targets if analysis.several else targets[0], **settings)
+    if (table := finding.table()) is not None:
+        console.print(finding_table(name, *table))
+    for path in finding.save(out / _file_name(name, targets, marks)):
+        console.print(str(path), highlight=False, markup=False, soft_wrap=True)
 
 
-def _file_name(analysis: str, subjects: Sequence[EvaluationTarget], marks: Sequence[str]) -> str:
-    """By the first run's name, and by a digest of what the runs are, so that no network's file replaces another's.
+def _file_name(analysis: str, targets: Sequence[EvaluationTarget], marks: Sequence[str]) -> str:
+    """Name a file by the first run and a digest of all networks, so that no network's file replaces another's.
 
-    ``marks``: the checkpoint, and a digest of settings, where they are not the usual ones.
+    ``marks``: the checkpoint, and a digest of settings that are not the defaults.
     """
-    runs = digest(*((subject.name, model_fingerprint(subject.model)) for subject in subjects))[:8]
-    others = [f"and-{len(subjects) - 1}-more"] if len(subjects) > 1 else []
-    return "-".join([analysis, subjects[0].name, *others, runs, *marks])
+    from advnorm._core.records import digest, model_fingerprint
 
-
-def parsed(options: Sequence[str]) -> dict[str, Any]:
-    """``key=value`` texts as keyword options."""
-    settings = {}
-    for text in options:
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise ConfigError(f"cannot read {text!r}; write key=value")
-        settings[key] = parse_yaml(value)
-    return settings
+    networks = digest(*((target.name, model_fingerprint(target.model)) for target in targets))[:8]
+    others = [f"and-{len(targets) - 1}-more"] if len(targets) > 1 else []
+    return "-".join([analysis, targets[0].name, *others, networks, *marks])

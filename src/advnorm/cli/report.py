@@ -1,55 +1,57 @@
-"""The verb ``report``: one page of all studies from the records below a folder, or of the training runs in it."""
+"""The verb ``report``: one page of all studies, or of the training runs in a folder."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
-from rich.console import Console
+import typer
 
-from advnorm._core.errors import ConfigError, raise_all
-from advnorm._core.records import writable_problems, write_atomic
-from advnorm.cli.listing import tell
-from advnorm.evaluation.overview import overview
-from advnorm.report.page import render_page
-from advnorm.report.runs import build_runs_page, drop_damaged
-from advnorm.report.studies import count_verdicts, render_studies_page
-from advnorm.studies.summary import summarize_studies
+from advnorm.cli.command import console
 
 
-def report(console: Console, results: Path, out: Path) -> int:
-    """Write the page and say what is in it; a record that cannot be read is told and skipped."""
-    raise_all(writable_problems(out), "bad command")
-    studied = (results / "records").is_dir()
-    if not studied and _of_runs(console, results, out):
-        return 0
-    found = summarize_studies(results)
-    if not studied and not found["others"] and not any(results.glob("**/*.json")):
-        raise ConfigError(
-            f"there are no records and no runs in {results}; name the --out of `advnorm study` or `train`"
-        )
-    write_atomic(out, render_studies_page(found).encode(errors="replace"))
-    tell(console, found["problems"])
-    if (others := found["others"]) and not studied:  # else the page says it
-        first = ", ".join(list(others)[:3]) + (", …" if len(others) > 3 else "")
-        told = (
-            f"{sum(others.values())} JSON file(s) are no records of studies and were not read (in {first}); records "
-            f"lie in {results / 'records'}: name the folder that `advnorm study` had as --out"
-        )
-        tell(console, [told])
-    told = ", ".join(f"{count} {answer}" for answer, count in count_verdicts(found).items())
-    console.print(f"{len(found['studies'])} studies: {told}", highlight=False)
+def report(
+    results: Annotated[Path, typer.Argument(help="Folder of `advnorm study`, or of training runs.")] = Path("results"),
+    out: Annotated[Path, typer.Option(help="Name of the page, one HTML file.")] = Path("report.html"),
+) -> None:
+    """Write one page: all studies with their verdicts, or all training runs in a folder.
+
+    Examples: `advnorm report results/ --out report.html`, `advnorm report runs/ --out report.html`
+    """
+    from advnorm._core.errors import ConfigError, raise_problems
+    from advnorm._core.records import writable_problems, write_atomic
+    from advnorm.evaluation.overview import overview
+    from advnorm.report.page import render_page
+    from advnorm.report.runs import build_runs_page, drop_damaged
+    from advnorm.report.studies import count_verdicts, render_studies_page
+    from advnorm.studies.summary import summarize_studies
+
+    raise_problems(writable_problems(out))
+    problems: list[str] = []
+    has_records = (results / "records").is_dir()
+    runs = None if has_records else drop_damaged(overview(results))
+    kinds = {"run": runs["runs"], "evaluation": runs["benchmarks"], "audit": runs["audits"]} if runs else {}
+    contents = ", ".join(f"{len(items)} {kind}{'s' * (len(items) > 1)}" for kind, items in kinds.items() if items)
+    if runs and contents:
+        page, problems = render_page(build_runs_page(runs)), list(runs["problems"])
+    else:
+        found = summarize_studies(results)
+        others = found["others"]
+        if not has_records and not others and not any(results.glob("**/*.json")):
+            message = f"no records and no runs in {results}"
+            hint = "name the --out folder of `advnorm study` or `advnorm train`"
+            raise ConfigError("empty", message, field="results", hint=hint)
+        page, problems = render_studies_page(found), list(found["problems"])
+        if others and not has_records:
+            first = ", ".join(list(others)[:3]) + (", …" if len(others) > 3 else "")
+            problems.append(
+                f"{sum(others.values())} JSON file(s) in {first} are not records of studies and are skipped; records "
+                f"belong in {results / 'records'}: name the --out folder of `advnorm study`"
+            )
+        verdicts = ", ".join(f"{count} {answer}" for answer, count in count_verdicts(found).items())
+        contents = f"{len(found['studies'])} studies: {verdicts}"
+    write_atomic(out, page.encode(errors="replace"))
+    for problem in problems:
+        console.print(problem, style="yellow", highlight=False, markup=False, soft_wrap=True)
+    console.print(contents, highlight=False)
     console.print(f"report: {out}", highlight=False, markup=False, soft_wrap=True)
-    return 0
-
-
-def _of_runs(console: Console, folder: Path, out: Path) -> bool:
-    """The page of a folder of runs and evaluations, where it is one."""
-    found = drop_damaged(overview(folder))
-    kinds = {"run": found["runs"], "evaluation": found["benchmarks"], "audit": found["audits"]}
-    told = ", ".join(f"{len(items)} {kind}{'s' * (len(items) > 1)}" for kind, items in kinds.items() if items)
-    if told:
-        tell(console, found["problems"])
-        write_atomic(out, render_page(build_runs_page(found)).encode(errors="replace"))
-        console.print(told, highlight=False)
-        console.print(f"report: {out}", highlight=False, markup=False, soft_wrap=True)
-    return bool(told)

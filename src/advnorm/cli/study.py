@@ -1,93 +1,126 @@
-"""The verb ``study``: every cell of a table, and the paper's numbers beside ours."""
+"""The verb ``study``: run every cell of a table and print the paper's numbers beside ours."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-import torch
-from rich.console import Console
+import typer
 
-from advnorm._core.errors import raise_problems, unknown_name
-from advnorm._core.exit_codes import FAILED, OK, PREEMPTED
-from advnorm.cli import listing
-from advnorm.studies.launch import Launcher, launch, launch_problems
-from advnorm.studies.registry import find
-from advnorm.studies.results import evaluate_study, training_rates
-from advnorm.studies.run import Outcome, TrainingStopped, find_blocking_problems, run_tasks
-from advnorm.studies.store import RecordStore
-from advnorm.studies.study import Protocol
-from advnorm.studies.task import Task, list_tasks
+from advnorm.cli.command import INTEGERS, console
+from advnorm.cli.options import DataDir, Device
+
+if TYPE_CHECKING:
+    from advnorm.studies.store import RecordStore
+    from advnorm.studies.task import Task
 
 
-def run(
-    console: Console,
-    name: str,
-    *,
-    seeds: Sequence[int],
-    protocol: Protocol,
-    dry_run: bool,
-    out: Path,
-    data_dir: Path | None,
-    device: str | None,
-    launcher: Launcher = "local",
-    address: str | None = None,
-    processes: int = 1,
+def study(
+    name: Annotated[str, typer.Argument(help="A table or figure, or one cell of it; see `advnorm ls studies`.")],
+    seeds: Annotated[list[int] | None, typer.Option(metavar=INTEGERS, help="One or several seeds.")] = None,
+    protocol: Annotated[
+        str | None, typer.Option(help="paper: as printed (default). fast: 30 epochs, batch 512, one cycle.")
+    ] = None,
+    smoke: Annotated[
+        bool, typer.Option(help="Run two steps on synthetic images, to check that every part works.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option(help="Show the cells, existing records and the estimated cost.")] = False,
+    out: Annotated[
+        Path, typer.Option(help="Folder for runs and records. The same command resumes an interrupted study.")
+    ] = Path("results"),
+    data_dir: DataDir = None,
+    device: Device = None,
+    launcher: Annotated[str, typer.Option(help="local: processes on this computer. ray: a cluster.")] = "local",
+    address: Annotated[str | None, typer.Option(help="Address of the Ray cluster. Default: the running one.")] = None,
+    processes: Annotated[int, typer.Option(min=1, help="Number of workers per device.")] = 1,
 ) -> int:
-    """Work through the cells, or the one that is named, and print the table.
+    """Run every cell of a table and print it, the paper's numbers beside ours.
 
-    The exit status is 1 where one failed, and 75 where SIGTERM stopped a training.
+    Exit status: 0 done, 1 a cell failed, 75 stopped before the end. Examples:
+    `advnorm study A/table3 --protocol fast --seeds 0 1 2 --data-dir data`, `advnorm study A/table3 --smoke`,
+    `advnorm study A/table3/dual_bn/eps16 --protocol fast --data-dir data`
     """
-    study, cell = find(name)
+    import torch
+
+    from advnorm._core.errors import ConfigError, raise_problems, unknown_name
+    from advnorm._core.exit_codes import FAILED, PREEMPTED
+    from advnorm.cli.study_tables import study_table, task_table
+    from advnorm.studies.launch import launch, launch_problems
+    from advnorm.studies.registry import find
+    from advnorm.studies.results import evaluate_study, training_rates
+    from advnorm.studies.run import Outcome, TrainingStopped, find_blocking_problems, run_tasks
+    from advnorm.studies.store import RecordStore
+    from advnorm.studies.task import list_tasks
+
+    if smoke and protocol not in (None, "smoke"):
+        raise ConfigError("conflict", "--smoke and --protocol exclude each other", field="protocol", got=protocol)
+    protocol = "smoke" if smoke else protocol or "paper"
     if protocol not in ("paper", "fast", "smoke"):
         raise_problems([unknown_name("protocol", protocol, ("paper", "fast"))])
+    seeds = seeds or [0]
+    found, cell = find(name)
+    failed: list[Outcome] = []
+
+    def print_outcome(outcome: Outcome) -> None:
+        mark = "[red]failed[/]" if outcome.error else "[green]done[/]"
+        console.print(f"{mark} {outcome.task.cell} seed {outcome.task.seed}", highlight=False)
+        if outcome.error:
+            failed.append(outcome)
+            console.print(outcome.error, highlight=False, markup=False)
+
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) if protocol == "smoke" else out
-        only = None if cell is None else cell.name
-        tasks = list_tasks(study, cell=only, seeds=seeds, protocol=protocol, out=out, data_dir=data_dir, device=device)
+        tasks = list_tasks(
+            found,
+            cell=cell and cell.name,
+            seeds=seeds,
+            protocol=protocol,  # pyright: ignore[reportArgumentType]  # validated above
+            out=out,
+            data_dir=data_dir,
+            device=device,
+        )
         problems = launch_problems(tasks, launcher=launcher, address=address, processes=processes)
         raise_problems(problems, "cannot launch")
         store = RecordStore(out)
         if not dry_run:
             problems = find_blocking_problems(tasks, store)
-            raise_problems(problems, "no cell can be run (--dry-run shows existing measurements)")
-        console.print(listing.tasks(tasks, store, training_rates(study, store)))
-        if existing := _describe_existing_records(tasks, store):
+            raise_problems(problems, "no cell can be run (--dry-run shows existing records)")
+        console.print(task_table(tasks, store, training_rates(found, store)))
+        if existing := _describe_existing(tasks, store):
             console.print(existing, style="dim", highlight=False, markup=False)
-        failed: list[Outcome] = []
-
-        def report(outcome: Outcome) -> None:
-            mark = "[red]failed[/]" if outcome.error else "[green]done[/]"
-            console.print(f"{mark} {outcome.task.cell} seed {outcome.task.seed}", highlight=False)
-            if outcome.error:
-                failed.append(outcome)
-                console.print(outcome.error, highlight=False, markup=False)
-
-        alone = launcher == "local" and processes == 1 and torch.cuda.device_count() < 2
-        if alone and not dry_run:
+        one_process = launcher == "local" and processes == 1 and torch.cuda.device_count() < 2
+        if one_process and not dry_run:
             try:
-                run_tasks(tasks, store=store, on_outcome=report, progress=protocol != "smoke")
+                run_tasks(tasks, store=store, on_outcome=print_outcome, progress=protocol != "smoke")
             except TrainingStopped as stopped:
                 console.print(str(stopped), highlight=False, markup=False)
                 return PREEMPTED
         elif not dry_run:
-            launch(tasks, store=store, launcher=launcher, address=address, processes=processes, on_outcome=report)
-        values, conclusion, problems = evaluate_study(study, store, seeds=seeds, protocol=protocol)
-    listing.tell(console, map(str, problems))
-    if dry_run and not values:
-        return OK
-    console.print(listing.study(study, values, protocol, conclusion=conclusion, width=console.width))
-    return FAILED if failed else OK
+            launch(
+                tasks,
+                store=store,
+                launcher=launcher,  # pyright: ignore[reportArgumentType]  # validated above
+                address=address,
+                processes=processes,
+                on_outcome=print_outcome,
+            )
+        values, conclusion, problems = evaluate_study(found, store, seeds=seeds, protocol=protocol)  # pyright: ignore[reportArgumentType]
+    for problem in problems:
+        console.print(str(problem), style="yellow", highlight=False, markup=False, soft_wrap=True)
+    if not dry_run or values:
+        console.print(study_table(found, values, protocol, conclusion=conclusion, width=console.width))
+    return FAILED if failed else 0
 
 
-def _describe_existing_records(tasks: Sequence[Task], store: RecordStore) -> str:
-    """Say how many cells have records already, and on which devices they were made; empty if none has."""
+def _describe_existing(tasks: Sequence[Task], store: RecordStore) -> str:
+    """Describe how many cells have records, and on which devices they were measured; empty if there are none."""
     found = [record for task in tasks if isinstance(record := store.find(task), dict)]
     if not found:
         return ""
     devices = ", ".join(dict.fromkeys(str(record["run"].get("device")) for record in found))
     return (
-        f"{len(found)} of {len(tasks)} cells were measured before, on {devices}: the records in {store.folder} are "
-        "used. Another --out measures again"
+        f"{len(found)} of {len(tasks)} cells have records in {store.folder}, measured on {devices}; they are not "
+        "measured again. Choose another --out to repeat them"
     )

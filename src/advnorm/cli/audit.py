@@ -1,0 +1,79 @@
+"""The verb ``audit``: is the robustness of a classifier real?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from advnorm.cli.command import console
+from advnorm.cli.evaluate import open_target, printing_result, settings
+from advnorm.cli.options import EvaluateOptions
+
+if TYPE_CHECKING:
+    from advnorm.evaluation.verdict import Verdict
+
+
+def audit(
+    options: EvaluateOptions,
+    route: Annotated[
+        str | None, typer.Option(help="Branch to audit. Default: the branch with the highest PGD-10 accuracy.")
+    ] = None,
+    budget: Annotated[str, typer.Option(help="quick, standard or full.")] = "standard",
+    surrogate: Annotated[str | None, typer.Option(help="module:function of a model to transfer attacks from.")] = None,
+    surrogate_weights: Annotated[
+        Path | None, typer.Option(help="Weights of the surrogate, a .safetensors file. Default: those of the model.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write the figure to this file (.png, .svg, .pdf).")] = None,
+) -> int:
+    """Decide whether the robustness of a classifier is real, and show the evidence.
+
+    Exit status: 0 real, 1 false, 3 inconclusive, 4 none; 70 after a crash. Examples:
+    `advnorm audit my_models:build --weights w.safetensors --data cifar10:data --eps 8/255 --plot audit.png`,
+    `advnorm audit my_models:quantized --weights q.safetensors --surrogate my_models:build
+    --surrogate-weights w.safetensors`
+    """
+    from advnorm._core.devices import resolve_device
+    from advnorm._core.errors import Problem, collect_problems
+    from advnorm._core.records import writing
+    from advnorm.cli.user_code import build_model
+    from advnorm.evaluation.audit import audit as run_audit
+    from advnorm.evaluation.audit import budget_problems
+    from advnorm.evaluation.verdict import plot_problems
+
+    problems = [*budget_problems(budget), *(plot_problems(plot) if plot else [])]
+    source = None
+    if surrogate is not None:
+        with collect_problems(problems, "surrogate"):
+            source = build_model(surrogate, surrogate_weights or options.weights, resolve_device(options.device))
+    elif surrogate_weights is not None:
+        message = "--surrogate-weights needs a --surrogate"
+        problems.append(Problem(code="conflict", message=message, field="surrogate_weights"))
+    target = open_target(options, problems)
+    with printing_result(options.json, _print_verdict) as show:
+        verdict = run_audit(
+            target.model,
+            target.data,
+            target.threat,
+            route=route,
+            budget=budget,  # pyright: ignore[reportArgumentType]  # validated above
+            surrogate=source,
+            about=target.origin,
+            **settings(options),
+        )
+        show(verdict)
+    if plot is not None:
+        with writing(plot):
+            verdict.plot(plot)
+        console.print(f"plot: {plot}", highlight=False, markup=False, soft_wrap=True)
+    return verdict.exit_code
+
+
+def _print_verdict(verdict: Verdict) -> None:
+    console.print(verdict.table())
+    console.print(verdict.evidence_table())
+    colour = {"real": "green", "false": "red", "inconclusive": "yellow", "none": "blue"}[verdict.verdict]
+    headline, *rest = verdict.summary().splitlines()
+    console.print(f"[bold {colour}]{headline}[/]", highlight=False)
+    console.print("\n".join(rest), highlight=False, markup=False)

@@ -1,0 +1,180 @@
+"""The verbs ``bench norms``, ``bench train`` and ``bench autoattack``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from advnorm.cli.command import INTEGERS, command, console
+from advnorm.cli.options import Device, JsonCopy, Seed
+
+app = typer.Typer(no_args_is_help=True, help="Measure speed and memory against a plain reference in the same run.")
+
+
+@command(app, "norms")
+def bench_norms(
+    norms: Annotated[list[str] | None, typer.Argument(help="Norms to measure. Default: bn and dual_bn.")] = None,
+    model: Annotated[str, typer.Option(help="Network; see `advnorm ls models`.")] = "resnet18",
+    batch_size: Annotated[int | None, typer.Option(help="Default: 32 on the CPU, 512 on a GPU.")] = None,
+    device: Device = None,
+    precision: Annotated[str, typer.Option(help="float32, tf32 or bf16 (autocast).")] = "float32",
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile every network, the plain one too.")] = False,
+    rounds: Annotated[int | None, typer.Option(help="Number of repetitions; the median is reported.")] = None,
+    threads: Annotated[int, typer.Option(help="Number of CPU threads.")] = 1,
+    json: JsonCopy = None,
+) -> None:
+    """Compare routed networks with the plain one: evaluation, and training on a concatenated batch.
+
+    Examples: `advnorm bench norms`, `advnorm bench norms dual_bn cross_bn gmm_bn --precision bf16 --json norms.json`
+    """
+    from advnorm.bench.norms import bench_norms as measure
+    from advnorm.cli.bench_tables import norm_table
+
+    _check_writable(json)
+    with _measuring() as show:
+        result = measure(
+            norms or ("bn", "dual_bn"),
+            model=model,
+            batch_size=batch_size,
+            device=device,
+            precision=precision,  # pyright: ignore[reportArgumentType]  # validated there
+            compiled=compiled,
+            rounds=rounds,
+            threads=threads,
+            on_round=lambda: show("norms"),
+        )
+    console.print(norm_table(result))
+    _write(json, result.record())
+
+
+@command(app, "train")
+def bench_train(
+    model: Annotated[list[str] | None, typer.Option(help="One or several networks. Default: resnet18.")] = None,
+    norm: Annotated[str, typer.Option(help="Norm of the networks.")] = "dual_bn",
+    batch_size: Annotated[
+        list[int] | None,
+        typer.Option(min=2, metavar=INTEGERS, help="One or several. Default: 128 and 512; on the CPU 16."),
+    ] = None,
+    attack_steps: Annotated[
+        list[int] | None, typer.Option(min=1, metavar=INTEGERS, help="One or several. Default: 10.")
+    ] = None,
+    mode: Annotated[
+        list[str] | None,
+        typer.Option(help="plain (a usual PyTorch loop), eager, compiled. Default: all; on the CPU the first two."),
+    ] = None,
+    processes: Annotated[
+        list[int] | None,
+        typer.Option(min=1, metavar=INTEGERS, help="One or several numbers; each divides the batch. Default: 1."),
+    ] = None,
+    eps: Annotated[str, typer.Option(help="Linf radius.")] = "16/255",
+    data_dir: Annotated[Path | None, typer.Option(help="Folder of CIFAR-10. Default: synthetic images.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Number of timed steps. Default: 50; on the CPU 3.")] = None,
+    parts: Annotated[bool, typer.Option("--parts", help="Also show how the time of a step is spent.")] = False,
+    device: Device = None,
+    json: JsonCopy = None,
+) -> None:
+    """Compare hybrid PGD training with a plain PyTorch loop, by network, batch size, attack steps and processes.
+
+    Examples: `advnorm bench train`, `advnorm bench train --batch-size 512 --mode compiled --data-dir data`,
+    `advnorm bench train --model resnet18 wrn_34_10 --processes 1 2 --json train.json`,
+    `advnorm bench train --mode compiled --parts`. On several computers: `torchrun ... -m advnorm bench train`.
+    """
+    from advnorm._core.distributed import rank
+    from advnorm.bench.train import bench_train as measure
+    from advnorm.cli.bench_tables import train_tables
+
+    _check_writable(json)
+    with _measuring() as show:
+        result = measure(
+            models=model or ("resnet18",),
+            norm=norm,
+            batch_sizes=batch_size or None,
+            attack_steps=attack_steps or (10,),
+            modes=mode or None,  # pyright: ignore[reportArgumentType]  # validated there
+            processes=processes or None,
+            eps=eps,
+            data_dir=data_dir,
+            device=device,
+            steps=steps,
+            parts=parts,
+            on_row=show,
+        )
+    if rank() == 0:
+        console.print(train_tables(result))
+        _write(json, result.record())
+
+
+@command(app, "autoattack")
+def bench_autoattack(
+    weights: Annotated[
+        Path | None,
+        typer.Option(help="Weights of a ResNet-18, a .safetensors file. Default: a small network is trained first."),
+    ] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder of CIFAR-10; needed with --weights.")] = None,
+    images: Annotated[int, typer.Option(min=1, help="Use the first N test images.")] = 1000,
+    eps: Annotated[str | None, typer.Option(help="Linf radius. Default: 8/255; for the small network 40/255.")] = None,
+    precision: Annotated[
+        list[str] | None, typer.Option(help="Precision of the search, one or several: float32, tf32, bf16.")
+    ] = None,
+    official: Annotated[bool, typer.Option(help="Run pyautoattack too, if it is installed.")] = True,
+    seed: Seed = 0,
+    json: JsonCopy = None,
+) -> None:
+    """Compare our AutoAttack (standard) with the official code on the same network and images.
+
+    Examples: `advnorm bench autoattack --images 100`,
+    `advnorm bench autoattack --weights resnet18_eps8.safetensors --data-dir data --json autoattack.json`
+    """
+    from advnorm._core.records import write_json
+    from advnorm.bench.autoattack import bench_autoattack as measure
+    from advnorm.bench.autoattack import subject
+    from advnorm.cli.bench_tables import autoattack_table
+
+    _check_writable(json)
+    model, x, y, threat, name = subject(
+        weights, data_dir, images=images, eps=eps, seed=seed, precisions=precision or ()
+    )
+    with _measuring() as show:
+        result = measure(
+            model,
+            x,
+            y,
+            threat,
+            name=name,
+            precisions=precision or (("float32", "tf32", "bf16") if x.is_cuda else ("float32",)),
+            official=official,
+            seed=seed,
+            on_row=show,
+            on_result=lambda so_far: json and write_json(json, so_far.record()),  # a row can take many minutes
+        )
+    console.print(autoattack_table(result))
+    _write(json, result.record())
+
+
+@contextmanager
+def _measuring() -> Iterator[Callable[[str], None]]:
+    """Scope: yields a function that shows which row is being measured."""
+    from advnorm._core.progress import show_progress
+
+    with show_progress() as display:
+        task = display.task("measuring")
+        yield lambda row: task.update(description=f"measuring {row}")
+
+
+def _check_writable(path: Path | None) -> None:
+    from advnorm._core.errors import raise_problems
+    from advnorm._core.records import writable_problems
+
+    raise_problems(writable_problems(path) if path else [])
+
+
+def _write(path: Path | None, record: dict[str, Any]) -> None:
+    from advnorm._core.records import write_json
+
+    if path is not None:
+        write_json(path, record)
+        console.print(f"record: {path}", highlight=False, markup=False, soft_wrap=True)

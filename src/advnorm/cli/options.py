@@ -1,0 +1,62 @@
+"""Options that several verbs share, each declared once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from advnorm.cli.command import KEY_VALUE
+
+Source = Annotated[
+    str | None,
+    typer.Argument(
+        help="A .yaml, .json or .py file, or a cell of a study. The default is a quick configuration on digits."
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar=KEY_VALUE, help="Change settings: --set norm=dual_bn epochs=30. Nested: attack.steps=20."
+    ),
+]
+Checkpoint = Annotated[
+    str | None,
+    typer.Option(help="Checkpoint of a run: best (highest held-out accuracy, the default), last, or epoch5."),
+]
+DataDir = Annotated[Path | None, typer.Option(help="Folder that contains the data set.")]
+Eps = Annotated[str | None, typer.Option(help="Radius in pixel scale, for example 8/255. Default: the run's.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Use at most N images.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda if available.")]
+Seed = Annotated[int, typer.Option(help="Seed of the noise.")]
+JsonCopy = Annotated[Path | None, typer.Option(help="Also write the record to this file.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions:
+    """Options of ``evaluate`` and ``audit``: what is evaluated, on which images, under which threat."""
+
+    target: Annotated[
+        str, typer.Argument(help="Folder of a run, or module:function that returns a model (from this folder).")
+    ]
+    weights: Annotated[Path | None, typer.Option(help="Weights of the model, a .safetensors file.")] = None
+    checkpoint: Checkpoint = None
+    data: Annotated[
+        str | None,
+        typer.Option(help="NAME:FOLDER of a data set, or a .npz or .safetensors file of x and y. Default: the run's."),
+    ] = None
+    data_dir: DataDir = None
+    eps: Eps = None
+    threat_norm: Annotated[str | None, typer.Option(help="Linf, L2 or L1. Default: the run's, or Linf.")] = None
+    statistics: Annotated[
+        str, typer.Option(help="Statistics that batch norms use: running, batch or batch_frozen.")
+    ] = "running"
+    limit: Limit = None
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Images per batch. Default: as many as fit.")] = None
+    device: Device = None
+    seed: Seed = 0
+    json: Annotated[
+        Path | None, typer.Option(help="Record of the result. An interrupted evaluation resumes from it.")
+    ] = None

@@ -1,0 +1,143 @@
+"""Tables of studies for the terminal: pending tasks with their cost, and the paper's numbers beside ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean, stdev
+
+from rich.box import SIMPLE
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from advnorm.report.studies import printed_decimals
+from advnorm.studies import Study
+from advnorm.studies.claims import Values
+from advnorm.studies.compared_numbers import short_name
+from advnorm.studies.results import values_read_by_check
+from advnorm.studies.store import RecordStore
+from advnorm.studies.study import Conclusion
+from advnorm.studies.task import Task
+from advnorm.training.cost import training_flops
+
+#: Maximum number of figure values in the terminal.
+MOST = 12
+#: Minimum width of the label column.
+LABEL = 20
+
+
+def task_table(todo: Sequence[Task], store: RecordStore, rates: Mapping[str, float] | None = None) -> Group:
+    """Return the cells of a study, the state of each, and the cost of the pending trainings.
+
+    ``rates``: operations per second of finished trainings, by device.
+    """
+    table = Table("cell", "seed", "protocol", "state", title=todo[0].study if todo else "", title_justify="left")
+    table.add_column("training, PFLOP", justify="right")
+    left: dict[str, float | None] = {}  # by run, because tasks share runs
+    for task in todo:
+        record, state = store.find(task), store.state(task)
+        other = record["study"] if isinstance(record, dict) and record["study"] != task.study else None
+        config = task.planned_cell.config
+        flops = training_flops(config)
+        if state != "done":
+            left[f"{config.digest} {task.seed}"] = flops
+        pflop = "–" if flops is None else f"{flops / 1e15:.3g}"
+        table.add_row(task.cell, str(task.seed), task.protocol, state if other is None else f"done, for {other}", pflop)
+    return Group(table, Text(_cost(list(left.values()), rates or {}), style="dim"))
+
+
+def _cost(left: Sequence[float | None], rates: Mapping[str, float]) -> str:
+    known = sum(flops for flops in left if flops is not None)
+    if not left:
+        return "no pending trainings"
+    text = f"pending: {len(left)} training(s), an estimated {known / 1e15:.3g} PFLOP"
+    if unknown := sum(flops is None for flops in left):
+        text += f" and {unknown} on data sets of unknown size"
+    for device, rate in rates.items() if known else ():
+        minutes, speed = known / rate / 60, rate / 1e12
+        text += f"; about {minutes:.3g} minutes at the {speed:.3g} TFLOP/s of the paper's trainings on {device}"
+    return f"{text}; measurements are not included"
+
+
+def study_table(
+    found: Study,
+    values: Values | None = None,
+    protocol: str = "",
+    *,
+    conclusion: Conclusion | None = None,
+    cell: str | None = None,
+    width: int = 80,
+) -> Group | Text:
+    """Return the printed table with the measured numbers beside it: mean and spread over seeds.
+
+    ``cell`` restricts it to one cell. ``conclusion`` is the verdict, by default that of the values; each part of the
+    claim has its own line. A figure without printed numbers shows its claim and the verdict.
+    """
+    said = f"claim: {found.printed['claim']}"
+    if protocol == "smoke":
+        said = "A smoke test shows that the study runs; its numbers mean nothing and are not kept."
+    elif values is not None:
+        verdict, clauses, _ = conclusion or found.evaluate_claim(values)
+        parts = [f"✓ {clause.text}" if clause.held else f"✗ fails: {clause.text}" for clause in clauses]
+        said = "\n".join([f"{said} {verdict.capitalize()}.", *parts])
+    title = f"{found.name}{'' if cell is None else f'/{cell}'} {protocol}".rstrip()
+    rows: dict[str, dict[str, str]] = {}
+    numbers = [number for number in found.numbers() if cell in (None, number.cell)]
+    decimals = printed_decimals(number.printed for number in numbers) or 1
+    for number in numbers:
+        text = "–" if number.printed is None else f"{number.printed:g}"
+        ours = (values or {}).get((number.cell, number.value))
+        if ours:
+            spread = f" ± {stdev(ours):.{decimals}f} (n={len(ours)})" if len(ours) > 1 else ""  # as in the report
+            text += f" | {fmean(ours):.{decimals}f}{spread}"
+        elif values is not None:
+            text += " | not run"
+        rows.setdefault(number.row, {})[number.column] = text
+    if not rows:
+        where, read = "" if cell is None else " of this cell", []
+        if values is not None and protocol != "smoke":
+            where = "; `advnorm report` shows ours"
+            keys = sorted(values_read_by_check(found, values) & values.keys())
+            read = [f"{cell} {short_name(name)}: {fmean(values[cell, name]):.4g}" for cell, name in keys]
+        more = [f"and {len(read) - MOST} more that the check reads"] if len(read) > MOST else []
+        return Text("\n".join([title, said, f"The paper prints no numbers{where}.", *read[:MOST], *more]))
+    columns = [column for column in found.printed["columns"] if any(column in row for row in rows.values())]
+    tables = _fitted(rows, columns, width, tight=values is None)
+    tables[0].title = title if cell is None else f"{title}: what the paper prints"
+    return Group(*tables, Text(said if values is None else f"paper | ours. {said}", style="dim"))
+
+
+def _fitted(rows: Mapping[str, Mapping[str, str]], columns: Sequence[str], width: int, *, tight: bool) -> list[Table]:
+    """Arrange rows in as few tables as fit into the width, one below another.
+
+    No word of a column is broken; its spread over seeds wraps if there is no room. Labels get the remaining width, and
+    ``tight`` columns stand closer together if labels fit only then.
+    """
+    longest = max(map(len, rows))
+    least, whole = {}, {}
+    for column in columns:
+        texts = [row.get(column, "") for row in rows.values()]
+        least[column] = max(map(len, [*column.split(), *(text.partition(" ±")[0] for text in texts)]))
+        whole[column] = max(map(len, [column, *texts]))
+
+    def room(blocks: Sequence[Sequence[str]], gap: int) -> int:
+        return width - max(sum(least[column] + gap for column in block) for block in blocks)
+
+    gap = 1 if tight and room([columns], 2) < longest <= room([columns], 1) else 2
+    sizes = [-(-len(columns) // count) for count in range(1, len(columns) + 1)]
+    cuts = [[columns[start : start + size] for start in range(0, len(columns), size)] for size in sizes]
+    blocks = next((blocks for blocks in cuts if room(blocks, gap) >= min(longest, LABEL)), cuts[-1])
+    label = min(longest, max(room(blocks, gap), LABEL))
+    tables = []
+    for block in blocks:
+        spare = max(0, room([block], gap) - label) // len(block)
+        table = Table(box=SIMPLE, title_justify="left", padding=(0, gap - 1, 0, 0), pad_edge=False, show_edge=False)
+        table.add_column("", width=label, overflow="fold")
+        for column in block:
+            table.add_column(column, width=min(whole[column], least[column] + spare))
+        for name, row in rows.items():
+            table.add_row(name, *(row.get(column, "") for column in block))
+        if block is not blocks[-1]:
+            table.add_row()
+        tables.append(table)
+    return tables

@@ -1,0 +1,75 @@
+"""Models and data sets of the user's own: ``--import``, ADVNORM_IMPORT, and the follow-up command of ``train``."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import advnorm
+from advnorm.data import DATASETS
+from advnorm.models import MODELS
+from support.command import invoke
+from support.problems import raises_problem
+
+OWN = """
+import torch
+from torch import nn
+import advnorm
+from advnorm import data
+from advnorm.models import register_model
+
+def stripes(split):
+    labels = torch.arange(64) % 2
+    images = (torch.arange(8) % 2).expand(64, 1, 8, 8).float()
+    images = torch.where(labels.view(-1, 1, 1, 1).bool(), images, images.mT)
+    return data.ImageData(name="own_stripes", split=split, images=images, labels=labels, num_classes=2)
+
+def net(layers):
+    model = nn.Sequential(nn.Conv2d(layers.in_channels, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    model.append(nn.Linear(4, layers.num_classes))
+    advnorm.convert_norm(model, layers.norm_name, **layers.norm_options)
+    return model
+
+data.DATASETS.add("own_stripes", data.DataSource(read=stripes, summary="lines", needs_root=False))
+register_model("own_net", mean=None, std=None)(net)
+config = advnorm.Config(model="own_net", norm="dual_bn", data="own_stripes", epochs=1, batch_size=16, eps=0.2, name="x")
+"""
+
+
+def test_a_run_with_own_code_is_evaluated_by_the_printed_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("own_code.py").write_text(OWN)
+    registered = [(registry, dict(registry._entries)) for registry in (DATASETS, MODELS)]
+
+    def run(*words, **environment):
+        """Run as in a process of its own: what is registered does not stay."""
+        for registry, entries in registered:
+            monkeypatch.setattr(registry, "_entries", dict(entries))
+        sys.modules.pop("own_code", None)
+        return invoke(*words, width=300, **environment)
+
+    trained = run("train", "own_code.py", "--device", "cpu")
+    follow_up = "advnorm --import own_code.py evaluate runs/x-seed0"
+    assert trained.exit_code == 0 and f"evaluate it: {follow_up}" in trained.output
+    words = [*follow_up.split()[1:], "--attacks", "pgd2", "--device", "cpu"]
+    evaluated = run(*words)
+    assert evaluated.exit_code == 0 and "own_stripes, test" in evaluated.output
+    assert run(*words[2:], ADVNORM_IMPORT="own_code").exit_code == 0
+    with raises_problem("unknown_name") as caught:
+        run(*words[2:])
+    assert "own_stripes" in str(caught.value) and "--import" in str(caught.value)
+    record = Path("runs/x-seed0/run.json")
+    before = record.read_bytes()
+    with pytest.raises(advnorm.AdvnormError):
+        run(*words, "--json", record)
+    assert record.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("source", "code"), [("no.py", "missing_file"), ("no_such", "missing_file"), ("bad.py", "own_code")]
+)
+def test_code_that_cannot_be_imported_is_an_error(tmp_path, monkeypatch, source, code):
+    monkeypatch.chdir(tmp_path)
+    Path("bad.py").write_text("1 / 0")
+    with raises_problem(code):
+        invoke("--import", source, "ls", "norms")
