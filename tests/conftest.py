@@ -1,4 +1,4 @@
-"""Settings of the whole suite: one thread per worker, seeded, and nothing leaks from test to test."""
+"""Settings of the whole suite: one thread per worker, a fixed seed, and no state shared between tests."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import torch
 
 pytest_plugins = ["support.networks", "support.printed_tables"]
 torch.set_num_threads(1)
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell starts what runs in its background so
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # shells start background jobs like this
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.pop("ADVNORM_DATA", None)
-os.environ.pop("COLUMNS", None)  # a console that is made when the command is imported would keep this width for good
+os.environ.pop("COLUMNS", None)  # a console made at import would keep this width
 
 
 @pytest.fixture(autouse=True)
@@ -28,10 +28,10 @@ def _seeded():
 
 @pytest.fixture(scope="session")
 def launch() -> Callable[..., list[str]]:
-    """Runs Python with each list of arguments, all at the same time, and returns what each printed; none may fail."""
+    """Run Python with each list of arguments at the same time; return the output of each. No process may fail."""
 
     def run(*arguments: Sequence[object], timeout: float = 180) -> list[str]:
-        importable = os.pathsep.join(filter(None, sys.path))  # the same as here
+        importable = os.pathsep.join(filter(None, sys.path))  # the same import path
         environment = {**os.environ, "PYTHONPATH": importable, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         processes = [
             subprocess.Popen(
@@ -53,7 +53,7 @@ def launch() -> Callable[..., list[str]]:
 
 @pytest.fixture(scope="session")
 def launch_ranks(launch, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], list[dict[str, Any]]]:
-    """Runs ``python SCRIPT RANK WORLD INIT_FILE OUT_FILE`` for every rank, and returns what each saved."""
+    """Run ``python SCRIPT RANK WORLD INIT_FILE OUT_FILE`` for every rank; return the file of each."""
 
     def run(script: str, world: int) -> list[dict[str, Any]]:
         folder: Path = tmp_path_factory.mktemp("ranks")

@@ -155,7 +155,7 @@ def test_an_upward_edge_is_found():
     ]
 
 
-def test_there_is_no_drawer_for_odds_and_ends():
+def test_no_module_is_named_utils_or_helpers():
     assert not [path for path in PACKAGE.rglob("*.py") if path.stem in {"utils", "util", "helpers", "misc", "common"}]
 
 
@@ -173,19 +173,19 @@ def test_reports_and_help_need_no_torch(program):
     assert out.returncode == 0, out.stderr
 
 
-def test_lists_do_not_wait_for_the_compiler():
+def test_lists_do_not_import_the_compiler():
     program = "import sys, advnorm.cli.listing; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("name", ["norms", "training", "create_model", "report", "__all__"])
-def test_whatever_is_asked_for_first_is_there(name):
+def test_any_public_name_can_be_the_first_import(name):
     asked = f"import advnorm; assert advnorm.{name} and set(advnorm.__all__) <= set(dir(advnorm))"
     out = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=False)
     assert out.returncode == 0, out.stderr
 
 
-def test_what_is_not_there_is_no_attribute():
+def test_an_unknown_name_is_not_an_attribute():
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         advnorm.nonsense  # noqa: B018
     assert not hasattr(advnorm, "__wrapped__") and not hasattr(advnorm, "not.there")

@@ -73,7 +73,7 @@ def test_repr_rebuilds_it_and_copies_are_equal(norm, eps):
         threat.eps = 0.1  # type: ignore[misc]
 
 
-def test_str_shows_pixels_where_they_are_meant():
+def test_str_shows_the_fraction_that_a_user_would_type():
     assert str(ThreatModel(eps="8/255")) == "Linf eps=8/255"
     assert str(ThreatModel(norm="L2", eps=0.5)) == "L2 eps=0.5"
     for eps in ("0.3", "0.1", "0.2", "0.031", "1", "8.5/255", "16/255"):
@@ -154,7 +154,7 @@ def _float32_below(value: Fraction) -> Fraction:
     scale=st.sampled_from([1e-6, 1e-3, 0.1, 1.0, 100.0]),
     seed=st.integers(0, 1000),
 )
-def test_projection_lies_inside_and_stays_put(x, norm, eps, scale, seed):
+def test_a_second_projection_changes_nothing_and_the_first_lies_inside(x, norm, eps, scale, seed):
     threat = ThreatModel(norm=norm, eps=eps)
     x = tensor(x)
     far = x + scale * ImageNoise(seed, torch.arange(len(x))).normal(x.shape[1:])
@@ -203,7 +203,7 @@ def test_projection_is_the_nearest_point_of_the_ball(norm):
         np.testing.assert_allclose(result, expected, atol=3e-6)
 
 
-def test_projection_keeps_what_was_computed_once():
+def test_a_prepared_projection_equals_a_direct_one():
     for norm in NORMS:
         threat = ThreatModel(norm=norm, eps=0.1)
         noise = ImageNoise(0, torch.arange(3))

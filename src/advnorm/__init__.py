@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from advnorm._public import *  # noqa: F403
 
 __version__ = "0.1.0"
-#: Parts of the package beside those among the public names.
+#: Subpackages that are not among the public names.
 _PARTS = (
     "bench",
     "config",
@@ -23,10 +23,10 @@ _PARTS = (
 )
 
 
-if not TYPE_CHECKING:  # a checker knows the names, and that there are no others
+if not TYPE_CHECKING:  # type checkers see the imports above
 
     def __getattr__(name: str) -> Any:
-        """The public names and the parts of the package, read when asked for: reports and help need no torch."""
+        """Import public names and subpackages on first use: reports and help need no torch."""
         public = import_module("advnorm._public")
         if name == "__all__" or name in public.__all__:
             return getattr(public, name)

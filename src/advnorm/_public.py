@@ -1,4 +1,4 @@
-"""What a user types: every public name, taken from the module that defines it."""
+"""Every public name, imported from the module that defines it."""
 
 from advnorm import analysis, attacks, data, objectives, studies
 from advnorm._core.errors import AdvnormError, ConfigError, RouteError, SurgeryError

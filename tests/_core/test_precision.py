@@ -28,7 +28,7 @@ def as_before():
 
 @pytest.mark.parametrize("called", MATMUL)
 @pytest.mark.parametrize(("precision", "inside"), [("ieee", "ieee"), ("tf32", "tf32")])
-def test_a_scope_sets_every_kind_of_product_and_gives_it_back(precision, inside, called):
+def test_a_scope_sets_every_kind_of_product_and_restores_it(precision, inside, called):
     torch.set_float32_matmul_precision(called)
     before = switches()
     with float32_as(precision, CPU):
@@ -39,7 +39,7 @@ def test_a_scope_sets_every_kind_of_product_and_gives_it_back(precision, inside,
     assert switches() == before and torch.get_float32_matmul_precision() == called
 
 
-def test_switches_that_a_caller_has_set_one_by_one_are_given_back():
+def test_switches_that_a_caller_set_one_by_one_are_restored():
     CUDNN.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision = "ieee", "tf32"
     before = switches()
     with float32_as("tf32", CPU):

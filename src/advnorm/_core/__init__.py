@@ -1,1 +1,1 @@
-"""What every layer stands on: errors, registries, distributed helpers. Imports torch and the standard library only."""
+"""Foundations of every layer: errors, settings, registries, devices, records and random numbers; needs torch only."""

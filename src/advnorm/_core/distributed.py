@@ -14,17 +14,17 @@ ProcessGroup = dist.ProcessGroup
 
 
 def world_size(group: ProcessGroup | None = None) -> int:
-    """Number of ranks in ``group``; 1 where no process group is initialised."""
+    """Number of ranks in ``group``; 1 without a process group."""
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank(group: ProcessGroup | None = None) -> int:
-    """This process's place in ``group``; 0 where no process group is initialised."""
+    """Rank of this process in ``group``; 0 without a process group."""
     return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
 
 
 class _AllReduceSum(Function):
-    """Sum over ranks. Its gradient is again the sum over ranks, so it can be differentiated twice."""
+    """Sum over ranks. Its gradient is also a sum over ranks, so it can be differentiated twice."""
 
     @staticmethod
     def forward(ctx, value: Tensor, group: ProcessGroup | None) -> Tensor:  # type: ignore[override]
@@ -39,14 +39,14 @@ class _AllReduceSum(Function):
 
 
 def all_reduce_sum(value: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Differentiable sum of ``value`` over the ranks of ``group``."""
+    """Return the differentiable sum of ``value`` over the ranks of ``group``."""
     return _AllReduceSum.apply(value, group)  # pyright: ignore[reportReturnType]
 
 
 def all_gather_rows(value: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Differentiable stack of every rank's ``value``: shape ``(ranks, *value.shape)``.
+    """Return a differentiable stack of every rank's ``value``: shape ``(ranks, *value.shape)``.
 
-    Written as the sum of one-hot placements, so that one collective serves forward and one backward.
+    A sum of one-hot placements needs one collective for the forward and one for the backward.
     """
     placed = value.new_zeros((world_size(group), *value.shape))
     placed = torch.cat([placed[: rank(group)], value[None], placed[rank(group) + 1 :]])
@@ -55,7 +55,7 @@ def all_gather_rows(value: Tensor, group: ProcessGroup | None = None) -> Tensor:
 
 @torch.no_grad()
 def mean_over_ranks(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -> list[Tensor]:
-    """The mean of each tensor over the ranks, from one collective."""
+    """Return the mean of each tensor over the ranks, by one collective."""
     if world_size(group) == 1 or not tensors:
         return list(tensors)
     widest = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))

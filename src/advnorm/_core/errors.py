@@ -1,4 +1,4 @@
-"""Errors for users. A problem is data; its text is made here and nowhere else."""
+"""Errors for users. A problem is data; only this module renders it to text."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ NOTHING: Any = _Nothing()
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One thing that is wrong: a stable code, the setting or argument, what is required, what came, and the fix.
+    """One problem: a stable code, the setting or argument, the requirement, the received value and the fix.
 
     Code and tests compare ``code`` and ``field``. The sentence is ``message[, got GOT][; HINT]``; ``{field}`` in the
-    message stands for the field's full name, which may grow: ``steps`` of an attack becomes ``attack.steps``.
+    message stands for the full name of the field: ``steps`` of an attack becomes ``attack.steps``.
     """
 
     code: str
@@ -48,7 +48,7 @@ class Problem:
 
 
 class AdvnormError(Exception):
-    """Base of every error that advnorm raises on purpose. ``problems`` lists all that is wrong.
+    """Base of every error that advnorm raises on purpose; ``problems`` lists them all.
 
     >>> raise ConfigError("out_of_range", "{field} must be at least 1", field="epochs", got=0)
     """
@@ -101,7 +101,7 @@ class SurgeryError(AdvnormError, TypeError):
 
 
 def raise_problems(problems: Iterable[Problem], heading: str = "", kind: type[AdvnormError] = ConfigError) -> None:
-    """Raise one error that lists every problem, or return if there is none."""
+    """Raise one error that lists every problem; do nothing without problems."""
     found = tuple(problems)
     if found:
         raise kind.listing(found, heading)
@@ -120,14 +120,14 @@ def collect_problems(problems: list[Problem], parent: str = "") -> Iterator[None
 
 
 def unknown_name(kind: str, name: object, allowed: Iterable[str], field: str = "") -> Problem:
-    """The problem of a name that is not registered, with the nearest name that is."""
+    """Return the problem of an unknown name, with the nearest known name."""
     hint = did_you_mean(name, allowed)
     message = f"unknown {kind} {shown(name)}{hint}"
     return Problem(code="unknown_name", message=message, field=field or kind.replace(" ", "_"))
 
 
 def did_you_mean(name: object, allowed: Iterable[str]) -> str:
-    """A hint for a misspelt name: ``, did you mean 'dual_bn'?`` or the list of allowed names."""
+    """Return a hint for a misspelt name: ``, did you mean 'dual_bn'?`` or the list of allowed names."""
     allowed = list(allowed)
     folded = {option.lower(): option for option in allowed}
     close = difflib.get_close_matches(str(name).lower(), folded, n=1, cutoff=0.6)
@@ -137,7 +137,7 @@ def did_you_mean(name: object, allowed: Iterable[str]) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as a message shows it: its repr, at most 80 characters."""
+    """Return the repr of a value for a message, at most 80 characters."""
     if isinstance(value, Description):
         return str(value)
     try:
@@ -148,11 +148,11 @@ def shown(value: object) -> str:
 
 
 class Description(str):
-    """A received value in words, shown without quotes: ``got=Description(f"dtype {x.dtype}")``."""
+    """A received value in words, rendered without quotes: ``got=Description(f"dtype {x.dtype}")``."""
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of another library's error message; the error's name if it has no message."""
+    """Return the first line of another library's error message, or the error's name if it has no message."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 

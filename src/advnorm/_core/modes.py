@@ -1,4 +1,4 @@
-"""Evaluate a model whatever mode its caller left it in, and leave every flag as it was."""
+"""Scopes for modes of a model that restore every flag afterwards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Every module in eval mode; afterwards each has its own flag again, so that a frozen layer stays frozen."""
+    """Set every module to eval mode; restore each module's own flag afterwards, so that frozen layers stay frozen."""
     flags = [(module, module.training) for module in model.modules()]
     try:
         for module, _ in flags:
@@ -23,5 +23,5 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def hooks_run() -> AbstractContextManager[None]:
-    """Scope: compiled models run as they are written; a graph that was made before a hook came does not call it."""
+    """Run compiled models eagerly: a graph that was compiled before a hook was added does not call the hook."""
     return torch.compiler.set_stance("force_eager")

@@ -1,6 +1,6 @@
-"""The hash of :mod:`advnorm._core.seeding` on a GPU: one kernel where PyTorch's own operations are seventy.
+"""The hash of :mod:`advnorm._core.seeding` on a GPU: one kernel instead of seventy PyTorch operations.
 
-Words are unsigned 32-bit integers here, which wrap where those are masked: every bit is the same.
+Words are unsigned 32-bit integers, which wrap; the PyTorch version masks them. Every bit is the same.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-#: Keys that a program folds, and numbers of an image that one draws, at most.
+#: Largest number of keys that one program folds, and of values that one program draws for an image.
 KEYS, NUMBERS = 128, 1024
 
 
@@ -47,7 +47,7 @@ def _fold(low, high, tag, first, second, stride, new_low, new_high, count, SIZE:
 
 @triton.jit(do_not_specialize=["count", "blocks"])
 def _draw(low, high, out, count, blocks, FLOAT: tl.constexpr, SIZE: tl.constexpr):
-    program = tl.program_id(0).to(tl.int64)  # a grid has room for more along its first side than along the others
+    program = tl.program_id(0).to(tl.int64)  # the first dimension of a grid can be larger than the others
     row = program // blocks
     place = (program % blocks) * SIZE + tl.arange(0, SIZE)
     a, b = tl.load(low + row).to(tl.uint32), tl.load(high + row).to(tl.uint32)
@@ -57,7 +57,7 @@ def _draw(low, high, out, count, blocks, FLOAT: tl.constexpr, SIZE: tl.constexpr
 
 
 def fold(key: tuple[Tensor, Tensor], tag: Tensor | tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Keys with a tag mixed in: two words for all, or an integer for all or for each of them."""
+    """Mix a tag into keys: two words for all keys, or an integer for all or for each key."""
     low, high = (part.contiguous() for part in key)
     new = torch.empty_like(low), torch.empty_like(high)
     values, stride, words = None, 0, (0, 0)
@@ -73,7 +73,7 @@ def fold(key: tuple[Tensor, Tensor], tag: Tensor | tuple[int, int]) -> tuple[Ten
 
 
 def draw(key: tuple[Tensor, Tensor], count: int, dtype: torch.dtype) -> Tensor:
-    """``(N, count)``: words as int64, or uniform numbers in [0, 1) as float32."""
+    """Draw ``(N, count)`` words as int64, or uniform numbers in [0, 1) as float32."""
     low, high = (part.contiguous() for part in key)
     out = torch.empty((len(low), count), dtype=dtype, device=low.device)
     if out.numel():
@@ -85,7 +85,7 @@ def draw(key: tuple[Tensor, Tensor], count: int, dtype: torch.dtype) -> Tensor:
 
 
 def _signed(word: int) -> int:
-    """The same 32 bits: a kernel is compiled anew where an argument is of another width."""
+    """The same 32 bits as a signed integer: another width of an argument would compile the kernel again."""
     return word - (word >> 31 << 32)
 
 

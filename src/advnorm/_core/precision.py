@@ -1,4 +1,4 @@
-"""How exact numbers are: float32 at least, and scopes over torch's switches for products and cuDNN's kernels."""
+"""Numeric precision: at least float32, and scopes for torch's switches of matrix products and cuDNN kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def wide(value: Tensor) -> Tensor:
-    """Float32 at least: half precision holds neither small steps nor the squares of small numbers."""
+    """Return at least float32: half precision holds neither small steps nor the squares of small numbers."""
     return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
@@ -21,9 +21,9 @@ ContextFactory = Callable[[], AbstractContextManager[object]]
 
 
 def float32_as(precision: Literal["ieee", "tf32"], device: torch.device) -> AbstractContextManager[None]:
-    """Scope: float32 as such (``ieee``) or with TF32's shorter mantissa, and no autocast, whatever the caller set.
+    """Compute float32 exactly (``ieee``) or with TF32's shorter mantissa, without autocast, whatever the caller set.
 
-    On the CPU float32 is always as such.
+    The CPU always computes float32 exactly.
     """
     tf32 = precision == "tf32"
     settings = {"matmul": "high" if tf32 else "highest", "cudnn": tf32}
@@ -32,7 +32,7 @@ def float32_as(precision: Literal["ieee", "tf32"], device: torch.device) -> Abst
 
 
 def as_set(device: torch.device) -> ContextFactory:
-    """Makes scopes in which all of it is as it is now."""
+    """Return a factory of scopes that restore the present precision switches and autocast state."""
     kind, settings = device.type, _settings()
     on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     cached = torch.is_autocast_cache_enabled()
@@ -50,8 +50,8 @@ def _products(settings: Mapping[str, Any], autocast: torch.autocast) -> Iterator
         _set(before)
 
 
-#: Torch's switches by operation. Beside them it keeps older ones for matrix products and for cuDNN, and raises where
-#: somebody asks for an older one, as ``torch.backends.cudnn.flags`` does, and the two say different things.
+#: Torch's switches by operation. Torch also keeps older switches for matrix products and cuDNN. Reading an older one,
+#: as ``torch.backends.cudnn.flags`` does, raises if it disagrees with the newer one.
 _SWITCHES = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
 
 
@@ -63,7 +63,7 @@ def _switches() -> dict[str, Any]:
 
 def _settings() -> dict[str, Any]:
     settings: dict[str, Any] = {}
-    with suppress(RuntimeError):  # where the caller has set what the older switches cannot say, they stay
+    with suppress(RuntimeError):  # the caller set a state that the older switches cannot express
         settings["matmul"] = torch.get_float32_matmul_precision()
     with suppress(RuntimeError):
         settings["cudnn"] = cast(Any, torch.backends.cudnn).allow_tf32
@@ -71,7 +71,7 @@ def _settings() -> dict[str, Any]:
 
 
 def _set(settings: Mapping[str, Any]) -> None:
-    # The older ones first, since they set newer ones too.
+    # The older switches first, since they also set newer ones.
     if settings.get("matmul") is not None:
         torch.set_float32_matmul_precision(settings["matmul"])
     if settings.get("cudnn") is not None:
@@ -82,9 +82,9 @@ def _set(settings: Mapping[str, Any]) -> None:
 
 @contextmanager
 def kernels(*, deterministic: bool, tried: bool = True) -> Iterator[None]:
-    """Scope: cuDNN tries its convolutions and takes the fastest, or only ones that give the same bits every time.
+    """Let cuDNN benchmark its convolutions and use the fastest, or use only those that always give the same bits.
 
-    Trying takes seconds: with ``tried=False`` it takes what it thinks best.
+    Benchmarking takes seconds; with ``tried=False`` cuDNN chooses by its heuristics.
     """
     cudnn: Any = torch.backends.cudnn
     before = cudnn.benchmark, cudnn.deterministic

@@ -1,4 +1,4 @@
-"""Where a number comes from: device, versions and commit, as every record carries them."""
+"""Provenance of a number: device, versions and commit, for every record."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Versions and device, as a record carries them."""
+    """Return device, threads, versions and commit for a record."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "threads": torch.get_num_threads(),
@@ -23,16 +23,16 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def own_version() -> dict[str, Any]:
-    """Version and commit of this package."""
+    """Return version and commit of this package."""
     package = sys.modules["advnorm"]  # without importing upwards
     return {"advnorm": getattr(package, "__version__", None), "commit": _commit()}
 
 
-@cache  # asked for by every record; what a process runs is what it found at first
+@cache  # a process runs the code that it loaded first
 def _commit() -> str | None:
-    """The commit of this package's own repository, ``+`` where files differ.
+    """The commit of this package's own repository, with ``+`` if files differ from it.
 
-    Where it is installed without its repository (a container, a cluster), the variable ADVNORM_COMMIT may say it.
+    Without the repository (a container, a cluster), the environment variable ADVNORM_COMMIT names the commit.
     """
     here = Path(__file__)
 

@@ -1,7 +1,7 @@
-"""Random numbers that belong to an image: the same whatever the batch, its order, the device and the world size.
+"""Random numbers that belong to an image: independent of the batch, its order, the device and the world size.
 
-Every number is a hash of (seed, tags, image index, draw, position), so there is no state to share, save or restore, and
-torch's global generators are never touched.
+Every number is a hash of (seed, tags, image index, draw, position). No state has to be shared, saved or restored, and
+torch's global generators are not used.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from advnorm._core.errors import ConfigError, first_line
+from advnorm._core.errors import ConfigError, Description, first_line
 
 _WORD = 0xFFFFFFFF
-_INITIAL = (0x243F6A88, 0x85A308D3)  # the first digits of pi: nothing up the sleeve
+_INITIAL = (0x243F6A88, 0x85A308D3)  # the first digits of pi, an arbitrary constant
 _ODD = 0x9E3779B9
 
 
@@ -37,14 +37,14 @@ def _mix(x: Any) -> Any:
 
 
 def _words(tag: int | str | Tensor) -> tuple[int | Tensor, int | Tensor]:
-    """Two 32-bit words of a tag: the low and high half of an integer, or of the hash of a string."""
+    """The low and high 32-bit words of an integer, or of the hash of a string."""
     if isinstance(tag, str):
         tag = int.from_bytes(hashlib.blake2b(tag.encode(), digest_size=8).digest(), "little")
     return tag & _WORD, (tag >> 32) & _WORD
 
 
 class ImageNoise:
-    """Independent random numbers for each of N images, told apart by ``index``: an image's place in its data set.
+    """Independent random numbers for each of N images, identified by ``index``, their positions in the data set.
 
     >>> noise = ImageNoise(seed=0, index=torch.arange(10))
     >>> start = noise.fold("restart").fold(3).uniform((3, 32, 32), draw=0)
@@ -53,8 +53,11 @@ class ImageNoise:
     def __init__(self, seed: int, index: Tensor) -> None:
         if index.dim() != 1 or index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
             raise ConfigError(
-                f"index gives one integer per image, got {index.dtype} of shape {tuple(index.shape)}; "
-                "use torch.arange(len(x)), or each image's place in its data set"
+                "wrong_shape",
+                "{field} must give one integer per image",
+                field="index",
+                got=Description(f"{index.dtype} of shape {tuple(index.shape)}"),
+                hint="use torch.arange(len(x)), or the position of each image in its data set",
             )
         index = index.long()
         low, high = (torch.full_like(index, word) for word in _fold(_INITIAL, operator.index(seed)))
@@ -71,23 +74,23 @@ class ImageNoise:
 
     @property
     def device(self) -> torch.device:
-        """Where the numbers are made."""
+        """The device of the numbers."""
         return self._key[0].device
 
     def fold(self, tag: int | str | Tensor) -> ImageNoise:
-        """An independent stream, for example per attack or restart; a tensor gives one tag to all or one per image."""
+        """Return an independent stream, for example per restart; a tensor gives one tag for all images or for each."""
         return self._of(_fold(self._key, tag))
 
     def select(self, which: Tensor) -> ImageNoise:
-        """The noise of some of the images, by mask or by position; each keeps its own."""
+        """Return the noise of some images, by mask or by position; each image keeps its own."""
         return self._of((self._key[0][which], self._key[1][which]))
 
     def bits(self, shape: Sequence[int], draw: int | str | Tensor = 0) -> Tensor:
-        """Uniform 32-bit words, ``(N, *shape)``, as int64."""
+        """Draw uniform 32-bit words, ``(N, *shape)``, as int64."""
         return self._drawn(shape, draw, torch.int64)
 
     def uniform(self, shape: Sequence[int], draw: int | str | Tensor = 0) -> Tensor:
-        """Float32 in [0, 1), multiples of 2**-24."""
+        """Draw float32 in [0, 1), multiples of 2**-24."""
         return self._drawn(shape, draw, torch.float32)
 
     def _drawn(self, shape: Sequence[int], draw: int | str | Tensor, dtype: torch.dtype) -> Tensor:
@@ -97,19 +100,19 @@ class ImageNoise:
         return numbers.reshape(len(self), *shape)
 
     def normal(self, shape: Sequence[int], draw: int | str | Tensor = 0) -> Tensor:
-        """Standard normal, float32: Box and Muller's transform in float64, rounded once at the end."""
+        """Draw standard normal float32: the Box-Muller transform in float64, rounded once at the end."""
         radius, angle = self.bits((2, *shape), draw).double().unbind(1)
         radius = (-2 * ((radius + 0.5) * 2.0**-32).log()).sqrt()
         return (radius * (angle * (2 * math.pi * 2.0**-32)).cos()).float()
 
     def integers(self, high: int, shape: Sequence[int] = (), draw: int | str | Tensor = 0) -> Tensor:
-        """Int64 in [0, high), for high up to 2**31 (Lemire's multiply and shift; bias below high / 2**32)."""
+        """Draw int64 in [0, high), for high up to 2**31 (Lemire's multiply and shift; bias below high / 2**32)."""
         if not 1 <= high <= 2**31:
-            raise ConfigError(f"high must be between 1 and 2**31, got {high}")
+            raise ConfigError("out_of_range", "{field} must lie in [1, 2**31]", field="high", got=high)
         return (self.bits(shape, draw) * high) >> 32
 
     def signs(self, shape: Sequence[int], draw: int | str | Tensor = 0) -> Tensor:
-        """Float32, -1 or 1 with equal chance."""
+        """Draw float32 -1 or 1 with equal probability."""
         return ((self.bits(shape, draw) >> 31) * 2 - 1).float()
 
 
@@ -117,10 +120,10 @@ Key = TypeVar("Key", int, Tensor)
 
 
 def _fold(key: tuple[Key, Key], tag: int | str | Tensor) -> tuple[Key, Key]:
-    """Mix a tag into 64-bit keys; a bijection of the key, so that two images never fall together."""
+    """Mix a tag into 64-bit keys: a bijection of the key, so that two images never collide."""
     if isinstance(tag, Tensor):
         if tag.is_floating_point() or tag.is_complex():
-            raise ConfigError(f"a tag is an integer or a string, got a tensor of {tag.dtype}")
+            raise ConfigError("wrong_dtype", "{field} must be an integer or a string", field="tag", got=tag.dtype)
         if tag.dim() == 0 and tag.device.type == "cpu":
             tag = int(tag)
     low, high = key
@@ -134,7 +137,7 @@ def _fold(key: tuple[Key, Key], tag: int | str | Tensor) -> tuple[Key, Key]:
 
 
 def _draw(key: tuple[Tensor, Tensor], count: int, dtype: torch.dtype) -> Tensor:
-    """``(N, count)``: words as int64, or uniform numbers as float32."""
+    """Draw ``(N, count)`` words as int64, or uniform numbers as float32."""
     low_N, high_N = key
     counter = torch.arange(count, device=low_N.device)
     words = _mix(_mix((counter + low_N[:, None]) & _WORD) ^ high_N[:, None])
@@ -142,7 +145,7 @@ def _draw(key: tuple[Tensor, Tensor], count: int, dtype: torch.dtype) -> Tensor:
 
 
 def _kernels(low: int | Tensor) -> Any:
-    """The same as kernels of a GPU, where a key lies on one and Triton works; what is compiled is fused anyway."""
+    """The Triton kernels if the key is on a GPU where Triton works, else None; compiled code is fused anyway."""
     if not isinstance(low, Tensor) or not low.is_cuda or torch.compiler.is_compiling():
         return None
     return _with_triton(low.device)
@@ -150,15 +153,15 @@ def _kernels(low: int | Tensor) -> Any:
 
 @cache
 def _with_triton(device: torch.device) -> Any:
-    """The kernels, tried once on a device: Triton needs a compiler, a folder to write to, and a GPU that it knows."""
+    """Load and test the kernels once per device: Triton needs a compiler, a writable folder and a supported GPU."""
     if find_spec("triton") is None:
         return None
     try:
         kernels = importlib.import_module("advnorm._core.noise_kernels")
         key = torch.zeros(1, dtype=torch.int64, device=device)
         kernels.draw(kernels.fold((key, key), (0, 0)), 1, torch.int64)
-    except Exception as error:  # it fails in as many ways as there are machines
-        told = f"Triton does not work here, noise takes more and smaller kernels: {first_line(error)}"
-        warnings.warn(told, stacklevel=2)
+    except Exception as error:  # it fails in many ways
+        words = f"Triton does not work here, so noise needs more and smaller kernels: {first_line(error)}"
+        warnings.warn(words, stacklevel=2)
         return None
     return kernels

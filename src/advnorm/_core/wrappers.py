@@ -1,4 +1,4 @@
-"""Wrappers that hold a model, compiled and data-parallel ones, and where and how exact a model is."""
+"""Models inside compiled and data-parallel wrappers, and the device and precision of a model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside ``torch.compile``, DDP and DataParallel, in any order."""
+    """Return the model inside ``torch.compile``, DDP and DataParallel wrappers, in any order."""
     while True:
         if isinstance(model, DistributedDataParallel | DataParallel):
             model = model.module
@@ -19,16 +19,16 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def parallel_wrappers(model: nn.Module) -> list[str]:
-    """Kinds of the data-parallel wrappers inside a model, which know its parameters by heart."""
+    """Class names of the data-parallel wrappers inside a model, which hold references to its parameters."""
     kinds = {type(module).__name__ for module in model.modules()}
     return sorted(kind for kind in kinds if "DataParallel" in kind or kind.startswith("FSDP"))
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a model's tensors are; the CPU for one without any."""
+    """The device of a model's tensors; the CPU for a model without any."""
     return next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
-    """The precision of a model's parameters, which images are brought into; float32 for one without any."""
+    """The dtype of a model's parameters, and so of its inputs; float32 for a model without any."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
