@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -38,7 +38,7 @@ from advnorm.objectives import (
     ObjectiveOutput,
     Standard,
 )
-from advnorm.objectives.ligs import shifted
+from advnorm.objectives.ligs import shift_images
 from advnorm.training.averaging import EMA
 from support import second_pass_ranks
 from support.digits_training import batches, train
@@ -57,6 +57,7 @@ from support.objective_oracles import (
     tiny,
 )
 from support.objective_ranks import STEPS, WORLD, data, descend
+from support.problems import raises_problem
 
 M = 8
 X, Y = images(M)
@@ -108,6 +109,7 @@ class Expected:
     second: Tensor
     gradients: Gradients
     buffers: dict[str, Tensor]
+    ambiguous: bool = False  # whether a derivative is 0 but for rounding, so that its sign is arbitrary
 
 
 def algorithm_1(
@@ -144,7 +146,9 @@ def algorithm_1(
     big_n = len(drawn)
     r = big_n / (len(batch[0]) + big_n) if share is None else share
     total = {name: (1 - r) * g + r * h for name, g, h in zip(names, g_phi, h_phi)}  # line 12
-    return Expected(first.detach(), second, total, network.buffers)
+    sizes = torch.cat([g.abs().flatten() for g in g_theta]) if g_theta else torch.ones(1)
+    ambiguous = bool(((sizes > 0) & (sizes < 1e-12)).any())
+    return Expected(first.detach(), second, total, network.buffers, ambiguous)
 
 
 def equation_7(rho: float, p: float = 2.0) -> Callable[[dict[str, Tensor], Gradients], Gradients]:
@@ -318,8 +322,7 @@ def test_a_step_of_apart_sam_moves_the_weights_by_equation_7_too(inner, norm):
     groups=st.integers(1, 4),
     per_group=st.integers(2, 4),
     extra=st.integers(0, 4),
-    # With seed 3 a derivative of two images is 0 but for rounding, and its sign is arbitrary.
-    seed=st.integers(0, 99).filter(lambda seed: seed != 3),
+    seed=st.integers(0, 99),
     norm=st.sampled_from(["bn", "dual_bn", "cross_bn", "gmm_bn"]),
 )
 def test_any_radius_number_and_grouping_is_algorithm_1(rho, radius, groups, per_group, extra, seed, norm):
@@ -335,6 +338,7 @@ def test_any_radius_number_and_grouping_is_algorithm_1(rho, radius, groups, per_
     expected = algorithm_1(
         before, inner.loss, (x, crafted(x), y), rows, groups=groups, radius=radius, move=equation_7(rho)
     )
+    assume(not expected.ambiguous)
     agree(step, model, expected, count / (size + count))
 
 
@@ -361,7 +365,7 @@ def test_the_second_pass_takes_as_many_images_as_fit_into_equal_groups(samples, 
     objective = APART(Standard(tiny()), samples=samples, groups=groups)
     wanted = min(batch, samples if isinstance(samples, int) else round(samples * batch))
     if wanted < groups:
-        with pytest.raises(ConfigError, match=f"gives no {groups} equal groups"):
+        with raises_problem("conflict", "samples"):
             objective.rows(batch)
         return
     rows = objective.rows(batch)
@@ -374,7 +378,7 @@ def test_the_second_pass_takes_as_many_images_as_fit_into_equal_groups(samples, 
 def test_a_batch_with_fewer_images_than_groups_is_refused_before_anything_is_fed(count):
     objective = APART(Standard(tiny()), groups=4)
     before = snapshot(objective.model)
-    with pytest.raises(ConfigError, match="drop a last batch that is smaller"):
+    with raises_problem("conflict", "samples"):
         objective(X[:count], Y[:count])
     assert changed(objective.model, before) == set()
 
@@ -387,7 +391,7 @@ def test_a_number_of_samples_is_that_of_all_processes_together(monkeypatch, proc
     assert objective.rows(64 // processes) == 16 // processes and objective.share(64 // processes) == 0.2
     assert APART(Standard(tiny()), samples=0.25).share(64 // processes) == 0.2
     if processes > 1:
-        with pytest.raises(ConfigError, match="counts the images of all processes together"):
+        with raises_problem("conflict", "samples"):
             APART(Standard(tiny()), samples=17).rows(64 // processes)
 
 
@@ -680,7 +684,7 @@ def test_awp_moves_parametrized_weights(parametrization):
     model = nn.Sequential(nn.Flatten(), nn.Linear(72, 8), nn.ReLU(), nn.Linear(8, 4))
     getattr(nn.utils.parametrizations, parametrization)(model[1])
     step = AWP(Standard(model), gamma=0.5)(X, Y)
-    moved = {id(p) for p in AWP(Standard(model))._attacked()}
+    moved = {id(p) for p in AWP(Standard(model))._perturbed_weights()}
     originals = [p for name, p in model[1].named_parameters() if "original" in name]
     assert originals and {id(p) for p in originals if p.dim() > 1} < moved
     assert float(step.terms["second_pass"] - step.terms["clean_ce"]) > 0.01
@@ -690,7 +694,7 @@ def test_awp_that_would_move_nothing_is_refused():
     model = tiny()
     for parameter in (model.conv1.weight, model.conv2.weight, model.fc.weight):
         parameter.requires_grad_(False)
-    with pytest.raises(ConfigError, match="none that is trained is there; use SAM, or norms=True"):
+    with raises_problem("empty", "model"):
         AWP(Standard(model))
     AWP(Standard(model), norms=True)(X, Y).loss.backward()
 
@@ -866,7 +870,7 @@ def test_under_autocast_the_second_pass_uses_the_moved_weights(name):
     parameters = list(twin.parameters())
     with torch.no_grad():
         for parameter, moved in zip(
-            parameters, objective.weights_moved_by(parameters, torch.autograd.grad(first, parameters))
+            parameters, objective.weight_perturbations(parameters, torch.autograd.grad(first, parameters))
         ):
             parameter += moved
     with bf16(cache_enabled=False), advnorm.statistics(twin, mode="batch_frozen"):
@@ -973,7 +977,7 @@ def with_ligs(network: Attacked, batch: Batch, mode: str) -> Tensor:
 @each_pass
 def test_a_second_pass_resists_the_regularizer_too(wrap, norm):
     model, x = tiny(norm), X.double()
-    neighbour = shifted("gaussian", x, Y, ImageNoise(0, INDEX).fold("ligs"), 0.2, None)
+    neighbour = shift_images("gaussian", x, Y, ImageNoise(0, INDEX).fold("ligs"), 0.2, None)
     before = copy.deepcopy(model)
     objective = wrap(LIGS(Standard(model), weight=0.5, size=0.2))
     passes = seen_by(objective.objective)
@@ -990,39 +994,39 @@ def test_a_second_pass_resists_the_regularizer_too(wrap, norm):
 @pytest.mark.parametrize("outer", [APART, SAM, APARTSAM, AWP])
 @pytest.mark.parametrize("inner", [APART, SAM, APARTSAM, AWP])
 def test_two_second_passes_are_refused_with_the_way_to_have_both(outer, inner):
-    with pytest.raises(ConfigError, match=f"{inner.__name__} takes a second pass already.*APARTSAM"):
+    with raises_problem("conflict", "objective"):
         outer(inner(Standard(tiny())))
 
 
 @pytest.mark.parametrize("inner", [APART, SAM, APARTSAM, AWP])
 def test_a_regularizer_around_a_second_pass_is_refused_with_the_right_order(inner):
-    with pytest.raises(ConfigError, match=rf"would not see this term; write {inner.__name__}\(LIGS\(...\)\)"):
+    with raises_problem("conflict", "objective"):
         LIGS(inner(Standard(tiny())))
 
 
 @pytest.mark.parametrize("outer", [APART, SAM, APARTSAM, AWP, LIGS])
 @pytest.mark.parametrize("wrong", [tiny(), "hybrid", None, Standard], ids=["model", "name", "none", "class"])
 def test_what_is_wrapped_must_be_an_objective(outer, wrong):
-    with pytest.raises(ConfigError, match=rf"{outer.__name__} wraps an objective such as Hybrid\(model, attack\)"):
+    with raises_problem("wrong_type", "objective"):
         outer(wrong)
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "told"),
+    ("kind", "options", "fields"),
     [
-        (APART, {"radius": -0.1, "samples": 0, "groups": 0, "group": 2}, ["radius", "samples", "groups", "'group'"]),
-        (APART, {"radius": float("nan"), "samples": 1.5}, ["radius", "samples"]),
-        (APART, {"samples": True, "groups": True}, ["samples", "groups"]),
-        (APART, {"samples": 10, "groups": 4, "radius": "0.1"}, ["10 samples cannot be cut into 4", "radius"]),
-        (SAM, {"rho": -1, "rhoo": 1}, ["rho must", "unknown option 'rhoo', did you mean 'rho'"]),
-        (APARTSAM, {"rho": None, "radius": -1, "samples": -3, "gropus": 2}, ["rho", "radius", "samples", "groups'"]),
-        (AWP, {"gamma": "1", "norms": 1, "norm": True}, ["gamma", "norms must be True or False", "'norm'"]),
+        (APART, {"radius": -0.1, "samples": 0, "groups": 0, "group": 2}, {"radius", "samples", "groups", "group"}),
+        (APART, {"radius": float("nan"), "samples": 1.5}, {"radius", "samples"}),
+        (APART, {"radius": 1.0, "samples": True, "groups": True}, {"radius", "samples", "groups"}),
+        (APART, {"samples": 10, "groups": 4, "radius": "0.1"}, {"groups", "radius"}),
+        (SAM, {"rho": -1, "rhoo": 1}, {"rho", "rhoo"}),
+        (APARTSAM, {"rho": None, "radius": -1, "samples": -3, "gropus": 2}, {"rho", "radius", "samples", "gropus"}),
+        (AWP, {"gamma": "1", "norms": 1, "norm": True}, {"gamma", "norms", "norm"}),
     ],
 )
-def test_wrong_options_are_told_all_at_once(kind, options, told):
+def test_all_problems_of_options_come_in_one_error(kind, options, fields):
     with pytest.raises(ConfigError) as error:
         kind(Standard(tiny()), **options)
-    assert all(part in str(error.value) for part in told), error.value
+    assert {problem.field for problem in error.value.problems} == fields
 
 
 @pytest.mark.parametrize("kind", [APART, APARTSAM])
@@ -1088,7 +1092,7 @@ def test_a_share_of_clean_images_that_makes_no_equal_groups_is_refused_before_an
     model = tiny("dual_bn")
     objective = APART(Hybrid(model, pgd(), clean_share=0.5), groups=2)
     before = snapshot(model)
-    with pytest.raises(ConfigError, match="3 clean images of a second pass cannot be cut into 2 equal groups"):
+    with raises_problem("conflict", "groups"):
         objective(X[:6], Y[:6])
     assert not changed(model, before)
     assert objective(X, Y).loss.isfinite()
@@ -1097,7 +1101,7 @@ def test_a_share_of_clean_images_that_makes_no_equal_groups_is_refused_before_an
 def test_a_gradient_in_half_precision_has_its_length_in_float32():
     """Squares of 1e-5 are none in float16: the step was a third of rho."""
     gradients = [torch.full((7,), 6e-6, dtype=torch.float16), torch.full((5,), -6e-6, dtype=torch.float16)]
-    steps = SAM(Standard(tiny("bn")), rho=0.05).weights_moved_by(gradients, gradients)
+    steps = SAM(Standard(tiny("bn")), rho=0.05).weight_perturbations(gradients, gradients)
     assert {step.dtype for step in steps} == {torch.float16}
     assert torch.cat(steps).double().norm().item() == pytest.approx(0.05, rel=1e-3)
 

@@ -952,11 +952,7 @@ def test_a_full_disk_is_one_readable_error_and_the_run_goes_on_later(tmp_path, l
             {},
             "second_pass apart cannot take 12 images: .*change second_pass.samples, second_pass.groups",
         ),
-        (
-            {"regularizer": {"name": "ligs", "shift": "fgsm", "size": 2}},
-            {},
-            "size must lie in pixel scale",
-        ),
+        ({"regularizer": {"name": "ligs", "shift": "fgsm", "size": 2}}, {}, "size must lie in pixel scale"),
         ({}, {"device": "cuda"}, "device 'cuda:0' is not available"),
         ({}, {"device": "tpu"}, "unknown device 'tpu'"),
         ({}, {"max_minutes": -1, "checkpoint_minutes": math.nan}, "max_minutes .* got -1; checkpoint_minutes"),

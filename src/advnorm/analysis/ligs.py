@@ -35,7 +35,7 @@ from advnorm.attacks import Attack, attacked, input_gradient
 from advnorm.attacks.base import Predict, Progress, check_images, checked
 from advnorm.attacks.losses import cross_entropy
 from advnorm.evaluation.target import EvaluationTarget
-from advnorm.objectives.ligs import Shift, shifted
+from advnorm.objectives.ligs import Shift, shift_images
 from advnorm.threat import ThreatModel, parse_length
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def ligs(
         for rows in even_slices(len(x), batch_size):
             images, labels = (part[rows].detach().to(device, copy=True) for part in (x, y))
             noise = ImageNoise(seed, torch.arange(rows.start, rows.stop, device=device)).fold("ligs")
-            near = shifted(shift, images, labels, noise, size, predict)
+            near = shift_images(shift, images, labels, noise, size, predict)
             cosines.append(_cosine(*(_gradient(predict, at, labels) for at in (images, near))).cpu())
     return GradientSimilarities(per_image=torch.cat(cosines))
 

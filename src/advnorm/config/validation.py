@@ -187,7 +187,7 @@ class _Checks:
         for label in ("regularizer", "second_pass"):
             named = getattr(s, label)
             if self.valid(label) and named is not None:
-                self.add(label, WITH_OPTIONS[label].get(named.name).setting_problems(**named.options))
+                self.add(label, WITH_OPTIONS[label].get(named.name).option_problems(**named.options))
         if not self.valid("second_pass", "batch_size") or s.second_pass is None:
             return
         groups, samples = (

@@ -1,4 +1,4 @@
-"""What every objective is: a module that takes images and labels, attacks, and returns the loss with its terms."""
+"""The base of every objective: a module that takes images and labels, attacks, and returns the loss with its terms."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from advnorm._core.distributed import rank
-from advnorm._core.errors import AdvnormError, ConfigError, did_you_mean, raise_all
+from advnorm._core.errors import AdvnormError, ConfigError, Description, Problem, raise_all, raise_problems
 from advnorm._core.precision import wide
 from advnorm._core.registry import Registry, keywords
+from advnorm._core.settings import Setting, convert, convert_options
 from advnorm._core.wrappers import dtype_of
 from advnorm.attacks.base import (
     Attack,
@@ -39,63 +40,86 @@ Layout = Literal["concatenated", "sequential"]
 TrainingStatistics = Literal["batch", "running"]
 
 
-def _check_floats(x: Tensor) -> None:
-    if not isinstance(x, Tensor):
-        raise ConfigError(f"images must be a tensor of floats in [0, 1], got {type(x).__name__}")
-    if not x.is_floating_point():
-        raise ConfigError(f"images must be floats in [0, 1], got {x.dtype}; use x.float() / 255")
-
-
-def _check_labels(x: Tensor, y: Tensor, *, soft: bool) -> None:
-    """Refuse labels that are none, by what waits for no device; ``soft``: probabilities by class are ones too."""
-    if not isinstance(y, Tensor):
-        raise ConfigError(f"labels must be a tensor of class numbers, got {type(y).__name__}")
-    if soft and y.is_floating_point() and y.dim() == 2 and len(y) == len(x):
-        return
-    raise_all(label_problems(x, y), "bad batch")
-
-
 class Objective(nn.Module):
-    """A loss of ``(x, y)`` that makes its own adversarial images. Wrap it in DDP as a whole: one reduction per step.
+    """A loss of ``(x, y)`` that crafts its own adversarial images. Wrap it in DDP as a whole: one reduction per step.
 
     ``model`` is any classifier of images in [0, 1]. With routed norms each domain's images take their own route;
-    without, clean and adversarial images go the same way. ``attack`` runs on the bare model, through the route
-    ``"adv"`` unless it names one, and leaves parameters, statistics and gradients as they are.
+    without, clean and adversarial images take the same one. ``attack`` runs on the bare model, through the route
+    ``"adv"`` unless it names one, and changes neither parameters nor statistics nor gradients.
 
-    Where a training leaves a domain out (``classical`` on ``dual_bn``), that domain's parameters get no gradient: give
+    If a training leaves a domain out (``classical`` on ``dual_bn``), that domain's parameters get no gradient: give
     DDP ``find_unused_parameters=True``, or freeze them.
 
-    ``label_smoothing`` applies to the cross-entropy terms. ``statistics``: see :data:`TrainingStatistics`; an
-    attribute, so that a training can change it for its last epochs, as it can change ``attack``.
+    Subclasses declare their settings as keyword-only parameters and pass them on; this class validates all of them and
+    sets them as attributes. A training may change ``attack`` and ``statistics`` from epoch to epoch.
     """
 
     needs_attack: ClassVar[bool] = True
-    #: The domains whose images the training pass sees, and so whose banks it trains and feeds.
+    #: The domains whose images the training pass sees, and whose banks it trains and updates.
     domains: ClassVar[tuple[str, ...]] = ("clean", "adv")
     #: One line for listings, and the paper it comes from.
     summary: ClassVar[str] = ""
     paper: ClassVar[str] = ""
+
+    label_smoothing: float
 
     def __init__(
         self,
         model: nn.Module,
         attack: Attack | None = None,
         *,
-        label_smoothing: float = 0.0,
-        statistics: TrainingStatistics = "batch",
-        **unknown: Any,
+        label_smoothing: Annotated[float, Setting("Label smoothing of the cross-entropy terms.", "[0, 1)")] = 0.0,
+        statistics: Annotated[TrainingStatistics, Setting("Statistics of the training pass.")] = "batch",
+        **options: Any,
     ) -> None:
         super().__init__()
-        self.check(model, attack, label_smoothing=label_smoothing, statistics=statistics, **unknown)
+        given = {"label_smoothing": label_smoothing, "statistics": statistics, **options}
+        settings = self._validate(model, attack, given)
         self.model = model
         self.attack = attack
-        self.label_smoothing = label_smoothing
-        self.statistics = statistics
-        #: Of what the objective draws besides its attack: the images of a second pass, the noise of LIGS.
+        for name, value in settings.items():
+            setattr(self, name, value)
+        #: Seed of the images of a second pass and of the noise of LIGS; an attack has its own.
         self.seed = 0
-        self._drawn = 0
+        self._batches_without_index = 0
         self._range_checked = False  # of the first batch's images
-        self._largest_label: int | None = None  # of that batch
+        self._largest_label: int | None = None  # of the first batch
+
+    @classmethod
+    def _validate(cls, model: nn.Module, attack: Attack | None, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings in their types, or raise one error with all problems."""
+        problems = []
+        if not isinstance(model, nn.Module):
+            got = Description(type(model).__name__)
+            problems.append(Problem(code="wrong_type", message="{field} must be an nn.Module", field="model", got=got))
+        problems += cls._attack_problems(attack)
+        settings, bad = cls.convert_settings(options)
+        problems += bad
+        if isinstance(model, nn.Module):
+            plans = list(dict.fromkeys(module.plan for module in routed_modules(model).values()))
+            problems += cls.plan_problems(plans, **settings)
+            if isinstance(attack, Attack):
+                problems += cls._attack_statistics_problems(plans, attack.statistics)
+        raise_problems(problems, f"bad objective {cls.__name__}")
+        return settings
+
+    @classmethod
+    def options(cls) -> dict[str, inspect.Parameter]:
+        """The keyword-only parameters of this objective, its own before those of its bases."""
+        found: dict[str, inspect.Parameter] = {}
+        for base in cls.__mro__:
+            if issubclass(base, Objective) and "__init__" in vars(base):
+                for name, parameter in keywords(base.__init__).items():
+                    found.setdefault(name, parameter)
+        return found
+
+    @classmethod
+    def convert_settings(cls, options: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+        """Return all settings in their types, with the default instead of a missing or wrong one, and the problems."""
+        converted, problems = convert_options("", cls.options(), options)
+        wrong = {problem.field for problem in problems}
+        settings = {name: parameter.default for name, parameter in cls.options().items()}
+        return settings | {name: value for name, value in converted.items() if name not in wrong}, problems
 
     @classmethod
     def problems(
@@ -105,66 +129,37 @@ class Objective(nn.Module):
         *,
         attack_statistics: Mode = "running",
         **options: Any,
-    ) -> list[str]:
-        """What speaks against this objective, with these options, on a network with the named norm."""
+    ) -> list[Problem]:
+        """The problems of this objective, with options in their types, on a network with the named norm."""
         own = {key: value for key, value in (norm_options or {}).items() if key not in MODULE_OPTIONS}
         try:
             plan = make_plan(norm, **own)
         except (AdvnormError, TypeError):
-            return []  # an unknown norm is told by others
-        return cls.plan_problems([plan], **options) + cls._attack_problems([plan], attack_statistics)
+            return []  # the configuration reports an unknown norm
+        problems = cls.plan_problems([plan], **cls.convert_settings(options)[0])
+        return problems + cls._attack_statistics_problems([plan], attack_statistics)
 
     @classmethod
-    def plan_problems(cls, plans: Iterable[Plan], **options: Any) -> list[str]:
-        """What speaks against this objective on a network with these plans; subclasses add to it."""
-        statistics = options.get("statistics", "batch")
-        problems = share_problem("label_smoothing", options.get("label_smoothing", 0.0), below_one=True)
-        problems += _statistics_problem(statistics)
+    def plan_problems(cls, plans: Iterable[Plan], **options: Any) -> list[Problem]:
+        """The problems of a complete set of valid options on a network with these plans; subclasses add to it."""
+        problems = []
         for plan in plans:
             missing = [domain for domain in cls.domains if domain not in plan.domains]
             if missing:
-                problems.append(
+                message = (
                     f"{cls.__name__} trains on {' and '.join(cls.domains)} images, and {plan.name} has the domains "
-                    f"{', '.join(plan.domains)}; name {' and '.join(missing)} among its domains"
+                    f"{', '.join(plan.domains)}"
                 )
+                hint = f"add {' and '.join(missing)} to its domains"
+                problems.append(Problem(code="conflict", message=message, field="norm", hint=hint))
         return problems
 
     @classmethod
-    def _attack_problems(cls, plans: Iterable[Plan], statistics: Mode) -> list[str]:
-        """What speaks against what the attack normalizes with, on a network with these plans."""
+    def _attack_statistics_problems(cls, plans: Iterable[Plan], statistics: Mode) -> list[Problem]:
         if not cls.needs_attack or statistics == "running":
             return []
-        return [
-            f"{name} normalizes with the statistics of both domains, and an attack with statistics={statistics!r} sees "
-            "one; attack with statistics='running'"
-            for name in dict.fromkeys(plan.name for plan in plans if needs_both_domains(plan))
-        ]
-
-    @classmethod
-    def check(cls, model: nn.Module, attack: Attack | None, **options: Any) -> None:
-        """Refuse, all at once, what is wrong with the settings; a subclass calls it with its own before all else."""
-        problems = []
-        if not isinstance(model, nn.Module):
-            problems.append(f"the model must be an nn.Module, got {type(model).__name__}")
-        problems += cls._unusable(attack)
-        known = cls.options()
-        problems += [f"unknown option {name!r}{did_you_mean(name, known)}" for name in options if name not in known]
-        if isinstance(model, nn.Module):
-            plans = dict.fromkeys(module.plan for module in routed_modules(model).values())
-            problems += cls.plan_problems(plans, **options)
-            if isinstance(attack, Attack):
-                problems += cls._attack_problems(plans, attack.statistics)
-        raise_all(problems, f"bad objective {cls.__name__}")
-
-    @classmethod
-    def options(cls) -> dict[str, inspect.Parameter]:
-        """The keyword options of this objective with their annotations and defaults, its own before its bases'."""
-        found: dict[str, inspect.Parameter] = {}
-        for base in cls.__mro__:
-            if issubclass(base, Objective) and "__init__" in vars(base):
-                for name, parameter in keywords(base.__init__).items():
-                    found.setdefault(name, parameter)
-        return found
+        seen = f"an attack with statistics={statistics!r} sees one"
+        return both_domains_problems(plans, seen, "attack.statistics", "attack with statistics='running'")
 
     def trained_domains(self) -> tuple[str, ...]:
         """The domains whose parameters get a gradient in each step."""
@@ -181,44 +176,45 @@ class Objective(nn.Module):
 
     @property
     def attack(self) -> Attack | None:
-        """What makes the adversarial images; a training may change it from epoch to epoch."""
+        """Crafts the adversarial images."""
         return self._attack
 
     @attack.setter
     def attack(self, attack: Attack | None) -> None:
-        raise_all(self._unusable(attack), f"bad attack of {type(self).__name__}")
+        raise_problems(self._attack_problems(attack), f"bad attack of {type(self).__name__}")
         self._attack = None if attack is None else self.adapt_attack(attack)
 
     @classmethod
-    def _unusable(cls, attack: Any) -> list[str]:
-        """What speaks against this attack, whatever the network is."""
+    def _attack_problems(cls, attack: Any) -> list[Problem]:
+        example = "PGD(threat=ThreatModel(eps='8/255'), steps=10)"
         if attack is None:
-            example = "PGD(threat=ThreatModel(eps='8/255'), steps=10)"
-            return [f"an attack is needed, for example {example}"] if cls.needs_attack else []
+            message = f"{cls.__name__} needs an attack"
+            missing = Problem(code="missing_attack", message=message, field="attack", hint=f"for example {example}")
+            return [missing] if cls.needs_attack else []
         if not isinstance(attack, Attack):
-            return [f"attack must be an Attack such as PGD(...), got {attack!r}"]
+            message = f"{{field}} must be an Attack such as {example}"
+            return [Problem(code="wrong_type", message=message, field="attack", got=attack)]
         try:
             cls.adapt_attack(attack)
         except ConfigError as error:
-            return [str(error)]
+            return list(error.problems)
         return []
 
     @classmethod
     def adapt_attack(cls, attack: Attack) -> Attack:
-        """A given attack as this objective needs it; refuses one that it cannot use."""
+        """Return an attack with the settings that this objective needs; reject an unsuitable one."""
         return attack
 
     @property
     def statistics(self) -> TrainingStatistics:
-        """What the training pass normalizes with; a training may change it for its last epochs."""
+        """What the training pass normalizes with, see :data:`TrainingStatistics`."""
         return self._statistics
 
     @statistics.setter
     def statistics(self, statistics: TrainingStatistics) -> None:
-        raise_all(_statistics_problem(statistics), f"bad objective {type(self).__name__}")
-        self._statistics: TrainingStatistics = statistics
+        self._statistics: TrainingStatistics = convert("statistics", TrainingStatistics, statistics)
 
-    # -- the adversarial images ------------------------------------------------------------------------------------
+    # -- crafting --------------------------------------------------------------------------------------------------
 
     def craft(self, x: Tensor, y: Tensor, index: Tensor, execution: Execution = EAGER) -> Tensor:
         """Craft adversarial images for ``x``, inside ball and box; ``index`` identifies each image for its noise."""
@@ -255,8 +251,8 @@ class Objective(nn.Module):
 
     def _fresh_index(self, x: Tensor) -> Tensor:
         """Identities that no image had before, for loops that pass no index."""
-        start = self._drawn * 2**20 + rank() * 2**40
-        self._drawn += 1
+        start = self._batches_without_index * 2**20 + rank() * 2**40
+        self._batches_without_index += 1
         return torch.arange(start, start + len(x), device=x.device)
 
     # -- the training pass -----------------------------------------------------------------------------------------
@@ -304,7 +300,7 @@ class Objective(nn.Module):
             return {domain: by_domain[domain] for domain in images}
 
     def _forwarded(self, trained: set[str]) -> set[str]:
-        """The domains whose images are forwarded for the statistics of their banks, beside the ``trained`` ones."""
+        """The domains whose images are forwarded for their statistics, beside the ``trained`` ones."""
         found = set(self.domains) - trained
         if self.statistics == "batch":
             found.update(*(module.plan.forwarded_for(trained) for module in routed_modules(self.model).values()))
@@ -340,8 +336,8 @@ class Objective(nn.Module):
         self, x: Tensor, y: Tensor, index: Tensor | None = None, execution: Execution = EAGER
     ) -> CraftedBatch:
         """Validate a batch and craft its adversarial images if the objective attacks. No ``index``: fresh noise."""
-        _check_floats(x)
-        _check_labels(x, y, soft=not self.needs_attack)
+        _validate_image_dtype(x)
+        _validate_labels(x, y, soft=not self.needs_attack)
         hard = y.numel() and not y.is_floating_point()
         if self._largest_label is None and hard and not torch.compiler.is_compiling():
             least, largest = (int(value) for value in y.aminmax())
@@ -351,7 +347,8 @@ class Objective(nn.Module):
             self.validate_images(x)
         index = self._fresh_index(x) if index is None else index
         if len(index) != len(x):
-            raise ConfigError(f"index names {len(index)} images and the batch has {len(x)}")
+            message = f"{{field}} names {len(index)} images and the batch has {len(x)}"
+            raise ConfigError("wrong_shape", message, field="index")
         craft = execution.craft or partial(self.craft, execution=execution)
         return CraftedBatch(x, y, index, craft(x, y, index) if self.needs_attack else None)
 
@@ -360,11 +357,14 @@ class Objective(nn.Module):
 
         Only the first batch's range is read, because that waits for the device.
         """
-        _check_floats(x)
+        _validate_image_dtype(x)
         if torch.finfo(x.dtype).bits < 32:
             raise ConfigError(
-                f"images must be float32, got {x.dtype}, which cannot hold a perturbed pixel; use x.float(), and "
-                "autocast or a model in half precision for speed"
+                "wrong_dtype",
+                "{field} must be float32, because half precision cannot hold a perturbed pixel",
+                field="images",
+                got=Description(x.dtype),
+                hint="use x.float(), and autocast or a model in half precision for speed",
             )
         if self._range_checked or torch.compiler.is_compiling():
             return
@@ -400,12 +400,8 @@ class Objective(nn.Module):
         return f"attack={attack!r}, label_smoothing={self.label_smoothing}, statistics={self.statistics!r}"
 
 
-def needs_both_domains(plan: Plan) -> bool:
-    """Whether a batch of one domain cannot be normalized: it takes the other's statistics too."""
-    return plan.mixture or plan.crosses
-
-
 OBJECTIVES: Registry[type[Objective]] = Registry("objective")
+register_objective = OBJECTIVES.register
 
 
 def list_objectives(pattern: str = "*") -> list[str]:
@@ -413,20 +409,38 @@ def list_objectives(pattern: str = "*") -> list[str]:
     return OBJECTIVES.names(pattern)
 
 
-def weight_problem(label: str, value: Any) -> list[str]:
-    """What is wrong with a weight of a term."""
-    good = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
-    return [] if good else [f"{label} must be a number of at least 0, got {value!r}"]
+def needs_both_domains(plan: Plan) -> bool:
+    """Whether a norm needs images of both domains in each batch, because it uses the other domain's statistics."""
+    return plan.mixture or plan.crosses
 
 
-def _statistics_problem(value: Any) -> list[str]:
-    good = value in get_args(TrainingStatistics)
-    return [] if good else [f"statistics of the training pass are 'batch' or 'running', got {value!r}"]
+def both_domains_problems(plans: Iterable[Plan], but: str, field: str, hint: str) -> list[Problem]:
+    """The problem of each norm that needs both domains, where only one is available."""
+    return [
+        Problem(
+            code="conflict",
+            message=f"{name} normalizes with the statistics of both domains, and {but}",
+            field=field,
+            hint=hint,
+        )
+        for name in dict.fromkeys(plan.name for plan in plans if needs_both_domains(plan))
+    ]
 
 
-def share_problem(label: str, value: Any, *, below_one: bool = False) -> list[str]:
-    """What is wrong with a share."""
-    good = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
-    if good and not (below_one and value == 1):
-        return []
-    return [f"{label} must lie in [0, 1{')' if below_one else ']'}, got {value!r}"]
+def _validate_image_dtype(x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        got = Description(type(x).__name__)
+        raise ConfigError("wrong_type", "{field} must be a tensor of floats in [0, 1]", field="images", got=got)
+    if not x.is_floating_point():
+        message, got = "{field} must be floats in [0, 1]", Description(x.dtype)
+        raise ConfigError("wrong_dtype", message, field="images", got=got, hint="use x.float() / 255")
+
+
+def _validate_labels(x: Tensor, y: Tensor, *, soft: bool) -> None:
+    """Reject wrong labels without a device synchronization; ``soft``: allow probabilities by class."""
+    if not isinstance(y, Tensor):
+        got = Description(type(y).__name__)
+        raise ConfigError("wrong_type", "{field} must be a tensor of class numbers", field="labels", got=got)
+    if soft and y.is_floating_point() and y.dim() == 2 and len(y) == len(x):
+        return
+    raise_all(label_problems(x, y), "bad batch")

@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from advnorm._core.errors import ConfigError, did_you_mean, raise_all
+from advnorm._core.errors import ConfigError, Problem
 from advnorm._core.registry import Registry
 from advnorm._core.seeding import ImageNoise
+from advnorm._core.settings import Setting
 from advnorm._core.wrappers import unwrapped
 from advnorm.attacks.base import logits_of
 from advnorm.attacks.pgd import FGSM, PGD
 from advnorm.norms import domains, route, routed_modules, statistics
-from advnorm.objectives.base import Objective, needs_both_domains, weight_problem
+from advnorm.objectives.base import Objective, needs_both_domains
 from advnorm.objectives.execution import EAGER, CraftedBatch, Execution, ObjectiveOutput
 from advnorm.objectives.second_pass import SecondPass
 from advnorm.objectives.wrapper import Wrapper, leaving_no_trace
 from advnorm.threat import ThreatModel, length_problem, parse_length
 
-#: What the gradient is compared under; all of size 0.01 in the paper (app. B.4).
+#: Shifts under which the gradient is compared; all of size 0.01 in the paper (app. B.4).
 Shift = Literal["gaussian", "uniform", "fgsm", "pgd"]
-#: Those that take hard labels, and pixels in [0, 1].
+#: The shifts that need hard labels and pixels in [0, 1].
 ATTACKS = ("fgsm", "pgd")
 
 
-def shifted(kind: Shift, x: Tensor, y: Tensor, noise: ImageNoise, size: float, predict: Any) -> Tensor:
+def shift_images(kind: Shift, x: Tensor, y: Tensor, noise: ImageNoise, size: float, predict: Any) -> Tensor:
     """``x + ν``: Gaussian of deviation ``size``, uniform in ±size, or FGSM or 7-step PGD of that radius (app. B.4)."""
     if kind == "gaussian":
         return x + size * noise.normal(x.shape[1:], "ligs").to(x.dtype)
@@ -39,45 +40,49 @@ def shifted(kind: Shift, x: Tensor, y: Tensor, noise: ImageNoise, size: float, p
     return attack.kept(attack.perturb(predict, x, y, noise), x)
 
 
+#: Regularizers by name, for configurations and listings.
+REGULARIZERS: Registry[type[Wrapper]] = Registry("regularizer")
+register_regularizer = REGULARIZERS.register
+
+
+@register_regularizer("ligs")
 class LIGS(Wrapper):
     """``L + λ (1 - LIGS)`` with ``LIGS = E cos(∇_x l(x, y), ∇_x l(x + ν, y))`` (paper D, eq. 1), λ = ``weight``.
 
-    On the clean images, through the first branch that the objective trains, with the batch's statistics (nothing is
-    fed) or the stored ones where a norm needs both domains. The gradient of a gradient is taken, which compiled
-    networks do not offer: these forwards run as they are. Compile the model, not this.
+    Clean images go through the first branch that the objective trains, with the batch's statistics (no bank is
+    updated), or with the stored ones if a norm needs both domains. Compiled networks do not support the gradient of a
+    gradient, so that these forwards run eagerly. Compile the model, not this objective.
     """
 
     summary, paper = "input gradients that stay alike near an image", "D (eq. 1, fig. 5)"
+
+    weight: float
+    shift: Shift
+    size: float
 
     def __init__(
         self,
         objective: Objective,
         *,
-        weight: float = 1.0,
-        shift: Shift = "gaussian",
-        size: float | str = 0.01,
-        **unknown: Any,
+        weight: Annotated[float, Setting("Weight λ of the regularizer.", "[0, inf)")] = 1.0,
+        shift: Annotated[Shift, Setting("Kind of the shift ν.")] = "gaussian",
+        size: Annotated[float | str, Setting("Size of the shift in pixel scale, such as 0.01 or 8/255.")] = 0.01,
+        **options: Any,
     ) -> None:
-        own = {"weight": weight, "shift": shift, "size": size}
-        problems = [f"unknown option {name!r}{did_you_mean(name, own)}" for name in unknown]
-        raise_all(problems + self.setting_problems(**own), "bad LIGS")
         if isinstance(objective, SecondPass):
             name = type(objective).__name__
-            raise ConfigError(f"the second pass of {name} would not see this term; write {name}(LIGS(...)) instead")
+            message = f"the second pass of {name} would not include LIGS"
+            raise ConfigError("conflict", message, field="objective", hint=f"write {name}(LIGS(...)) instead")
         if isinstance(objective, LIGS):
-            raise ConfigError("LIGS is a term of this objective already; one LIGS with the sum of the weights will do")
-        super().__init__(objective)
-        self.weight, self.size = weight, parse_length(size)
-        self.shift: Shift = shift
+            hint = "use one LIGS with the sum of the weights"
+            raise ConfigError("conflict", "the objective has a LIGS term already", field="objective", hint=hint)
+        super().__init__(objective, weight=weight, shift=shift, size=size, **options)
+        self.size = parse_length(size)
 
     @classmethod
-    def setting_problems(cls, *, weight: Any = 1.0, shift: Any = "gaussian", size: Any = 0.01, **_: Any) -> list[str]:
-        problems = weight_problem("weight", weight)
-        if (problem := length_problem("size", size, "Linf")) is not None:
-            problems.append(str(problem))
-        if shift not in get_args(Shift):
-            problems.append(f"unknown shift {shift!r}{did_you_mean(shift, get_args(Shift))}")
-        return problems
+    def setting_problems(cls, **settings: Any) -> list[Problem]:
+        problem = length_problem("size", settings["size"], "Linf")
+        return [] if problem is None else [problem]
 
     def craft_batch(
         self, x: Tensor, y: Tensor, index: Tensor | None = None, execution: Execution = EAGER
@@ -93,9 +98,9 @@ class LIGS(Wrapper):
         return output._replace(loss=loss, terms={**output.terms, "ligs": similarity.detach()})
 
     def similarity(self, x: Tensor, y: Tensor, noise: ImageNoise) -> Tensor:
-        """LIGS of a batch, differentiable. An image whose gradient is zero has none: it counts as 0 and moves nothing.
+        """LIGS of a batch, differentiable. An image whose gradient is zero counts as 0 and has no influence.
 
-        What the network draws, as dropout does, is the same at both points.
+        Random numbers of the network, such as dropout's, are the same at both points.
         """
         model = unwrapped(self.model)
         branch = next((domain for domain in self.trained_domains() if domain in domains(model)), None)
@@ -109,7 +114,7 @@ class LIGS(Wrapper):
             images = images.detach().requires_grad_()
             loss = F.cross_entropy(predict(images), y, reduction="sum")
             rows = torch.autograd.grad(loss, images, create_graph=True)[0].flatten(1)
-            # The direction alone counts, and confident networks have gradients below what a cosine takes for zero.
+            # Only the direction counts, and a cosine treats the small gradients of confident networks as zero.
             largest = rows.detach().abs().amax(1, keepdim=True)
             there = largest > torch.finfo(rows.dtype).tiny
             return torch.where(there, rows / torch.where(there, largest, 1), 0)
@@ -121,15 +126,10 @@ class LIGS(Wrapper):
             route(model, branch) if branch else nullcontext(),
             statistics(model, mode="running") if stored else nullcontext(),
         ):
-            near = shifted(self.shift, x, y, noise, self.size, predict)
+            near = shift_images(self.shift, x, y, noise, self.size, predict)
             with torch.random.fork_rng([x.device] if x.is_cuda else []):
                 at_x = gradient(x)
             return F.cosine_similarity(at_x, gradient(near.detach()), dim=1).mean()
 
     def extra_repr(self) -> str:
         return f"weight={self.weight}, shift={self.shift!r}, size={self.size}"
-
-
-#: Regularizers by name, for configurations and listings.
-REGULARIZERS: Registry[type[LIGS]] = Registry("regularizer")
-REGULARIZERS.add("ligs", LIGS)

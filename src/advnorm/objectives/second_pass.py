@@ -1,16 +1,16 @@
-"""Model-based adversarial training (paper B, eq. 2): a second pass over a model that is attacked itself.
+"""Model-based adversarial training (paper B, eq. 2): a second pass over a perturbed model.
 
-A step takes two backward passes: the first gives the gradient and, from the same pass, the direction of the attack on
-the model; the second gives the gradient that resists it. Both happen where the loss is measured, so that
-``loss.backward()`` outside only hands the result to the parameters, and DDP reduces it once. The second pass uses the
-images of the first, adversarial ones included, and leaves no trace in the running statistics (paper B, sec. 3.2).
+A step has two backward passes. The first gives the gradient and the direction of the attack on the model; the second
+gives the gradient on the attacked model. Both run inside :meth:`compute_loss`. ``loss.backward()`` then only hands the
+result to the parameters, and DDP reduces it once. The second pass uses the images of the first, adversarial ones
+included, and does not change the running statistics (paper B, sec. 3.2).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -18,13 +18,14 @@ from torch.autograd import Function
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from advnorm._core.distributed import mean_over_ranks, world_size
-from advnorm._core.errors import ConfigError, did_you_mean, raise_all
+from advnorm._core.errors import ConfigError, Problem
 from advnorm._core.precision import wide
 from advnorm._core.registry import Registry
 from advnorm._core.seeding import ImageNoise
+from advnorm._core.settings import Setting
 from advnorm.norms import statistics, zero_perturbation
 from advnorm.norms.norm_layers import norm_parameters
-from advnorm.objectives.base import Objective, weight_problem
+from advnorm.objectives.base import Objective
 from advnorm.objectives.execution import EAGER, CraftedBatch, Execution, ObjectiveOutput
 from advnorm.objectives.wrapper import Wrapper, leaving_no_trace
 
@@ -32,40 +33,35 @@ from advnorm.objectives.wrapper import Wrapper, leaving_no_trace
 class SecondPass(Wrapper):
     """``g = (1 - r) g_φ + r h_φ``: the objective's gradient, and its gradient on the attacked model.
 
-    What is attacked is what the named methods differ in: :meth:`weights_moved_by`, and ``radius`` for statistics.
+    The named methods differ in the attack: :meth:`weight_perturbations`, and ``radius`` for statistics.
     """
 
-    def __init__(self, objective: Objective) -> None:
+    def __init__(self, objective: Objective, **options: Any) -> None:
         if isinstance(objective, SecondPass):
-            raise ConfigError(
-                f"{type(objective).__name__} takes a second pass already; for statistics and weights use APARTSAM"
-            )
-        super().__init__(objective)
+            message = f"{type(objective).__name__} is a second pass already"
+            hint = "for statistics and weights use APARTSAM"
+            raise ConfigError("conflict", message, field="objective", hint=hint)
+        super().__init__(objective, **options)
 
-    @classmethod
-    def setting_problems(cls, **settings: Any) -> list[str]:
-        """What is wrong with the settings of the method."""
-        return []
-
-    #: Radius of the attack on the statistics; None leaves them alone.
+    #: Radius of the attack on the statistics; None: they are not attacked.
     radius: float | None = None
-    #: Groups of the second pass with statistics of their own.
+    #: Groups of the second pass with their own statistics.
     groups: int = 1
 
-    def rows(self, batch: int) -> int:
-        """How many of a batch's images take part in the second pass."""
-        return batch
+    def rows(self, batch_size: int) -> int:
+        """Number of a batch's images in the second pass."""
+        return batch_size
 
-    def share(self, batch: int) -> float:
+    def share(self, batch_size: int) -> float:
         """The share r of the second pass in the gradient."""
         return 1.0
 
-    def weights_moved_by(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor] | None:
-        """How far each parameter is moved for the second pass; None leaves them alone."""
-        return None
-
     #: Whether the weights are attacked, so that every rank needs the gradient of the whole batch.
     attacks_weights = False
+
+    def weight_perturbations(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+        """The perturbation of each parameter in the second pass, if the weights are attacked."""
+        raise NotImplementedError
 
     def compute_loss(self, batch: CraftedBatch, execution: Execution = EAGER) -> ObjectiveOutput:
         """Compute the loss of both passes and its gradient, without waiting for the device."""
@@ -73,7 +69,9 @@ class SecondPass(Wrapper):
         if not parameters or not torch.is_grad_enabled():
             why = "no parameter takes a gradient" if not parameters else "torch.no_grad() is on"
             raise ConfigError(
-                f"{type(self).__name__} takes gradients, and {why}; for the loss alone call the objective inside of it"
+                "conflict",
+                f"{type(self).__name__} computes gradients, and {why}",
+                hint="for the loss alone call the objective inside",
             )
         subset = self._subset(batch)  # before a bank is updated: a batch may be too small
         delta = None if self.radius is None else zero_perturbation(self.model)
@@ -89,7 +87,7 @@ class SecondPass(Wrapper):
 
         with ExitStack() as attacked:
             if self.attacks_weights:
-                attacked.enter_context(self._moved(parameters, own))
+                attacked.enter_context(self._perturbed(parameters, own))
             attacked.enter_context(leaving_no_trace(self.model))
             if worst is not None or self.groups > 1:
                 attacked.enter_context(statistics(self.model, groups=self.groups, perturbation=worst))
@@ -100,7 +98,7 @@ class SecondPass(Wrapper):
         loss = (1 - r) * first.loss.detach() + r * second.loss.detach()
         total = [_mixed(g, h, r) for g, h in zip(own, resisting)]
         terms = {**first.terms, "second_pass": second.loss.detach()}
-        # Of a graph that is gone; DDP would look through it for parameters without a gradient.
+        # Their graph is gone, and DDP would search it for parameters without a gradient.
         logits = {domain: value.detach() for domain, value in first.logits.items()}
         return ObjectiveOutput(_with_gradients(loss, parameters, total), logits, terms, first.labels)
 
@@ -117,23 +115,24 @@ class SecondPass(Wrapper):
         for domain, of_domain in self.images_per_domain(count).items():
             if of_domain % self.groups:
                 raise ConfigError(
-                    f"{of_domain} {domain} images of a second pass cannot be cut into {self.groups} equal groups; "
-                    "change groups, samples, clean_share or the batch size"
+                    "conflict",
+                    f"{of_domain} {domain} images of a second pass cannot be divided into {self.groups} equal groups",
+                    field="groups",
+                    hint="change groups, samples, clean_share or the batch size",
                 )
         order = ImageNoise(self.innermost.seed, batch.index).fold("second pass").bits(()).argsort(stable=True)
         return batch.take(order[:count])
 
     @contextmanager
-    def _moved(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Iterator[None]:
-        """Scope: the parameters are moved, in place; afterwards each has its own bits again."""
+    def _perturbed(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Iterator[None]:
+        """Scope: the parameters are perturbed in place; afterwards each has its own bits again."""
         known = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients)]
-        steps = self.weights_moved_by(parameters, mean_over_ranks(known))
-        assert steps is not None
+        steps = self.weight_perturbations(parameters, mean_over_ranks(known))
         before = [p.detach().clone() for p in parameters]
         try:
             with torch.no_grad():
                 torch._foreach_add_(list(parameters), steps)  # pyright: ignore[reportPrivateImportUsage]
-            torch.clear_autocast_cache()  # it holds the weights as they were, in half precision
+            torch.clear_autocast_cache()  # it holds the unperturbed weights in half precision
             yield
         finally:
             with torch.no_grad():
@@ -141,143 +140,166 @@ class SecondPass(Wrapper):
             torch.clear_autocast_cache()
 
 
+#: Second passes by name, for configurations and listings.
+SECOND_PASSES: Registry[type[SecondPass]] = Registry("second pass")
+register_second_pass = SECOND_PASSES.register
+
+
+@register_second_pass("apart")
 class APART(SecondPass):
     """Adversarially perturbed batch statistics (paper B, algorithm 1): ``g = M/(M+N) g_φ + N/(M+N) h_φ``.
 
-    ``radius`` ε of the perturbation ``θ = ε sign(g_θ)`` of every norm's mean and deviation (eq. 3). ``samples`` N of
-    the second pass: a share of the batch, or a number, which all processes together have. ``groups`` n of them have
-    statistics of their own. The paper's line 12 misprints g_θ for g_φ.
+    The perturbation of every norm's mean and deviation is ``θ = ε sign(g_θ)`` (eq. 3) with ε = ``radius``. ``samples``
+    is N, a share of the batch or a number for all processes together. Each of n = ``groups`` parts of them has its own
+    statistics. The paper's line 12 misprints g_θ for g_φ.
     """
 
     summary, paper = "adversarially perturbed batch statistics", "B (algorithm 1)"
 
+    samples: int | float
+
     def __init__(
-        self, objective: Objective, *, radius: float = 0.1, samples: int | float = 1.0, groups: int = 1, **unknown: Any
+        self,
+        objective: Objective,
+        *,
+        radius: Annotated[float, Setting("Perturbation, as a share of mean and deviation.", "[0, 1)")] = 0.1,
+        samples: Annotated[int | float, Setting("Images of the second pass: a number, or a share (float).")] = 1.0,
+        groups: Annotated[int, Setting("Groups of the second pass with their own statistics.", "[1, inf)")] = 1,
+        **options: Any,
     ) -> None:
-        own = {"radius": radius, "samples": samples, "groups": groups}
-        check_second_pass(type(self), **own, **unknown)
-        super().__init__(objective)
+        super().__init__(objective, radius=radius, samples=samples, groups=groups, **options)
         if any(isinstance(module, _BatchNorm) for module in self.model.modules()):
             raise ConfigError(
-                "APART perturbs the statistics of routed norms, and the model has built-in batch norms; convert it "
-                "first: advnorm.convert_norm(model, 'bn')"
+                "not_supported",
+                "APART perturbs the statistics of routed norms, and the model has built-in batch norms",
+                field="model",
+                hint="convert it first: advnorm.convert_norm(model, 'bn')",
             )
-        zero_perturbation(self.model, requires_grad=False)  # says what is missing
-        self.radius, self.samples, self.groups = radius, samples, groups
+        zero_perturbation(self.model, requires_grad=False)  # raises if no norm has batch statistics
 
     @classmethod
-    def setting_problems(cls, *, radius: Any = 0.1, samples: Any = 1.0, groups: Any = 1, **_: Any) -> list[str]:
-        problems = weight_problem("radius", radius)
-        if not problems and radius >= 1:
-            problems.append(f"radius is a share of each norm's mean and deviation, below 1; got {radius!r}")
-        whole = isinstance(samples, int) and not isinstance(samples, bool)
-        if not (whole and samples >= 2) and not (isinstance(samples, float) and 0 < samples <= 1):
-            problems.append(
-                f"samples is a number of images from 2 on, or a share in (0, 1], 1.0 for all; got {samples!r}"
-            )
-        if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
-            problems.append(f"groups must be an integer of at least 1, got {groups!r}")
-        elif whole and samples % groups:
-            problems.append(f"{samples} samples cannot be cut into {groups} equal groups; change one of them")
-        return problems
+    def setting_problems(cls, **settings: Any) -> list[Problem]:
+        samples, groups = settings["samples"], settings["groups"]
+        whole = isinstance(samples, int)
+        if not (samples >= 2 if whole else 0 < samples <= 1):
+            message = "{field} must be a number of at least 2 images, or a share in (0, 1] such as 1.0 for all"
+            return [Problem(code="out_of_range", message=message, field="samples", got=samples)]
+        if whole and samples % groups:
+            message = f"{samples} samples cannot be divided into {groups} equal groups"
+            return [Problem(code="conflict", message=message, field="groups", hint="change one of them")]
+        return []
 
-    def rows(self, batch: int) -> int:
+    def rows(self, batch_size: int) -> int:
         samples, processes = self.samples, world_size()
         if isinstance(samples, int):
             if samples % processes:
                 raise ConfigError(
-                    f"samples ({samples}) counts the images of all processes together, and {processes} processes "
-                    "cannot have equal parts of it; choose a multiple, or a share such as 0.5"
+                    "conflict",
+                    f"{{field}} ({samples}) counts the images of all processes together, and {processes} processes "
+                    "cannot have equal parts",
+                    field="samples",
+                    hint="choose a multiple, or a share such as 0.5",
                 )
             samples //= processes
-        rows = rows_of_second_pass(batch, samples, self.groups)
+        rows = rows_of_second_pass(batch_size, samples, self.groups)
         if not rows:
             raise ConfigError(
-                f"a batch of {batch} images gives no {self.groups} equal groups of a second pass with "
-                f"samples={self.samples}; drop a last batch that is smaller, or change samples or groups"
+                "conflict",
+                f"{{field}}={self.samples} of a batch of {batch_size} images gives no {self.groups} equal groups",
+                field="samples",
+                hint="drop a smaller last batch, or change samples or groups",
             )
         return rows
 
-    def share(self, batch: int) -> float:
-        return self.rows(batch) / (batch + self.rows(batch))
+    def share(self, batch_size: int) -> float:
+        return self.rows(batch_size) / (batch_size + self.rows(batch_size))
 
     def extra_repr(self) -> str:
         return f"radius={self.radius}, samples={self.samples}, groups={self.groups}"
 
 
+@register_second_pass("sam")
 class SAM(SecondPass):
     """Sharpness-aware minimization: the gradient at ``w + ρ g / ||g||_2`` (Foret et al. 2021; paper B, eq. 6, 7)."""
 
     summary, paper = "sharpness-aware minimization", "B (eq. 6)"
 
     attacks_weights = True
+    rho: float
 
-    def __init__(self, objective: Objective, *, rho: float = 0.05, **unknown: Any) -> None:
-        check_second_pass(type(self), rho=rho, **unknown)
-        super().__init__(objective)
-        self.rho = rho
+    def __init__(
+        self,
+        objective: Objective,
+        *,
+        rho: Annotated[float, Setting("Length ρ of the perturbation of all weights.", "[0, inf)")] = 0.05,
+        **options: Any,
+    ) -> None:
+        super().__init__(objective, rho=rho, **options)
 
-    @classmethod
-    def setting_problems(cls, *, rho: Any = 0.05, **_: Any) -> list[str]:
-        return weight_problem("rho", rho)
-
-    def weights_moved_by(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+    def weight_perturbations(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
         return _sam_step(gradients, self.rho)
 
     def extra_repr(self) -> str:
         return f"rho={self.rho}"
 
 
+@register_second_pass("apart_sam")
 class APARTSAM(APART):
-    """APART with the weights moved too, by ``δ = ρ g_φ / ||g_φ||_2`` (paper B, eq. 7 with p = 2), at no extra pass."""
+    """APART that also perturbs the weights, by ``δ = ρ g_φ / ||g_φ||_2`` (paper B, eq. 7, p = 2), in the same pass."""
 
     summary, paper = "statistics and weights perturbed together", "B (eq. 7)"
 
     attacks_weights = True
+    rho: float
 
-    def __init__(self, objective: Objective, *, rho: float = 0.05, **options: Any) -> None:
-        check_second_pass(type(self), rho=rho, **options)
-        super().__init__(objective, **options)
-        self.rho = rho
+    def __init__(
+        self,
+        objective: Objective,
+        *,
+        rho: Annotated[float, Setting("Length ρ of the perturbation of all weights.", "[0, inf)")] = 0.05,
+        **options: Any,
+    ) -> None:
+        super().__init__(objective, rho=rho, **options)
 
-    @classmethod
-    def setting_problems(cls, *, rho: Any = 0.05, **options: Any) -> list[str]:
-        return super().setting_problems(**options) + weight_problem("rho", rho)
-
-    def weights_moved_by(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+    def weight_perturbations(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
         return _sam_step(gradients, self.rho)
 
     def extra_repr(self) -> str:
         return f"rho={self.rho}, {super().extra_repr()}"
 
 
+@register_second_pass("awp")
 class AWP(SecondPass):
     """Adversarial weight perturbation: the gradient at ``w_l + γ ||w_l|| g_l / ||g_l||`` (Wu et al. 2020), by layer.
 
-    Weights of convolutions and linear layers are moved; with ``norms`` those of norm layers too. Biases never are.
+    It perturbs the weights of convolutions and linear layers, and with ``norms`` those of norm layers, but no biases.
     """
 
     summary, paper = "adversarial weight perturbation, by layer", ""
 
     attacks_weights = True
+    gamma: float
+    norms: bool
 
-    def __init__(self, objective: Objective, *, gamma: float = 0.005, norms: bool = False, **unknown: Any) -> None:
-        check_second_pass(type(self), gamma=gamma, norms=norms, **unknown)
-        super().__init__(objective)
-        self.gamma, self.norms = gamma, norms
-        if not any(p.requires_grad for p in self._attacked()):
+    def __init__(
+        self,
+        objective: Objective,
+        *,
+        gamma: Annotated[float, Setting("Perturbation, as a share of each weight's length.", "[0, inf)")] = 0.005,
+        norms: Annotated[bool, Setting("Perturb the weights of norm layers too.")] = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(objective, gamma=gamma, norms=norms, **options)
+        if not any(p.requires_grad for p in self._perturbed_weights()):
             raise ConfigError(
-                "AWP moves the weights of convolutions and linear layers, and none that is trained is there; use SAM, "
-                "or norms=True for those of norms"
+                "empty",
+                "AWP perturbs the weights of convolutions and linear layers, and none of them is trained",
+                field="model",
+                hint="use SAM, or norms=True for the weights of norms",
             )
 
-    @classmethod
-    def setting_problems(cls, *, gamma: Any = 0.005, norms: Any = False, **_: Any) -> list[str]:
-        problems = weight_problem("gamma", gamma)
-        return problems if isinstance(norms, bool) else [*problems, f"norms must be True or False, got {norms!r}"]
-
-    def weights_moved_by(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-        moved = {id(p) for p in self._attacked()}
+    def weight_perturbations(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+        moved = {id(p) for p in self._perturbed_weights()}
         steps = []
         for parameter, gradient in zip(parameters, gradients):
             length, own = wide(gradient).norm(), wide(parameter.detach()).norm()
@@ -286,8 +308,8 @@ class AWP(SecondPass):
             steps.append(step.to(gradient.dtype))
         return steps
 
-    def _attacked(self) -> list[Tensor]:
-        """Weights by their names, also where they are parametrized, as by ``weight_norm``."""
+    def _perturbed_weights(self) -> list[Tensor]:
+        """Weights by their names, also if they are parametrized, as by ``weight_norm``."""
         of_norms = {id(p) for p in norm_parameters(self.model)}
         return [
             p
@@ -299,27 +321,14 @@ class AWP(SecondPass):
         return f"gamma={self.gamma}, norms={self.norms}"
 
 
-#: Second passes by name, for configurations and listings.
-SECOND_PASSES: Registry[type[SecondPass]] = Registry("second pass")
-for _name, _kind in (("apart", APART), ("sam", SAM), ("apart_sam", APARTSAM), ("awp", AWP)):
-    SECOND_PASSES.add(_name, _kind)
-
-
-def rows_of_second_pass(batch: int, samples: int | float, groups: int) -> int:
-    """So many of a batch's images as are wanted, in equal groups; 0 where they are fewer than groups."""
-    wanted = samples if isinstance(samples, int) else round(samples * batch)
-    return min(batch, wanted) // groups * groups
-
-
-def check_second_pass(kind: type[Any], **settings: Any) -> None:
-    """Refuse, all at once, what is wrong with the settings of a second pass."""
-    known = kind.options()
-    problems = [f"unknown option {name!r}{did_you_mean(name, known)}" for name in settings if name not in known]
-    raise_all(problems + kind.setting_problems(**settings), f"bad {kind.__name__}")
+def rows_of_second_pass(batch_size: int, samples: int | float, groups: int) -> int:
+    """Number of images of a second pass, in equal groups; 0 if there are fewer images than groups."""
+    wanted = samples if isinstance(samples, int) else round(samples * batch_size)
+    return min(batch_size, wanted) // groups * groups
 
 
 def _sam_step(gradients: Sequence[Tensor], rho: float) -> list[Tensor]:
-    """``ρ g / ||g||_2`` over all parameters together; 0 where there is no gradient."""
+    """``ρ g / ||g||_2`` over all parameters together; 0 if the gradient is 0."""
     length = torch.stack([wide(gradient).norm() for gradient in gradients]).norm()
     scale = torch.where(length > 0, rho / length.clamp_min(_tiny(length)), 0)
     return [(scale.to(wide(gradient).dtype) * gradient).to(gradient.dtype) for gradient in gradients]
@@ -336,7 +345,7 @@ def _own_name(name: str) -> str:
 
 
 def _gradients(loss: Tensor, tensors: Sequence[Tensor]) -> list[Tensor | None]:
-    """Of the loss, as they are before the parameters' own hooks: those run once, on the gradient of the step."""
+    """Gradients of the loss without the parameters' hooks, which run once, on the gradient of the step."""
     hooks = [(kept, dict(kept)) for tensor in tensors if (kept := tensor._backward_hooks)]
     try:
         for kept, _ in hooks:
@@ -349,14 +358,14 @@ def _gradients(loss: Tensor, tensors: Sequence[Tensor]) -> list[Tensor | None]:
 
 
 def _mixed(first: Tensor | None, second: Tensor | None, share: float) -> Tensor | None:
-    if first is None or second is None:  # a parameter that one of the passes does not use, or none
+    if first is None or second is None:  # a parameter that one or both of the passes do not use
         found, weight = (second, share) if first is None else (first, 1 - share)
         return None if found is None else weight * found
     return second if share == 1 else (1 - share) * first + share * second
 
 
 class _WithGradients(Function):
-    """A number whose gradient with respect to each parameter is given."""
+    """A value with given gradients with respect to the parameters."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, *given: Tensor) -> Tensor:  # type: ignore[override]

@@ -7,22 +7,20 @@ from typing import Any
 
 from torch import Tensor
 
+from advnorm._core.errors import Problem
 from advnorm.norms.plan import Plan
-from advnorm.objectives.base import OBJECTIVES, Objective, needs_both_domains
+from advnorm.objectives.base import Objective, both_domains_problems, register_objective
 from advnorm.objectives.execution import EAGER, CraftedBatch, Execution, ObjectiveOutput
 
 
 class SingleDomain(Objective):
-    """The images of one domain alone, so that no norm may need another's."""
+    """Trains on the images of one domain, so that no norm may need the other domain."""
 
     @classmethod
-    def plan_problems(cls, plans: Iterable[Plan], **options: Any) -> list[str]:
-        plans = list(plans)
-        return super().plan_problems(plans, **options) + [
-            f"{name} normalizes with the statistics of both domains, and {cls.__name__} trains on one; use another "
-            "norm, or an objective of both such as Hybrid"
-            for name in dict.fromkeys(plan.name for plan in plans if needs_both_domains(plan))
-        ]
+    def plan_problems(cls, plans: Iterable[Plan], **options: Any) -> list[Problem]:
+        plans, hint = list(plans), "use another norm, or an objective of both domains such as Hybrid"
+        problems = both_domains_problems(plans, f"{cls.__name__} trains on one", "norm", hint)
+        return super().plan_problems(plans, **options) + problems
 
     def _domain_loss(self, domain: str, x: Tensor, y: Tensor, execution: Execution) -> ObjectiveOutput:
         logits = self.domain_logits({domain: x}, execution=execution)
@@ -30,6 +28,7 @@ class SingleDomain(Objective):
         return ObjectiveOutput(loss, logits, {f"{domain}_ce": loss.detach()}, {domain: y})
 
 
+@register_objective("standard")
 class Standard(SingleDomain):
     """``L_CE(x, y)``: clean images through the route ``"clean"``."""
 
@@ -41,6 +40,7 @@ class Standard(SingleDomain):
         return self._domain_loss("clean", batch.x, batch.y, execution)
 
 
+@register_objective("classical")
 class Classical(SingleDomain):
     """``max_δ L_CE(x + δ, y)``: adversarial images alone, through the route ``"adv"`` (paper A, eq. 1)."""
 
@@ -50,7 +50,3 @@ class Classical(SingleDomain):
     def compute_loss(self, batch: CraftedBatch, execution: Execution = EAGER) -> ObjectiveOutput:
         assert batch.x_adv is not None
         return self._domain_loss("adv", batch.x_adv, batch.y, execution)
-
-
-OBJECTIVES.add("standard", Standard)
-OBJECTIVES.add("classical", Classical)

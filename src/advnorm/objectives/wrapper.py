@@ -1,4 +1,4 @@
-"""What wraps an objective and is one itself."""
+"""Objectives around other objectives."""
 
 from __future__ import annotations
 
@@ -11,34 +11,51 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from advnorm._core.errors import ConfigError
+from advnorm._core.errors import ConfigError, Problem, raise_problems
 from advnorm.norms import RoutedModule
 from advnorm.norms.updates import without_updates
 from advnorm.objectives.base import Objective
 from advnorm.objectives.execution import EAGER, CraftedBatch, Execution, ObjectiveOutput
 
 
-def _of_the_inner(name: str) -> Any:
-    """An attribute that is the wrapped objective's."""
+def _inner(name: str) -> Any:
+    """An attribute of the wrapped objective."""
     return property(
         lambda self: getattr(self.objective, name), lambda self, value: setattr(self.objective, name, value)
     )
 
 
 class Wrapper(Objective):
-    """An objective around another; what is set on it (attack, statistics, seed) is set on the one inside."""
+    """An objective around another one, which has the attack, the statistics and the seed.
 
-    def __init__(self, objective: Objective) -> None:
+    Subclasses declare their settings as keyword-only parameters and pass them on; this class validates all of them and
+    sets them as attributes.
+    """
+
+    def __init__(self, objective: Objective, **options: Any) -> None:
+        raise_problems(self.option_problems(**options), f"bad {type(self).__name__}")
         if not isinstance(objective, Objective):
-            raise ConfigError(
-                f"{type(self).__name__} wraps an objective such as Hybrid(model, attack), got {objective!r:.80}"
-            )
+            message = f"{type(self).__name__} wraps an objective such as Hybrid(model, attack)"
+            raise ConfigError("wrong_type", message, field="objective", got=objective)
         nn.Module.__init__(self)
         self.objective = objective
+        for name, value in self.convert_settings(options)[0].items():
+            setattr(self, name, value)
+
+    @classmethod
+    def option_problems(cls, **options: Any) -> list[Problem]:
+        """All problems of these options."""
+        settings, problems = cls.convert_settings(options)
+        return problems + cls.setting_problems(**settings)
+
+    @classmethod
+    def setting_problems(cls, **settings: Any) -> list[Problem]:
+        """The problems of a complete set of settings that are in their types and ranges."""
+        return []
 
     @classmethod
     def options(cls) -> dict[str, inspect.Parameter]:
-        """The wrapper's own options; the wrapped objective has its own."""
+        """The wrapper's own options."""
         return {name: p for name, p in super().options().items() if name not in Objective.options()}
 
     @property
@@ -53,10 +70,9 @@ class Wrapper(Objective):
     def domains(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.objective.domains
 
-    #: Settings of the objective inside, which makes the forwards.
-    attack = _of_the_inner("attack")  # pyright: ignore[reportIncompatibleMethodOverride]
-    statistics = _of_the_inner("statistics")  # pyright: ignore[reportIncompatibleMethodOverride]
-    label_smoothing, seed = map(_of_the_inner, ("label_smoothing", "seed"))
+    attack = _inner("attack")  # pyright: ignore[reportIncompatibleMethodOverride]
+    statistics = _inner("statistics")  # pyright: ignore[reportIncompatibleMethodOverride]
+    label_smoothing, seed = map(_inner, ("label_smoothing", "seed"))
 
     def trained_domains(self) -> tuple[str, ...]:
         return self.objective.trained_domains()
@@ -98,7 +114,7 @@ class Wrapper(Objective):
 
 @contextmanager
 def leaving_no_trace(model: nn.Module) -> Iterator[None]:
-    """Scope: forwards beside those of the objective itself feed no norm, and every other buffer is as it was after."""
+    """Scope: forwards update no norm, and every other buffer has its value again afterwards."""
     owners = [module for module in model.modules() if not isinstance(module, RoutedModule | _NormBase)]
     buffers = [(owner, name, b) for owner in owners for name, b in owner._buffers.items() if b is not None]
     kept = [(buffer._version, buffer.clone()) for _, _, buffer in buffers]
@@ -108,6 +124,6 @@ def leaving_no_trace(model: nn.Module) -> Iterator[None]:
     finally:
         for (owner, name, buffer), (version, value) in zip(buffers, kept):
             owner._buffers[name] = buffer
-            if buffer._version != version:  # others may be part of a graph that is alive
+            if buffer._version != version:  # a buffer that did not change may be part of a live graph
                 with torch.no_grad():
                     buffer.copy_(value)
