@@ -13,9 +13,9 @@ from advnorm.bench import autoattack
 from advnorm.bench.autoattack import bench_autoattack
 
 
-def test_each_row_is_handed_out_when_it_is_done_and_compared_with_the_first(monkeypatch):
-    made = autoattack._attack
-    monkeypatch.setattr(autoattack, "_attack", lambda *asked: replace(made(*asked), steps=2, queries=20))
+def test_each_row_is_reported_when_it_is_finished_and_compared_with_the_first(monkeypatch):
+    made = autoattack._build_attack
+    monkeypatch.setattr(autoattack, "_build_attack", lambda *asked: replace(made(*asked), steps=2, queries=20))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).eval()
     x = torch.rand(24, 1, 8, 8)
@@ -42,9 +42,9 @@ def test_each_row_is_handed_out_when_it_is_done_and_compared_with_the_first(monk
     assert all(part == sorted(set(part)) and part[0] == 0 and part[-1] == 100 for part in parts), told
 
 
-def test_a_network_is_named_with_the_epochs_that_its_file_tells(tmp_path):
+def test_a_network_is_named_with_the_epochs_in_its_file(tmp_path):
     tensors = {"weight": torch.zeros(1)}
     save_file(tensors, tmp_path / "plain.safetensors")
     save_file(tensors, tmp_path / "told.safetensors", metadata={"epochs": "14"})
-    assert autoattack._trained(tmp_path / "plain.safetensors") == ""
-    assert autoattack._trained(tmp_path / "told.safetensors") == ", 14 epochs"
+    assert autoattack._epochs(tmp_path / "plain.safetensors") == ""
+    assert autoattack._epochs(tmp_path / "told.safetensors") == ", 14 epochs"

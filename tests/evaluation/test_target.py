@@ -4,17 +4,20 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
-from advnorm import Config, train
+from advnorm import AdvnormError, Config, train
 from advnorm.config import Named
 from advnorm.evaluation import open_run
+from advnorm.evaluation.target import load_test_data
+from support.problems import raises_problem
 
 CLASSES, EACH = ("ant", "bee", "cat"), 4
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Images in folders, one class after another; every pixel of test image ``i`` of them all is ``10 i``."""
+    """Images in folders, one class after another; every pixel of test image ``i`` is ``10 i``."""
     folder = tmp_path_factory.mktemp("pictures")
     for split in ("train", "test"):
         for label, name in enumerate(CLASSES):
@@ -39,7 +42,7 @@ def run(folder, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("limit", "chosen"), [(3, [0, 4, 8]), (5, [0, 2, 4, 7, 9]), (12, range(12)), (99, range(12))])
-def test_a_limit_takes_images_of_every_class_though_they_lie_one_after_another(run, folder, limit, chosen):
+def test_a_sample_takes_images_of_every_class_of_a_folder(run, folder, limit, chosen):
     target = open_run(run, data_dir=folder, device="cpu").sample(limit)
     rows = target.rows.tolist()
     assert sorted(rows) == list(chosen) and target.labels.tolist() == [i // EACH for i in rows]
@@ -49,13 +52,13 @@ def test_a_limit_takes_images_of_every_class_though_they_lie_one_after_another(r
     assert target.conditions["trained_on"] == run.description["data"]["name"] == "imagefolder"
 
 
-def test_a_batch_of_folders_has_several_classes_and_the_order_is_always_the_same(run, folder):
+def test_a_sample_of_a_folder_is_shuffled_always_in_the_same_way(run, folder):
     first, second = (open_run(run, data_dir=folder, device="cpu").sample(None) for _ in range(2))
     assert len(first.labels) == 12 and torch.equal(first.labels, second.labels)
     assert all(len(part.unique()) > 1 for part in first.labels.split(EACH))
 
 
-def test_images_that_are_not_taken_are_not_decoded(run, folder):
+def test_images_outside_the_sample_are_not_decoded(run, folder):
     spoiled = folder / "test" / "ant" / "1.png"
     whole = spoiled.read_bytes()
     spoiled.write_bytes(b"no picture")
@@ -65,9 +68,48 @@ def test_images_that_are_not_taken_are_not_decoded(run, folder):
         spoiled.write_bytes(whole)
 
 
-def test_the_attack_of_a_training_on_batch_statistics_is_looked_at_on_stored_ones(tmp_path):
-    """It would move the very statistics that are looked at, batch by batch."""
+def test_the_attack_of_the_training_uses_running_statistics(tmp_path):
     config = Config(epochs=1, batch_size=512, attack={"steps": 1, "statistics": "batch"}, norm="dual_bn")
     found = open_run(train(config, out=tmp_path, device="cpu", workers=0), device="cpu").sample(16)
     assert found.attack.statistics == "running" and "statistics='running'" in found.conditions["attack"]
     assert found.attack.steps == 1
+
+
+# -- data for a model without a run ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "other", [{"names": ["zero", "one"]}, {"names": np.array(["zero", None])}, {"made": np.datetime64("2026-01-01")}]
+)
+def test_other_entries_of_a_file_are_not_read(other, data, tmp_path):
+    x, y = data[0][:5], data[1][:5]
+    np.savez(tmp_path / "d.npz", **other, x=x.numpy(), y=y.numpy())
+    images, labels = load_test_data(str(tmp_path / "d.npz"))
+    assert torch.equal(images, x) and torch.equal(labels, y)
+
+
+def test_a_file_of_bytes_is_divided_by_255_and_one_of_floats_is_not(data, tmp_path):
+    x, y = (data[0][:5] * 255).round(), data[1][:5]
+    np.savez(tmp_path / "d.npz", images=x.byte().numpy(), labels=y.int().numpy())
+    save_file({"x": x / 255, "y": y}, tmp_path / "d.safetensors")
+    (one, labels), (other, _) = (load_test_data(str(tmp_path / name)) for name in ("d.npz", "d.safetensors"))
+    assert torch.equal(one, other) and labels.dtype == torch.int64
+
+
+def test_data_that_cannot_be_loaded_is_reported(data, tmp_path):
+    np.savez(tmp_path / "pickled.npz", x=np.array([None]), y=data[1].numpy())
+    np.savez(tmp_path / "other.npz", a=data[1].numpy())
+    for name, code in (
+        ("digitz", "unknown_name"),
+        ("missing.npz", "missing_file"),
+        ("pickled.npz", "damaged_file"),
+        ("other.npz", "missing_entry"),
+    ):
+        with raises_problem(code, "data"):
+            load_test_data(str(tmp_path / name) if name.endswith("npz") else name)
+
+
+def test_all_problems_of_a_run_come_in_one_error(run):
+    with pytest.raises(AdvnormError) as error:
+        open_run(run, checkpoint="epoch7", eps="8", data="digitz", device="cpu")
+    assert len(error.value.problems) == 3

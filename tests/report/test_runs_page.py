@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import advnorm
 from advnorm.cli.app import app
-from advnorm.evaluation.overview import overview
+from advnorm.evaluation.folder_results import collect_results
 from advnorm.report.runs import build_runs_page, drop_damaged
 
 SMALL = {"model": "small_cnn", "eps": 0.1, "epochs": 2, "batch_size": 256, "attack": {"steps": 1}, "held_out": 0.1}
@@ -47,7 +47,7 @@ def test_every_run_evaluation_and_audit_is_on_the_page(runs, tmp_path):
     assert out.exit_code == 0 and "2 runs, 1 evaluation, 1 audit" in out.output
     page = (tmp_path / "page.html").read_text()
     assert "Evaluated" in page and "Is it real?" in page and 'src="http' not in page
-    trained, evaluated, audited = build_runs_page(overview(runs))["tables"]
+    trained, evaluated, audited = build_runs_page(collect_results(runs))["tables"]
     assert headings(trained) == ["bn-seed0", "dual_bn-seed0"] and column(trained, "norm") == ["bn", "dual_bn"]
     assert column(trained, "epochs") == ["2 of 2", "2 of 2"]
     metrics = [json.loads(line) for line in (runs / "bn-seed0" / "metrics.jsonl").read_text().splitlines()]
@@ -62,7 +62,7 @@ def test_every_run_evaluation_and_audit_is_on_the_page(runs, tmp_path):
 
 
 def test_runs_in_the_figure_are_labelled_by_their_differences(runs):
-    (figure,) = build_runs_page(overview(runs))["figures"]
+    (figure,) = build_runs_page(collect_results(runs))["figures"]
     assert [row["label"] for row in figure["rows"]] == ["bn", "dual_bn"] and list(figure["x"]) == [1, 2]
 
 
@@ -82,7 +82,7 @@ def test_a_folder_without_records_and_runs_raises(tmp_path):
 
 
 def test_regularizer_second_pass_and_mixing_are_part_of_the_method(runs):
-    found = overview(runs)
+    found = collect_results(runs)
     extras = {"regularizer": {"name": "ligs"}, "second_pass": {"name": "apart"}, "mix": "mixup"}
     second = {**found["runs"][0], "config": {**found["runs"][0]["config"], **extras}}
     page = build_runs_page({**found, "runs": [found["runs"][0], second]})
@@ -108,7 +108,7 @@ def test_unreadable_files_are_reported_and_the_rest_is_shown(runs, tmp_path, dam
     (tmp_path / "deep.json").write_text("[" * 100_000)
     (tmp_path / "list.json").write_text("[1, 2]")  # somebody's
     shutil.copytree(runs / "bn-seed0", tmp_path / "good")
-    found = drop_damaged(overview(tmp_path))
+    found = drop_damaged(collect_results(tmp_path))
     assert sorted(problem.split(" ")[0] for problem in found["problems"]) == [
         "broken/run.json",
         "deep.json",
@@ -124,4 +124,4 @@ def test_a_run_with_damaged_metrics_is_left_out(runs, tmp_path):
     shutil.copytree(runs / "bn-seed0", tmp_path / "bad")
     (tmp_path / "bad" / "metrics.jsonl").write_text('{"adv_accuracy": 0.5}\n{"adv_accuracy": 0.5}\n')
     shutil.copytree(runs / "bn-seed0", tmp_path / "good")
-    assert [run["name"] for run in drop_damaged(overview(tmp_path))["runs"]] == ["good"]
+    assert [run["name"] for run in drop_damaged(collect_results(tmp_path))["runs"]] == ["good"]

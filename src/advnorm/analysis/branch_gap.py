@@ -16,7 +16,7 @@ from advnorm.analysis.plots import domain_style, formula, label_layers, legend_b
 from advnorm.analysis.targets import craft_inputs, target_conditions
 from advnorm.analysis.wasserstein import Distances, layer_distances, sum_distances
 from advnorm.attacks.base import Progress
-from advnorm.evaluation.plan import branches
+from advnorm.evaluation.branches import branches
 from advnorm.evaluation.target import EvaluationTarget
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from advnorm.analysis.plots import new_figure, wrap_names
 from advnorm.attacks import attacked
 from advnorm.attacks.base import Progress
 from advnorm.data import FeatureFolder, FolderData, ImageData, add_split, load
-from advnorm.evaluation.plan import branches
+from advnorm.evaluation.branches import branches
 from advnorm.evaluation.target import EvaluationTarget
 from advnorm.training.run import Run
 

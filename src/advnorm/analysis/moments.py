@@ -32,7 +32,7 @@ from advnorm.analysis.plots import domain_style, formula, label_layers, legend_b
 from advnorm.analysis.targets import craft_inputs, target_conditions
 from advnorm.attacks import attacked
 from advnorm.attacks.base import Progress
-from advnorm.evaluation.plan import branches
+from advnorm.evaluation.branches import branches
 from advnorm.evaluation.target import EvaluationTarget
 from advnorm.norms import Route, RoutedNorm, functional, pair_banks, routed_modules
 from advnorm.norms import route as route_scope

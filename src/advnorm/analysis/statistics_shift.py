@@ -33,7 +33,7 @@ from advnorm.analysis.plots import domain_style, label_layers, new_figure
 from advnorm.analysis.targets import craft_inputs, default_branch, target_conditions
 from advnorm.analysis.wasserstein import layer_distances
 from advnorm.attacks.base import Progress
-from advnorm.evaluation.plan import branches
+from advnorm.evaluation.branches import branches
 from advnorm.evaluation.target import EvaluationTarget
 from advnorm.norms import RoutedNorm, domains, functional, mixture_norms, routed_modules
 from advnorm.norms.plan import SHARED

@@ -20,7 +20,7 @@ from advnorm.analysis.targets import craft_inputs, create_attack, target_conditi
 from advnorm.attacks import Attack
 from advnorm.attacks.base import Progress
 from advnorm.evaluation.benchmark import benchmark
-from advnorm.evaluation.plan import branches
+from advnorm.evaluation.branches import branches
 from advnorm.evaluation.target import EvaluationTarget
 from advnorm.norms import RoutedNorm, pair_banks, recalibrate, route, routed_modules
 
@@ -106,7 +106,7 @@ def swap_table(
         with scope:
             result = benchmark(network, (x, y), threat, attacks, batch_size=batch_size)
         robust = {name: result.robust_accuracy(name) for name in attacks}
-        rows.append(SwapRow(setup, ns, ap, {"clean": result.clean_accuracy(), **robust}))
+        rows.append(SwapRow(setup, ns, ap, {"clean": result.accuracy(), **robust}))
         if progress is not None:
             progress(len(rows), 3 * len(domains))
 

@@ -14,7 +14,7 @@ from advnorm._core.wrappers import device_of
 from advnorm.analysis.base import even_slices, require_any
 from advnorm.attacks import Attack, AutoAttack
 from advnorm.attacks.base import Progress
-from advnorm.evaluation.plan import branches
+from advnorm.evaluation.branches import branches
 from advnorm.evaluation.target import EvaluationTarget
 from advnorm.threat import ThreatModel
 

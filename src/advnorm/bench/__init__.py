@@ -1,1 +1,1 @@
-"""Benchmarks: each prints ratios against a plain reference measured in the same run."""
+"""Benchmarks of speed and memory: each compares with a plain reference in the same run."""

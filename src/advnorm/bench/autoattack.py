@@ -1,13 +1,12 @@
-"""AutoAttack against the official code: the same images, the same network, one run."""
+"""Speed and agreement of AutoAttack against the official code, on the same images and network."""
 
 from __future__ import annotations
 
 import importlib.util
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +14,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from advnorm._core.devices import resolve_device
 from advnorm._core.errors import ConfigError
 from advnorm._core.modes import evaluating
-from advnorm._core.provenance import own_version
 from advnorm.attacks import PGD
 from advnorm.attacks.autoattack import AutoAttack
 from advnorm.attacks.base import Progress
+from advnorm.bench.conditions import MeasuredConditions, device_name
 from advnorm.bench.timing import synchronize
 from advnorm.data import cifar10, digits
 from advnorm.models import create_model
@@ -30,37 +30,31 @@ OFFICIAL = "pyautoattack"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One implementation's answer: seconds, robust accuracy, and how it compares with the reference."""
+class AutoAttackRow:
+    """One implementation: seconds, accuracies, and the comparison with the reference."""
 
     seconds: float
     clean: float
     robust: float
     speedup: float
-    agreement: float
-    stages: dict[str, float]
+    agreement: float  # share of images with the same result as the reference
+    stages: dict[str, float]  # seconds
 
 
 @dataclass(frozen=True, kw_only=True)
-class AutoAttackBenchmark:
+class AutoAttackBenchmark(MeasuredConditions):
     """Conditions and results of one run; the first row is the reference."""
 
     model: str
     threat: str
     images: int
-    device: str
-    torch: str
     seed: int
     reference: str
-    rows: dict[str, Row]
+    rows: dict[str, AutoAttackRow]
     notes: tuple[str, ...]
 
-    def record(self) -> dict[str, Any]:
-        """As plain data, for JSON."""
-        return {**asdict(self), **own_version()}
 
-
-def subject(
+def load_network(
     weights: Path | str | None,
     data_dir: Path | str | None,
     *,
@@ -69,38 +63,38 @@ def subject(
     seed: int,
     precisions: Sequence[str] = (),
 ) -> tuple[nn.Module, Tensor, Tensor, ThreatModel, str]:
-    """Network, images, labels, threat and a name: a given CIFAR-10 ResNet-18, or a small network trained on digits.
+    """Return network, images, labels, threat and a name: a CIFAR-10 ResNet-18, or a small network trained on digits.
 
-    ``precisions`` that are not known are refused before it is trained or loaded.
+    ``precisions`` are validated before the network is trained or loaded.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = resolve_device()
     threat = ThreatModel(eps=eps or ("40/255" if weights is None else "8/255"))
     for precision in precisions:
-        _attack(threat, precision, seed)
+        _build_attack(threat, precision, seed)
     if weights is None:
         x, y = (value[:images].to(device) for value in digits("test"))
-        return _small(threat, seed).to(device), x, y, threat, "small_cnn on digits, PGD-trained"
+        return _train_small(threat, seed).to(device), x, y, threat, "small_cnn on digits, PGD-trained"
     if data_dir is None:
-        raise ConfigError(
-            "--weights needs the CIFAR-10 test images: add --data-dir with the folder of the binary files"
-        )
+        message, hint = "weights need the CIFAR-10 test images", "give the folder of the binary files as data_dir"
+        raise ConfigError("missing_file", message, field="data_dir", hint=hint)
     if not Path(weights).is_file():
-        raise ConfigError(f"there is no file {weights}; make one with benchmarks/adversarial_resnet18.py")
+        hint = "create it with benchmarks/adversarial_resnet18.py"
+        raise ConfigError("missing_file", f"no file {weights}", field="weights", hint=hint)
     x, y = (value[:images].to(device) for value in cifar10(data_dir, "test"))
     model = create_model("resnet18", norm="bn").to(device)
     model.load_state_dict(load_file(weights, device=str(device)))
-    return model.eval(), x.float() / 255, y, threat, f"ResNet-18 ({Path(weights).name}{_trained(weights)})"
+    return model.eval(), x.float() / 255, y, threat, f"ResNet-18 ({Path(weights).name}{_epochs(weights)})"
 
 
-def _trained(weights: Path | str) -> str:
-    """How long, where the file says so: networks of one name are many."""
+def _epochs(weights: Path | str) -> str:
+    """The epochs of training, if the file names them: many networks share a file name."""
     with safe_open(weights, "pt") as file:
         epochs = (file.metadata() or {}).get("epochs")
     return f", {epochs} epochs" if epochs else ""
 
 
-def _small(threat: ThreatModel, seed: int) -> nn.Module:
-    """A network that resists a little: PGD-10 adversarial training on digits, some seconds on a CPU."""
+def _train_small(threat: ThreatModel, seed: int) -> nn.Module:
+    """Train a slightly robust network by PGD-10 on digits, in seconds on a CPU."""
     x, y = digits("train")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -131,25 +125,25 @@ def bench_autoattack(
     on_row: Callable[[str], object] = lambda row: None,
     on_result: Callable[[AutoAttackBenchmark], object] = lambda result: None,
 ) -> AutoAttackBenchmark:
-    """Time our standard AutoAttack in several precisions, and the official one where it is installed.
+    """Time the standard AutoAttack in several precisions, and the official code if it is installed.
 
-    ``on_row`` is told what is being measured and how far it is, ``on_result`` gets the results after each row.
+    ``on_row`` gets the name and progress of the current row, ``on_result`` the results after each row.
     """
-    here = importlib.util.find_spec(OFFICIAL) is not None
-    notes = [] if here or not official else [f"{OFFICIAL} is not installed: ratios are to our strict float32 run"]
+    installed = importlib.util.find_spec(OFFICIAL) is not None
+    notes = [] if installed or not official else [f"{OFFICIAL} is not installed: ratios are to our float32 run"]
     runs: dict[str, Callable[[], tuple[Tensor, dict[str, float]]]] = {}
-    if official and here:
-        runs[f"{OFFICIAL} (official code)"] = lambda: (_official(model, x, y, threat, official_batch, seed), {})
+    if official and installed:
+        runs[f"{OFFICIAL} (official code)"] = lambda: (_run_official(model, x, y, threat, official_batch, seed), {})
     for precision in precisions:
         label = f"advnorm {precision}"
-        attack = replace(_attack(threat, precision, seed), progress=_percent(label, on_row))
-        runs[label] = lambda attack=attack: _ours(attack, model, x, y)
+        attack = replace(_build_attack(threat, precision, seed), progress=_report_percent(label, on_row))
+        runs[label] = lambda attack=attack: _run_ours(attack, model, x, y)
     if not runs:
-        raise ConfigError("nothing to measure; give at least one precision")
+        raise ConfigError("empty", "nothing to measure", field="precisions", hint="give at least one precision")
     with torch.no_grad(), evaluating(model):
         clean = torch.cat([model(part).argmax(1) for part in x.split(500)]) == y
     _warm_up(model, x[:official_batch], y[:official_batch])
-    rows: dict[str, Row] = {}
+    rows: dict[str, AutoAttackRow] = {}
     reference: tuple[str, Tensor, float] | None = None
     result: AutoAttackBenchmark | None = None
     for label, run in runs.items():
@@ -161,7 +155,7 @@ def bench_autoattack(
         synchronize(x.device)
         seconds = time.perf_counter() - started
         reference = reference or (label, robust, seconds)
-        rows[label] = Row(
+        rows[label] = AutoAttackRow(
             seconds=seconds,
             clean=clean.double().mean().item(),
             robust=robust.double().mean().item(),
@@ -173,8 +167,7 @@ def bench_autoattack(
             model=name,
             threat=str(threat),
             images=len(x),
-            device=torch.cuda.get_device_name(x.device) if x.is_cuda else "cpu",
-            torch=torch.__version__,
+            device=device_name(x.device),
             seed=seed,
             reference=reference[0],
             rows=dict(rows),
@@ -185,38 +178,38 @@ def bench_autoattack(
     return result
 
 
-def _percent(label: str, tell: Callable[[str], object]) -> Progress:
-    """Tells how far an attack is, once for each percent."""
-    told = -1
+def _report_percent(label: str, report: Callable[[str], object]) -> Progress:
+    """Report the progress of an attack once per percent."""
+    last = -1
 
     def progress(done: int, total: int) -> None:
-        nonlocal told
-        if (percent := 100 * done // total) != told:
-            told = percent
-            tell(f"{label}: {percent} %")
+        nonlocal last
+        if (percent := 100 * done // total) != last:
+            last = percent
+            report(f"{label}: {percent} %")
 
     return progress
 
 
-def _attack(threat: ThreatModel, precision: str, seed: int) -> AutoAttack:
+def _build_attack(threat: ThreatModel, precision: str, seed: int) -> AutoAttack:
     return AutoAttack(threat=threat, precision=precision, seed=seed)  # pyright: ignore[reportArgumentType]
 
 
 def _warm_up(model: nn.Module, x: Tensor, y: Tensor) -> None:
-    """Forwards and gradients before anything is timed: the first ones load libraries, which none shall pay for."""
+    """Run forwards and gradients before anything is timed: the first ones load libraries."""
     for enabled in (False, True):
         with evaluating(model), torch.autocast(x.device.type, torch.bfloat16, enabled=enabled):
             points = x.detach().requires_grad_()
             torch.autograd.grad(F.cross_entropy(model(points).float(), y), points)
 
 
-def _ours(attack: AutoAttack, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, float]]:
+def _run_ours(attack: AutoAttack, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, float]]:
     result = attack.evaluate(model, x, y, bar=False)
     return result.robust, result.seconds
 
 
-def _official(model: nn.Module, x: Tensor, y: Tensor, threat: ThreatModel, batch: int, seed: int) -> Tensor:
-    """The verdicts of the official code, run as its documentation says: model in eval mode, its own defaults."""
+def _run_official(model: nn.Module, x: Tensor, y: Tensor, threat: ThreatModel, batch: int, seed: int) -> Tensor:
+    """Run the official code as documented: model in eval mode, default settings."""
     from pyautoattack import AutoAttack as OfficialAutoAttack  # pyright: ignore[reportMissingImports]
 
     with evaluating(model):

@@ -1,20 +1,20 @@
-"""What routing costs: routed networks against the plain one with built-in norms, in one run."""
+"""The cost of routing: routed networks against the plain network with built-in norms."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from advnorm._core.devices import resolve_device
-from advnorm._core.errors import did_you_mean, raise_all
+from advnorm._core.errors import raise_problems, unknown_name
 from advnorm._core.precision import float32_as
-from advnorm._core.provenance import own_version
+from advnorm.bench.conditions import MeasuredConditions, device_name, minimum_problems
 from advnorm.bench.timing import Timing, side_by_side
 from advnorm.models import create_model, list_models
 from advnorm.norms import domains, list_norms, route, routed_modules
@@ -23,28 +23,22 @@ from advnorm.surgery import strip
 Precision = Literal["float32", "tf32", "bf16"]
 PLAIN = "plain nn.BatchNorm2d"
 
-#: What the project promises of ``dual_bn``: at most these ratios to the plain network.
+#: Largest ratios of ``dual_bn`` to the plain network that the project accepts.
 LIMITS = {"eval": 1.03, "train": 1.10}
 
 
 @dataclass(frozen=True, kw_only=True)
-class NormBenchmark:
-    """Conditions and results of one run; ``rows[norm][phase]``."""
+class NormBenchmark(MeasuredConditions):
+    """Conditions and results of one run; ``rows[norm][phase]``, where a phase is ``eval`` or ``train``."""
 
     model: str
     batch_size: int
     image_size: int
-    device: str
     precision: str
     compiled: bool
     rounds: int
     threads: int
-    torch: str
     rows: dict[str, dict[str, Timing]]
-
-    def record(self) -> dict[str, Any]:
-        """As plain data, for JSON."""
-        return {**asdict(self), **own_version()}
 
 
 def bench_norms(
@@ -63,23 +57,18 @@ def bench_norms(
     """Time evaluation through one branch and training on a concatenated batch, each against the plain network.
 
     Evaluation is one forward without gradients. Training is forward, cross-entropy and backward on a batch that is half
-    clean, half adversarial for the routed networks; the plain network takes the same batch. ``threads`` of the CPU: one
-    by default, since on a shared machine threads wait for each other longer than they work.
+    clean, half adversarial for the routed networks; the plain network gets the same batch. ``threads``: CPU threads,
+    one by default, because on a shared machine threads mostly wait for each other.
     """
     where = resolve_device(device)
     on_gpu = where.type == "cuda"
     batch_size = (512 if on_gpu else 32) if batch_size is None else batch_size
     rounds = (40 if on_gpu else 9) if rounds is None else rounds
-    problems = [f"unknown norm {n!r}{did_you_mean(n, list_norms())}" for n in norms if n not in list_norms()]
-    if model not in list_models():
-        problems.append(f"unknown model {model!r}{did_you_mean(model, list_models())}")
-    if batch_size < 6 or rounds < 1:
-        problems.append(f"batch_size must be at least 6 and rounds at least 1, got {batch_size} and {rounds}")
-    if threads < 1:
-        problems.append(f"threads must be at least 1, got {threads}")
-    if precision not in ("float32", "tf32", "bf16"):
-        problems.append(f"unknown precision {precision!r}{did_you_mean(precision, ('float32', 'tf32', 'bf16'))}")
-    raise_all(problems, "bad benchmark")
+    named = [*(("norm", norm, list_norms()) for norm in norms), ("model", model, list_models())]
+    named.append(("precision", precision, list(get_args(Precision))))
+    problems = [unknown_name(kind, name, known) for kind, name, known in named if name not in known]
+    problems += minimum_problems(6, batch_size=batch_size) + minimum_problems(1, rounds=rounds, threads=threads)
+    raise_problems(problems, "bad benchmark")
 
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(batch_size, 3, image_size, image_size, generator=generator).to(where)
@@ -89,7 +78,7 @@ def bench_norms(
     with float32_as("tf32" if precision == "tf32" else "ieee", where), _threads(threads):
         evaluate, train = {}, {}
         for norm in (PLAIN, *norms):
-            evaluate[norm], train[norm] = _phases(norm, model, images, labels, precision, compiled)
+            evaluate[norm], train[norm] = _build_phases(norm, model, images, labels, precision, compiled)
         run = {"reference": PLAIN, "rounds": rounds, "device": where, "on_round": on_round}
         with torch._dynamo.config.patch(recompile_limit=64):  # pyright: ignore  # all networks share one forward
             timings = {"eval": side_by_side(evaluate, **run), "train": side_by_side(train, **run)}
@@ -97,12 +86,11 @@ def bench_norms(
         model=model,
         batch_size=batch_size,
         image_size=image_size,
-        device=torch.cuda.get_device_name(where) if on_gpu else "cpu",
+        device=device_name(where),
         precision=precision,
         compiled=compiled,
         rounds=rounds,
         threads=threads,
-        torch=torch.__version__,
         rows={norm: {phase: timings[phase][norm] for phase in timings} for norm in evaluate},
     )
 
@@ -117,7 +105,7 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _phases(
+def _build_phases(
     norm: str, model: str, images: torch.Tensor, labels: torch.Tensor, precision: str, compiled: bool
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: the kernels of a GPU, or the operations of the CPU, by what they do."""
+"""The time of a training step by kind of GPU kernel or CPU operation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from advnorm.bench.timing import synchronize
 
-#: What a name says of a kernel or operation; the first that matches counts.
+#: Kinds of kernels and operations by a pattern of their names; the first match counts.
 KINDS: Mapping[str, str] = {
     "copies": r"memcpy|memset|CatArray|aten::(copy_|clone|cat|fill_|zero_)$",
     "compiled sums": r"^triton_(red|per)",
@@ -19,7 +19,7 @@ KINDS: Mapping[str, str] = {
     "optimizer": r"multi_tensor|fused_?(sgd|adam)|_foreach",
     "convolutions, gradient of weights": r"wgrad",
     "convolutions, gradient of images": r"dgrad",
-    "convolutions, backward": r"conv\w*_backward",  # of the CPU: both
+    "convolutions, backward": r"conv\w*_backward",  # on the CPU both gradients are one operation
     "convolutions, forward": r"fprop|fwd|conv",
     "matrix products": r"gemm|nvjet|cutlass|addmm|aten::mm",
     "sums": r"reduce|batch_norm|bn_|softmax|nll|aten::(sum|mean|var|std)",
@@ -29,9 +29,9 @@ OTHERS, IDLE = "others", "none of them"
 
 
 def step_parts(step: Callable[[], object], device: torch.device, seconds: float) -> dict[str, float]:
-    """Milliseconds of one step by kind, the longest first; ``none of them``: what is left of ``seconds``, its time.
+    """Return the milliseconds of one step by kind, the longest first.
 
-    Kernels that run side by side count each.
+    ``none of them`` is the rest of ``seconds``, the time of the step. Kernels that run in parallel count twice.
     """
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
     with profile(activities=[activity]) as recorded:
@@ -39,18 +39,17 @@ def step_parts(step: Callable[[], object], device: torch.device, seconds: float)
         synchronize(device)
     parts: dict[str, float] = {}
     for event in recorded.key_averages():
-        own, kind = _milliseconds(event, device), kind_of(event.key)
-        if own:
-            parts[kind] = parts.get(kind, 0.0) + own
+        spent, kind = _milliseconds(event, device), kind_of(event.key)
+        if spent:
+            parts[kind] = parts.get(kind, 0.0) + spent
     parts[IDLE] = max(0.0, 1e3 * seconds - sum(parts.values()))
     return dict(sorted(parts.items(), key=lambda item: -item[1]))
 
 
 def kind_of(name: str) -> str:
-    """What a kernel or operation of this name does."""
+    """Return the kind of a kernel or operation."""
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE)), OTHERS)
 
 
 def _milliseconds(event: Any, device: torch.device) -> float:
-    own = event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
-    return own / 1e3
+    return (event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total) / 1e3

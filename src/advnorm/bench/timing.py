@@ -1,4 +1,4 @@
-"""Timing of alternatives side by side, so that whatever else the machine does hits all of them alike."""
+"""Timing of alternatives in alternating order, so that other load on the machine affects all of them equally."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Median seconds of one call, and the median ratio to the reference in the same round."""
+    """Median seconds of one call, and the median ratio to the reference in the same round with its spread."""
 
     seconds: float
     ratio: float
@@ -20,7 +20,7 @@ class Timing:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -34,7 +34,7 @@ def side_by_side(
     warmup: int = 2,
     on_round: Callable[[], object] = lambda: None,
 ) -> dict[str, Timing]:
-    """Time every function once per round, in alternating order; the ratio to ``reference`` is taken within a round."""
+    """Time every function once per round, in alternating order; ratios to ``reference`` are taken within a round."""
 
     def once(function: Callable[[], object]) -> float:
         synchronize(device)

@@ -131,11 +131,11 @@ def bench_autoattack(
     """
     from advnorm._core.records import write_json
     from advnorm.bench.autoattack import bench_autoattack as measure
-    from advnorm.bench.autoattack import subject
+    from advnorm.bench.autoattack import load_network
     from advnorm.cli.bench_tables import autoattack_table
 
     _check_writable(json)
-    model, x, y, threat, name = subject(
+    model, x, y, threat, name = load_network(
         weights, data_dir, images=images, eps=eps, seed=seed, precisions=precision or ()
     )
     with _measuring() as show:

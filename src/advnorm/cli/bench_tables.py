@@ -9,7 +9,7 @@ from rich.text import Text
 
 from advnorm.bench.autoattack import AutoAttackBenchmark
 from advnorm.bench.norms import LIMITS, NormBenchmark
-from advnorm.bench.train import Row, TrainBenchmark
+from advnorm.bench.train import TrainBenchmark, TrainRow
 
 
 def norm_table(result: NormBenchmark) -> Table:
@@ -71,7 +71,7 @@ def train_tables(result: TrainBenchmark) -> Group:
     return Group(*tables, *(Text(line, style="dim") for line in (caption, *(f"note: {note}" for note in result.notes))))
 
 
-def _parts(row: Row) -> Table:
+def _parts(row: TrainRow) -> Table:
     """Return how the time of a step is spent."""
     title = (
         f"a step of {row.model}, {row.mode}, batch {row.batch_size}, {row.attack_steps} attack steps, {row.processes} "

@@ -12,7 +12,8 @@ from typing import Any
 from advnorm.config import AttackConfig, Config, Named
 from advnorm.data import digits
 from advnorm.evaluation import BenchmarkResult, benchmark
-from advnorm.evaluation.plan import AS_CALLED, branches
+from advnorm.evaluation.branches import branches
+from advnorm.evaluation.results import DEFAULT_ROUTE
 from advnorm.report import BarChart, LineChart, ReportTable
 from advnorm.threat import ThreatModel
 from advnorm.training import Run, train
@@ -86,12 +87,12 @@ def branch_results(label: str, result: BenchmarkResult) -> list[BranchResult]:
     return [
         BranchResult(
             model=label,
-            branch=None if route == AS_CALLED else route,
+            branch=None if route == DEFAULT_ROUTE else route,
             accuracy=accuracy,
             stages=result.conditions["stages"].get(route, {}).get("autoattack", {}),
             images=result.images,
         )
-        for route, accuracy in result.accuracy.items()
+        for route, accuracy in result.accuracies.items()
     ]
 
 

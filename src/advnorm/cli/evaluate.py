@@ -37,7 +37,7 @@ def evaluate(
     from advnorm._core.wrappers import device_of
     from advnorm.attacks.base import parse_name
     from advnorm.evaluation.benchmark import benchmark
-    from advnorm.evaluation.plan import branches
+    from advnorm.evaluation.branches import branches
 
     names = attacks or ["pgd10", "autoattack"]
     problems: list[Problem] = []

@@ -20,7 +20,7 @@ def report(
     """
     from advnorm._core.errors import ConfigError, raise_problems
     from advnorm._core.records import writable_problems, write_atomic
-    from advnorm.evaluation.overview import overview
+    from advnorm.evaluation.folder_results import collect_results
     from advnorm.report.page import render_page
     from advnorm.report.runs import build_runs_page, drop_damaged
     from advnorm.report.studies import count_verdicts, render_studies_page
@@ -29,7 +29,7 @@ def report(
     raise_problems(writable_problems(out))
     problems: list[str] = []
     has_records = (results / "records").is_dir()
-    runs = None if has_records else drop_damaged(overview(results))
+    runs = None if has_records else drop_damaged(collect_results(results))
     kinds = {"run": runs["runs"], "evaluation": runs["benchmarks"], "audit": runs["audits"]} if runs else {}
     contents = ", ".join(f"{len(items)} {kind}{'s' * (len(items) > 1)}" for kind, items in kinds.items() if items)
     if runs and contents:

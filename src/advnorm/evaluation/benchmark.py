@@ -1,4 +1,4 @@
-"""Clean and robust accuracy with all conditions, by attack and in the worst case, resumable after a kill."""
+"""Clean and robust accuracy with all conditions, per attack and in the worst case, resumable after a kill."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import advnorm.attacks as attack_names
-from advnorm._core.errors import ConfigError
+from advnorm._core.records import digest
 from advnorm.attacks import PGD, Attack
-from advnorm.evaluation.plan import Attacks, prepare
-from advnorm.evaluation.results import BenchmarkResult, Curve
+from advnorm.evaluation.branches import mixing_norms
+from advnorm.evaluation.jobs import Attacks
+from advnorm.evaluation.plan import EvaluationPlan, plan_evaluation, validate_model_and_threat
+from advnorm.evaluation.results import DEFAULT_ROUTE, BenchmarkResult, Curve
+from advnorm.evaluation.runner import EvaluationRunner, run_or_load
 from advnorm.norms import Mode, frozen_mode
 from advnorm.threat import ThreatModel
 
@@ -35,18 +38,19 @@ def benchmark(
     statistics: Mode = "running",
     about: Mapping[str, Any] | None = None,
 ) -> BenchmarkResult:
-    """Clean accuracy, robust accuracy by attack, and the union over the attacks: the worst case per image.
+    """Measure clean accuracy, robust accuracy per attack, and the union over the attacks: the worst case per image.
 
-    ``data``: images in [0, 1] and labels as two tensors, a data set, or a loader of batches; ``limit`` takes the first
-    so many. ``attacks``: names such as ``"pgd20-restarts5"``, attacks, or attacks under names of your own; an attack
-    with a route of its own is computed through that branch and judged through ``route``. ``route``: one branch of a
-    routed model or several; None: the model as it is called.
-    The mode of the model plays no part, and every flag stays as it was. Verdicts are those of a float32 forward without
-    TF32 and autocast. Noise belongs to an image's place in the data, so results do not depend on the batch size.
-    ``record``: JSON file for the result; a run that was killed continues from ``<record>.partial``, and one that is
-    finished is read back. ``about``: where the model comes from, as plain data, for the record.
+    ``data``: images in [0, 1] and labels as two tensors, a data set, or a loader; ``limit`` takes the first images.
+    ``attacks``: names such as ``"pgd20-restarts5"``, attacks, or a mapping from your names to attacks. An attack with a
+    route of its own is computed through that branch and evaluated through ``route``.
+    ``route``: one or several branches of a routed model. None is the default route: the model without a route, or
+    inside your own scopes.
+    The train or eval mode of the model has no effect, and every flag is restored. A float32 forward without TF32 and
+    autocast decides. Noise belongs to the row of an image in the data, so the batch size has no effect.
+    ``record``: JSON file for the result. An interrupted run resumes from ``<record>.partial``, and a finished record is
+    read back. ``about``: the origin of the model as plain data, for the record.
     """
-    case = prepare(
+    plan = plan_evaluation(
         model,
         data,
         threat,
@@ -60,7 +64,7 @@ def benchmark(
         record=record,
         about=about,
     )
-    return case.run(progress=progress)
+    return run_benchmark(plan, progress=progress)
 
 
 def accuracy_against_steps(
@@ -75,9 +79,9 @@ def accuracy_against_steps(
     statistics: Mode = "running",
     **options: Any,
 ) -> Curve:
-    """Robust accuracy under PGD of 10 to 2000 steps (paper E, fig. 2 and 3); it must level off.
+    """Measure robust accuracy under PGD of 10 to 2000 steps (paper E, fig. 2 and 3); it must level off.
 
-    ``step_size``: by default 2.5·eps/steps; paper E keeps 1/255 for all. Other options as in :func:`benchmark`.
+    ``step_size``: by default 2.5·eps/steps; paper E uses 1/255 for all. Other options as in :func:`benchmark`.
     """
     steps = tuple(dict.fromkeys(steps if isinstance(steps, Iterable) else [steps]))
     settings = {"threat": threat, "step_size": step_size, "seed": seed, "statistics": frozen_mode(statistics)}
@@ -100,19 +104,61 @@ def accuracy_against_eps(
     statistics: Mode = "running",
     **options: Any,
 ) -> Curve:
-    """Robust accuracy under one attack of growing eps, in the norm of ``threat``; it must fall to chance or below."""
-    if not isinstance(threat, ThreatModel):
-        raise ConfigError(f"threat must be a ThreatModel such as ThreatModel(eps='8/255'), got {threat!r}")
+    """Measure robust accuracy under one attack of growing eps, in the norm of ``threat``; it must fall to chance."""
+    validate_model_and_threat(model, threat)
     values = [eps] if isinstance(eps, str) or not isinstance(eps, Iterable) else eps
     threats = {str(value): ThreatModel(norm=threat.norm, eps=value) for value in values}
-    built = {}
+    attacks: dict[str, Attack] = {}
     for label, value in threats.items():
         if isinstance(attack, str):
-            made = attack_names.get(attack, threat=value, seed=seed, statistics=frozen_mode(statistics))
-        else:  # what is no attack is refused with all the rest
-            made = dataclasses.replace(attack, threat=value) if isinstance(attack, Attack) else attack
-        built[f"eps={label}"] = made
+            built = attack_names.get(attack, threat=value, seed=seed, statistics=frozen_mode(statistics))
+        else:
+            built = dataclasses.replace(attack, threat=value)
+        attacks[f"eps={label}"] = built
     settings = {"seed": seed, "any_threat": True, "record": record, "statistics": statistics}
-    result = prepare(model, data, threat, built, route, **settings, **options).run(progress=progress)
+    plan = plan_evaluation(model, data, threat, attacks, route, **settings, **options)
     radii = tuple(value.eps for value in threats.values())
-    return Curve(parameter="eps", values=radii, labels=tuple(threats), result=result)
+    return Curve(parameter="eps", values=radii, labels=tuple(threats), result=run_benchmark(plan, progress=progress))
+
+
+def run_benchmark(plan: EvaluationPlan, *, progress: bool = False) -> BenchmarkResult:
+    """Evaluate a plan, or read its finished record."""
+    jobs = [(job.name, job.key) for job in plan.jobs]
+    fingerprint = digest(plan.fingerprint, plan.threat, plan.routes, jobs)
+    references = plan.references
+    return run_or_load(
+        plan, BenchmarkResult, _evaluate, fingerprint=fingerprint, references=references, progress=progress
+    )
+
+
+def _evaluate(runner: EvaluationRunner, identity: Mapping[str, Any]) -> BenchmarkResult:
+    plan, partial = runner.plan, runner.partial
+    clean = {route: runner.evaluate_clean(route) for route in plan.routes}
+    for route in plan.routes:
+        runner.check_outputs(route)
+    if mixing := {module.plan.name for module in mixing_norms(plan.model).values()}:
+        partial.warn(
+            "choice",
+            f"input-dependent: {', '.join(sorted(mixing))} weights its statistics by the input, and the attacks "
+            "differentiate through this choice; evaluate one Gaussian inside "
+            "`with advnorm.mixture_component(model, 'adv'):`",
+        )
+    names = {route: route or DEFAULT_ROUTE for route in plan.routes}
+    robust: dict[str, dict[str, Tensor]] = {name: {} for name in names.values()}
+    seconds: dict[str, dict[str, float]] = {name: {} for name in names.values()}
+    stages: dict[str, dict[str, dict[str, float]]] = {}  # of cascades: accuracy after each attack
+    for job in plan.jobs:
+        name = names[job.route]
+        robust[name][job.name] = runner.evaluate_attack(job, among=clean[job.route])
+        seconds[name][job.name] = partial.seconds(job.key)
+        if (found := partial.stages(job.key)) is not None:
+            stages.setdefault(name, {})[job.name] = found
+    return BenchmarkResult(
+        threat=plan.threat,
+        attacks={job.name: repr(dataclasses.replace(job.attack, route=None)) for job in plan.jobs},
+        clean={names[route]: correct for route, correct in clean.items()},
+        robust=robust,
+        seconds=seconds,
+        conditions={**plan.conditions(), **identity, "stages": stages},
+        warnings=partial.warnings(),
+    )

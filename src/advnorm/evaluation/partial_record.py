@@ -1,4 +1,4 @@
-"""What a killed evaluation continues from: verdicts so far, tied to the data and the model by a fingerprint."""
+"""Records of finished evaluations, and partial records from which an interrupted evaluation resumes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,77 +14,99 @@ from torch import Tensor
 from advnorm._core.errors import ConfigError
 from advnorm._core.provenance import own_version
 from advnorm._core.records import digest, read_json, write_json, writing
+from advnorm.evaluation.reference_logits import ReferenceLogits, matches_record
 
-if TYPE_CHECKING:
-    from advnorm.evaluation.runner import First
-
-
-def partial_path(record: Path | str) -> Path:
-    """Where a run that is not finished keeps its verdicts."""
-    return Path(record).with_name(Path(record).name + ".partial")
+_NONE: Mapping[str, ReferenceLogits] = MappingProxyType({})
 
 
-class Partial:
-    """Verdicts so far, by job, in a file that is written whole after each batch; without a path in memory only."""
+def load_finished(
+    record: Path | str | None, fingerprint: str, references: Mapping[str, ReferenceLogits]
+) -> dict[str, Any] | None:
+    """Read the record of a finished evaluation; None if there is no file yet."""
+    if record is None or not Path(record).exists():
+        return None
+    data = read_json(Path(record))
+    if "fingerprint" not in data:
+        raise ConfigError(
+            "damaged_file", f"{record} is not the record of an evaluation", field="record", hint="choose another file"
+        )
+    if not matches_record(data, fingerprint, references):
+        raise ConfigError(
+            "other_evaluation",
+            f"{record} holds the record of another evaluation (other data, model, threat, attacks, routes or seed)",
+            field="record",
+            hint="delete it, or choose another file",
+        )
+    return data
+
+
+class PartialRecord:
+    """Results so far by job, in ``<record>.partial``, which is rewritten after each batch.
+
+    Without a record the results stay in memory. A file that belongs to other data or to another model is rejected.
+    """
 
     FORMAT = "advnorm.partial/1"
 
     def __init__(
-        self, path: Path | None, fingerprint: str, known_by: Mapping[str, First] = MappingProxyType({})
+        self, record: Path | str | None, fingerprint: str, references: Mapping[str, ReferenceLogits] = _NONE
     ) -> None:
-        self.path, self.fingerprint, self._commit = path, fingerprint, own_version()["commit"]
-        self._logits = {name: first.written() for name, first in known_by.items()}
+        self.path = None if record is None else Path(record).with_name(Path(record).name + ".partial")
+        self.fingerprint, self._commit = fingerprint, own_version()["commit"]
+        self._logits = {name: reference.to_record() for name, reference in references.items()}
         self._jobs: dict[str, dict[str, Any]] = {}
-        if path is None or not path.exists():
+        if self.path is None or not self.path.exists():
             return
-        data = read_json(path)
+        data = read_json(self.path)
         jobs = data.get("jobs")
         if data.get("format") != self.FORMAT or not isinstance(jobs, dict):
-            raise ConfigError(f"{path} is not a partial evaluation; delete it, or choose another record")
-        if data.get("fingerprint") != fingerprint or _other_model(data, known_by):
-            raise ConfigError(
-                f"{path} belongs to another evaluation (other images, labels, model or statistics mode); "
-                "delete it to start afresh, or choose another record"
+            raise self._error("damaged_file", "is not a partial evaluation")
+        if not matches_record(data, fingerprint, references):
+            raise self._error(
+                "other_evaluation", "belongs to another evaluation (other images, labels, model or statistics mode)"
             )
         self._jobs, self._logits = jobs, {**data.get("logits", {}), **self._logits}
         before, now = (str(commit).rstrip("+") for commit in (data.get("commit"), self._commit))
         if before != now:
-            self.warn("commit", f"continued from a run of another version of advnorm, commit {before}")
+            self.warn("commit", f"resumed from a run of another version of advnorm, commit {before}")
 
-    def verdicts(self, key: str, count: int) -> Tensor:
-        """1 robust, 0 fooled, -1 not known yet."""
+    def results(self, key: str, count: int) -> Tensor:
+        """Return the results of a job: 1 robust, 0 fooled, -1 pending."""
         letters = self._jobs.get(key, {}).get("verdicts")
         if letters is None:
             return torch.full((count,), -1, dtype=torch.int8)
         if not isinstance(letters, str) or len(letters) != count or set(letters) - set("01?"):
-            raise ConfigError(f"{self.path} is damaged at {key!r}; delete it to start afresh")
+            raise self._error("damaged_file", f"is damaged at {key!r}")
         return torch.tensor([{"?": -1, "0": 0, "1": 1}[letter] for letter in letters], dtype=torch.int8)
 
-    def save(self, key: str, verdicts: Tensor, seconds: float) -> None:
+    def save(self, key: str, results: Tensor, seconds: float) -> None:
+        """Store the results of a job and add to its seconds."""
         job = self._jobs.setdefault(key, {"warnings": []})
-        job["verdicts"] = "".join("01?"[value] for value in verdicts.tolist())
+        job["verdicts"] = "".join("01?"[value] for value in results.tolist())
         job["seconds"] = job.get("seconds", 0.0) + seconds
         self._write()
 
     def begin(self, key: str) -> None:
-        """Say whose a job is before it keeps something of its own."""
+        """Register a job before it writes to its own folder, so that the folder's owner is known."""
         self._jobs.setdefault(key, {"warnings": []})
         self._write()
 
     def warn(self, key: str, warning: str) -> None:
+        """Store a warning once."""
         warnings = self._jobs.setdefault(key, {}).setdefault("warnings", [])
         if warning not in warnings:
             warnings.append(warning)
             self._write()
 
-    def detail(self, key: str, accuracy: Mapping[str, float]) -> None:
+    def set_stages(self, key: str, accuracy: Mapping[str, float]) -> None:
+        """Store the accuracy after each attack of a cascade."""
         self._jobs.setdefault(key, {"warnings": []})["stages"] = dict(accuracy)
 
     def stages(self, key: str) -> dict[str, float] | None:
         return self._jobs.get(key, {}).get("stages")
 
     def folder(self, key: str) -> Path | None:
-        """Where an attack that keeps a record of its own may do so until it is done."""
+        """The folder for an attack that keeps a record of its own until it is finished."""
         return None if self.path is None else self.path.with_name(f"{self.path.name}.{digest(key)[:8]}")
 
     def seconds(self, key: str) -> float:
@@ -94,6 +116,7 @@ class Partial:
         return tuple(dict.fromkeys(warning for job in self._jobs.values() for warning in job.get("warnings", [])))
 
     def remove(self) -> None:
+        """Delete the file and the folders of its jobs."""
         for key in self._jobs:
             folder = self.folder(key)
             if folder is not None and folder.is_dir():
@@ -107,26 +130,6 @@ class Partial:
             with writing(self.path):
                 write_json(self.path, {**data, "logits": self._logits, "jobs": self._jobs})
 
-
-def _other_model(data: Mapping[str, Any], known_by: Mapping[str, First]) -> bool:
-    """Whether a model computes something else than the one that left ``data``, though structure and tensors agree.
-
-    Its attributes and its code show in its logits alone. What was written without logits is taken as it is.
-    """
-    written = data.get("logits", {})
-    return not isinstance(written, dict) or not all(first.fits(written.get(name)) for name, first in known_by.items())
-
-
-def finished(record: Path | str | None, fingerprint: str, known_by: Mapping[str, First]) -> dict[str, Any] | None:
-    """The record of an evaluation that is done already, read back; None where there is none yet."""
-    if record is None or not Path(record).exists():
-        return None
-    data = read_json(Path(record))
-    if "fingerprint" not in data:
-        raise ConfigError(f"{record} is no record of an evaluation; choose another file")
-    if data.get("fingerprint") != fingerprint or _other_model(data, known_by):
-        raise ConfigError(
-            f"{record} holds the record of another evaluation (other data, model, threat, attacks, routes or seed); "
-            "delete it, or choose another record"
-        )
-    return data
+    def _error(self, code: str, message: str) -> ConfigError:
+        hint = "delete it to start again, or choose another record"
+        return ConfigError(code, f"{self.path} {message}", field="record", hint=hint)

@@ -1,4 +1,4 @@
-"""The result of an evaluation: verdicts per image with their conditions, as table and as record."""
+"""The result of an evaluation: one boolean per image and attack with all conditions, as table and as record."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from advnorm._core.errors import ConfigError, did_you_mean
+from advnorm._core.errors import ConfigError, unknown_name
 from advnorm._core.records import read_json
 from advnorm.threat import ThreatModel
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-#: Columns of a table as text.
-RENDERED = 160
+FORMAT = "advnorm.benchmark/1"
+#: Name in results and records of an evaluation without a given route.
+DEFAULT_ROUTE = "default"
+#: Columns of a table that is printed without a terminal.
+TEXT_WIDTH = 160
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BenchmarkResult:
-    """Verdicts per image and their conditions. An image is robust where it is right clean and under the attack.
+    """Results per image and their conditions. A robust image is classified correctly clean and under the attack.
 
     ``clean[route]`` and ``robust[route][attack]`` are boolean tensors in the order of the data.
     """
@@ -39,7 +42,7 @@ class BenchmarkResult:
 
     @property
     def routes(self) -> tuple[str, ...]:
-        """The judged branches, ``"as called"`` for a model without one."""
+        """The evaluated branches; ``"default"`` for an evaluation without a route."""
         return tuple(self.clean)
 
     @property
@@ -48,54 +51,57 @@ class BenchmarkResult:
         return len(self.clean[self.routes[0]])
 
     def union(self, route: str | None = None) -> Tensor:
-        """Whether each image withstands all of the attacks."""
-        route = self._one(route)
+        """Return whether each image withstands every attack."""
+        route = self._resolve(route)
         return torch.stack([self.clean[route], *self.robust[route].values()]).all(0)
 
-    def clean_accuracy(self, route: str | None = None) -> float:
-        """Share of the images that are classified right without an attack."""
-        return _share(self.clean[self._one(route)])
+    def accuracy(self, attack: str | None = None, route: str | None = None) -> float:
+        """Return the clean accuracy, or the accuracy under one attack."""
+        route = self._resolve(route)
+        if attack is None:
+            return fraction(self.clean[route])
+        if attack not in self.robust[route]:
+            raise ConfigError.listing([unknown_name("attack", attack, self.robust[route])])
+        return fraction(self.robust[route][attack])
 
     def robust_accuracy(self, attack: str | None = None, route: str | None = None) -> float:
-        """Share of the images that withstand an attack, or all of them (the union)."""
-        if attack is None:
-            return _share(self.union(route))
-        verdicts = self.robust[self._one(route)]
-        if attack not in verdicts:
-            raise ConfigError(f"attack {attack!r} was not run{did_you_mean(attack, verdicts)}")
-        return _share(verdicts[attack])
+        """Return the accuracy under all attacks (the union: the worst case of each image), or under one attack."""
+        return fraction(self.union(route)) if attack is None else self.accuracy(attack, route)
 
     @property
-    def accuracy(self) -> dict[str, dict[str, float]]:
-        """By route: ``clean``, each attack, and ``union``."""
+    def accuracies(self) -> dict[str, dict[str, float]]:
+        """All accuracies by route: ``clean``, each attack, and ``union``."""
         return {
             route: {
-                "clean": _share(self.clean[route]),
-                **{name: _share(verdicts) for name, verdicts in self.robust[route].items()},
-                "union": _share(self.union(route)),
+                "clean": self.accuracy(route=route),
+                **{name: self.accuracy(name, route) for name in self.robust[route]},
+                "union": self.robust_accuracy(route=route),
             }
             for route in self.routes
         }
 
-    def _one(self, route: str | None) -> str:
+    def _resolve(self, route: str | None) -> str:
         if route is None and len(self.routes) == 1:
             return self.routes[0]
-        if route is None or route not in self.clean:
-            raise ConfigError(f"say which route: {route!r} was not judged{did_you_mean(route, self.clean)}")
+        if route is None:
+            raise ConfigError(
+                "missing_route", "the result has several routes", field="route", hint=f"use {' or '.join(self.routes)}"
+            )
+        if route not in self.clean:
+            raise ConfigError.listing([unknown_name("route", route, self.clean)])
         return route
 
     def table(self, width: int | None = None) -> Table:
-        """Accuracies for the terminal, a row per route; a row per attack where the names do not fit into ``width``."""
+        """Return a table for the terminal with a row per route; with a row per attack if ``width`` is too small."""
         from rich.table import Table
 
         title = f"accuracy, {self.images} images, {self.threat}"
         columns = ("clean", *self.attacks, "union")
-        routes = max(map(len, ("route", *self.routes)))
-        wide = sum(max(len(name), 6) + 3 for name in columns) + routes + 4
-        cells = {route: [f"{100 * value:.2f}" for value in row.values()] for route, row in self.accuracy.items()}
-        least = max(len(title) + 2, 78 if self.warnings else 60)  # room for the lines below
+        cells = {label_of(r): [f"{100 * value:.2f}" for value in row.values()] for r, row in self.accuracies.items()}
+        needed = sum(max(len(name), 6) + 3 for name in columns) + max(map(len, ("route", *cells))) + 4
+        least = max(len(title) + 2, 78 if self.warnings else 60)  # room for the caption
         table = Table(title=title, title_justify="left", min_width=least if width is None else min(least, width))
-        if width is None or wide <= width:
+        if width is None or needed <= width:
             table.add_column("route")
             for column in columns:
                 table.add_column(column, justify="right", no_wrap=True)
@@ -110,21 +116,21 @@ class BenchmarkResult:
         seconds = sum(sum(row.values()) for row in self.seconds.values())
         c = self.conditions
         caption = [f"{c['model']['class']}, seed {c['seed']}, {c['device']}, strict float32, {seconds:.1f} s"]
-        caption += told_about(c)
-        scopes = c.get("scopes")
-        caption += [f"as called inside: {', '.join(' '.join(item) for item in scopes.items())}"] if scopes else []
+        caption += describe_origin(c)
+        if scopes := c.get("scopes"):
+            caption.append(f"inside the scopes: {', '.join(' '.join(item) for item in scopes.items())}")
         table.caption = "\n".join([*caption, *(f"note: {warning}" for warning in self.warnings)])
         table.caption_justify = "left"
         return table
 
     def __str__(self) -> str:
-        return rendered(self.table(RENDERED))
+        return render_table(self.table(TEXT_WIDTH))
 
     def record(self) -> dict[str, Any]:
-        """All of it as plain data, for JSON; verdicts as strings of 0 and 1, an image each."""
+        """Return plain data for JSON; the results per image are strings of 0 and 1."""
         return {
-            "format": "advnorm.benchmark/1",
-            "accuracy": self.accuracy,
+            "format": FORMAT,
+            "accuracy": self.accuracies,
             "threat": dataclasses.asdict(self.threat),
             "attacks": dict(self.attacks),
             "routes": list(self.routes),
@@ -134,25 +140,24 @@ class BenchmarkResult:
             "seconds": {route: dict(row) for route, row in self.seconds.items()},
             "verdicts": {
                 route: {
-                    "clean": _letters(self.clean[route]),
-                    **{name: _letters(verdicts) for name, verdicts in self.robust[route].items()},
+                    "clean": _to_letters(self.clean[route]),
+                    **{name: _to_letters(robust) for name, robust in self.robust[route].items()},
                 }
                 for route in self.routes
             },
         }
 
     @classmethod
-    def of_record(cls, record: Mapping[str, Any]) -> BenchmarkResult:
-        """The result that :meth:`record` came from."""
-        if record.get("format") != "advnorm.benchmark/1":
-            raise ConfigError(f"not the record of a benchmark: its format is {record.get('format')!r}")
+    def from_record(cls, record: Mapping[str, Any]) -> BenchmarkResult:
+        """Rebuild the result of :meth:`record`."""
+        check_format(record, FORMAT)
         known = ("format", "accuracy", "threat", "attacks", "routes", "images", "warnings", "seconds", "verdicts")
-        verdicts = {r: {n: _booleans(v) for n, v in row.items()} for r, row in record["verdicts"].items()}
+        results = {r: {n: _from_letters(v) for n, v in row.items()} for r, row in record["verdicts"].items()}
         return cls(
             threat=ThreatModel(**record["threat"]),
             attacks=dict(record["attacks"]),
-            clean={route: row["clean"] for route, row in verdicts.items()},
-            robust={route: {n: v for n, v in row.items() if n != "clean"} for route, row in verdicts.items()},
+            clean={route: row["clean"] for route, row in results.items()},
+            robust={route: {n: v for n, v in row.items() if n != "clean"} for route, row in results.items()},
             seconds=record["seconds"],
             conditions={key: value for key, value in record.items() if key not in known},
             warnings=tuple(record["warnings"]),
@@ -161,70 +166,87 @@ class BenchmarkResult:
     @classmethod
     def load(cls, path: Path | str) -> BenchmarkResult:
         """Read a record from disk."""
-        return cls.of_record(read_json(Path(path)))
+        return cls.from_record(read_json(Path(path)))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Curve:
-    """Robust accuracy against a setting of the attack: number of steps, or eps."""
+    """Robust accuracy against a setting of the attack: the number of steps, or eps."""
 
     parameter: str
     values: tuple[float, ...]
-    #: The values as the caller wrote them, "2/255".
+    #: The values as the caller wrote them, such as ``2/255``.
     labels: tuple[str, ...]
     result: BenchmarkResult
 
-    def accuracy(self, route: str | None = None) -> list[float]:
-        """Robust accuracy at each value."""
+    def accuracy(self, route: str | None = None) -> float:
+        """Return the clean accuracy."""
+        return self.result.accuracy(route=route)
+
+    def robust_accuracies(self, route: str | None = None) -> list[float]:
+        """Return the robust accuracy at each value."""
         return [self.result.robust_accuracy(name, route) for name in self.result.attacks]
 
     def table(self) -> Table:
-        """A row per value, a column per route."""
+        """Return a table for the terminal with a row per value and a column per route."""
         from rich.table import Table
 
         title = f"robust accuracy against {self.parameter}, {self.result.images} images, {self.result.threat.norm}"
         table = Table(self.parameter, title=title, title_justify="left", min_width=len(title) + 2)
-        for route in self.result.routes:
-            table.add_column(route, justify="right")
-        table.add_row("clean", *(f"{100 * self.result.clean_accuracy(route):.2f}" for route in self.result.routes))
-        for name, label in zip(self.result.attacks, self.labels):
-            cells = [f"{100 * self.result.robust_accuracy(name, route):.2f}" for route in self.result.routes]
-            table.add_row(label, *cells)
+        columns = {route: [self.accuracy(route), *self.robust_accuracies(route)] for route in self.result.routes}
+        for route in columns:
+            table.add_column(label_of(route), justify="right")
+        for label, row in zip(("clean", *self.labels), zip(*columns.values())):
+            table.add_row(label, *(f"{100 * value:.2f}" for value in row))
         return table
 
     def __str__(self) -> str:
-        return rendered(self.table())
+        return render_table(self.table())
 
     def record(self) -> dict[str, Any]:
-        """As plain data, for JSON."""
-        record = self.result.record()
-        return {**record, "parameter": self.parameter, "values": list(self.values)}
+        """Return plain data for JSON."""
+        return {**self.result.record(), "parameter": self.parameter, "values": list(self.values)}
 
 
-def told_about(conditions: Mapping[str, Any]) -> list[str]:
-    """Where model and data come from, in a line; none where nobody said."""
+def label_of(route: str) -> str:
+    """Return the name of a route in tables."""
+    return "default route" if route == DEFAULT_ROUTE else route
+
+
+def check_format(record: Mapping[str, Any], expected: str) -> None:
+    """Raise if a record has another format."""
+    if record.get("format") != expected:
+        raise ConfigError(
+            "damaged_file", f"the format of the record must be {expected!r}", field="record", got=record.get("format")
+        )
+
+
+def describe_origin(conditions: Mapping[str, Any]) -> list[str]:
+    """Return at most one line that says where model and data come from."""
     about = conditions.get("about") or {}
-    told = [f"{name} {about[name]}" for name in ("run", "checkpoint", "model", "weights", "data") if about.get(name)]
-    told += [f"a training that is not finished ({about['unfinished']})"] if about.get("unfinished") else []
-    return [", ".join(told)] if told else []
+    parts = [f"{name} {about[name]}" for name in ("run", "checkpoint", "model", "weights", "data") if about.get(name)]
+    parts += [f"training is not finished ({about['unfinished']})"] if about.get("unfinished") else []
+    return [", ".join(parts)] if parts else []
 
 
-def _share(verdicts: Tensor) -> float:
-    return verdicts.sum().item() / len(verdicts)
+def fraction(values: Tensor) -> float:
+    """Return the fraction of true values."""
+    return values.sum().item() / len(values)
 
 
-def _letters(verdicts: Tensor) -> str:
-    return "".join("01"[value] for value in verdicts.int().tolist())
-
-
-def _booleans(letters: str) -> Tensor:
-    return torch.tensor([letter == "1" for letter in letters], dtype=torch.bool)
-
-
-def rendered(table: Table) -> str:
+def render_table(table: Table) -> str:
+    """Render a table as plain text."""
     from rich.console import Console
 
-    console = Console(width=RENDERED, color_system=None, force_terminal=False)
+    console = Console(width=TEXT_WIDTH, color_system=None, force_terminal=False)
     with console.capture() as capture:
         console.print(table)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def _to_letters(values: Tensor) -> str:
+    return "".join("01"[value] for value in values.int().tolist())
+
+
+def _from_letters(letters: str) -> Tensor:
+    return torch.tensor([letter == "1" for letter in letters], dtype=torch.bool)

@@ -1,245 +1,160 @@
-"""Verdicts on images, batch by batch: attacks, the strict forward that decides, and what a killed run has done."""
+"""Evaluation batch by batch: attacks, the strict forward that decides, and results that survive a kill."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError
+from advnorm._core.locks import exclusive
 from advnorm._core.memory import AdaptiveBatchSize
 from advnorm._core.precision import float32_as
-from advnorm._core.progress import ProgressDisplay, ProgressTask
-from advnorm._core.records import digest, writing
-from advnorm._core.wrappers import dtype_of
-from advnorm.attacks import Attack, attacked
+from advnorm._core.progress import ProgressDisplay, ProgressTask, show_progress
+from advnorm._core.records import write_json, writing
+from advnorm.attacks import Attack
 from advnorm.attacks.autoattack import AutoAttack
 from advnorm.attacks.autoattack_checks import square_flags
 from advnorm.attacks.autoattack_record import AutoAttackResult
-from advnorm.attacks.base import Predict
 from advnorm.attacks.search import Search
-from advnorm.evaluation.partial_record import Partial
-from advnorm.norms import frozen_mode
+from advnorm.evaluation.jobs import AttackJob
+from advnorm.evaluation.partial_record import PartialRecord, load_finished
+from advnorm.evaluation.plan import EvaluationPlan
+from advnorm.evaluation.reference_logits import OutputCheck, ReferenceLogits, check_outputs
 
-if TYPE_CHECKING:
-    from advnorm.evaluation.plan import Case
-
-#: Images by which it is seen whether outputs are random, depend on the batch, or are probabilities.
-LOOKED_AT = 16
-#: Relative difference of logits that is beyond the rounding of float32.
-SAME = 1e-3
-#: Verdicts are saved about so often; a slow attack gets smaller batches for that, but not below so many images.
+#: Results are saved about this often; a slow attack gets smaller batches, but not below this number of images.
 UNIT_SECONDS, UNIT_IMAGES = 60.0, 8
+#: Warnings of AutoAttack that :class:`OutputCheck` already gives for all attacks.
+_CHECKED = ("randomized", "batch-dependent", "probabilities")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """One attack, judged through one branch."""
+class Recordable(Protocol):
+    """A result with a record."""
 
-    name: str
-    attack: Attack
-    route: str | None
-    origin: str = ""  # of the model that the attack is computed on, where it is another one
-
-    @property
-    def key(self) -> str:
-        return " | ".join([str(self.route), repr(self.attack), *([self.origin] if self.origin else [])])
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class First:
-    """Strict logits of the first images, by which a model is known and looked at."""
-
-    logits: Tensor
-    #: Largest relative difference between two forwards of the same images.
-    varies: float
-    #: Difference that the model's precision explains.
-    same: float
-    #: What memory sufficed for.
-    batch_size: int | None
-
-    @property
-    def random(self) -> bool:
-        return self.varies > self.same
-
-    def written(self) -> list[str] | None:
-        """For a record: a line per image, since JSON has no infinity. None: no logits tell a randomized model."""
-        return None if self.random else [" ".join(f"{v:.5g}" for v in row) for row in self.logits.tolist()]
-
-    def fits(self, written: Any) -> bool:
-        """Whether a record's logits can be these, but for what another device rounds otherwise."""
-        if written is None or self.random:
-            return True
-        try:
-            theirs = torch.tensor([[float(v) for v in line.split()] for line in written])
-        except (AttributeError, TypeError, ValueError):
-            return False
-        ours, near = self.logits.cpu(), self.same * _largest(self.logits).item()
-        return ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-2, atol=near, equal_nan=True)
+    def record(self) -> dict[str, Any]: ...
 
     @classmethod
-    def of(cls, case: Case, route: str | None) -> First:
-        """Two forwards of them."""
-        x, memory = case.images[:LOOKED_AT].to(case.device), AdaptiveBatchSize(minimum=case.least)
-        with judging(case, route, "look") as predict:
-            logits, again = (torch.cat(memory.map(len(x), lambda part: predict(x[part]))) for _ in range(2))
-        return cls(
-            logits=logits,
-            varies=_difference(again, logits),
-            same=max(SAME, 4 * torch.finfo(dtype_of(case.model)).eps),
-            batch_size=memory.size,
-        )
+    def from_record(cls, record: Mapping[str, Any]) -> Self: ...
 
 
-def _largest(logits: Tensor) -> Tensor:
-    return logits.abs().masked_fill(~logits.isfinite(), 0).amax().clamp_min(1e-12)
+R = TypeVar("R", bound=Recordable)
 
 
-def _difference(logits: Tensor, reference: Tensor) -> float:
-    """The largest one, relative to the largest logit; a class that both leave out with -inf does not differ."""
-    gap = (logits - reference).abs().masked_fill(logits == reference, 0)
-    return gap.amax().div(_largest(reference)).item()
+def run_or_load(
+    plan: EvaluationPlan,
+    kind: type[R],
+    evaluate: Callable[[EvaluationRunner, dict[str, Any]], R],
+    *,
+    fingerprint: str,
+    references: Mapping[str, ReferenceLogits],
+    progress: bool,
+) -> R:
+    """Read the finished record of a plan, or evaluate the plan, from a partial record if there is one, and write it.
+
+    ``evaluate`` gets a runner and the entries by which the record will be matched.
+    """
+    finished = load_finished(plan.record, fingerprint, references)
+    if finished is not None:
+        return kind.from_record(finished)
+    identity = {
+        "fingerprint": fingerprint,
+        "logits": {name: reference.to_record() for name, reference in references.items()},
+    }
+    with exclusive(plan.record), show_progress(progress) as display:
+        partial = PartialRecord(plan.record, plan.fingerprint, references)
+        result = evaluate(EvaluationRunner(plan, partial, display), identity)
+        if plan.record is not None:
+            with writing(plan.record, result):
+                write_json(plan.record, result.record())
+                partial.remove()
+    return result
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outputs:
-    """What a few forwards show of a model's outputs."""
+class EvaluationRunner:
+    """Evaluates a plan batch by batch and saves finished batches in ``partial``.
 
-    #: Largest relative difference of logits between two forwards of the same images.
-    varies: float
-    #: ... between an image alone and the same one in a batch; 0 where the outputs are random.
-    by_batch: float
-    probabilities: bool
-    #: Difference that the model's precision explains.
-    same: float
-
-    @property
-    def random(self) -> bool:
-        return self.varies > self.same
-
-    @property
-    def steady(self) -> bool:
-        """Whether an image's output depends on the image alone."""
-        return max(self.varies, self.by_batch) <= self.same
-
-    def warnings(self) -> list[str]:
-        """Reasons to doubt what an attack says of this model."""
-        found = {
-            "the outputs are random: every verdict is one draw, a union of attacks is one of draws too, and the stages "
-            "of a cascade are draws of their own; attack the expectation: 'autoattack-rand', 'apgd-ce-samples20'": (
-                self.random
-            ),
-            "batch-dependent: an image's output depends on the others of its batch, so the numbers hold for this batch "
-            "size and order alone; evaluate with running statistics": self.by_batch > self.same,
-            "the outputs are probabilities, whose gradients vanish; return the logits, without softmax": (
-                self.probabilities
-            ),
-        }
-        return [text for text, said in found.items() if said]
-
-
-#: What AutoAttack flags by itself and :class:`Outputs` says for all attacks at once.
-_SAID = ("randomized", "batch-dependent", "probabilities")
-
-
-class Runner:
-    """Verdicts of a case, batch by batch; what is done is kept in ``partial``.
-
-    A randomized model draws numbers that follow from the case's seed, the attack and the batch, and others to be
-    attacked than to be judged.
+    The draws of a randomized model follow from the seed, the attack and the batch. The attack and the decision use
+    different draws.
     """
 
-    def __init__(self, case: Case, partial: Partial, display: ProgressDisplay) -> None:
-        self.case, self.partial = case, partial
-        self.display = display
-        self._steady = True
+    def __init__(self, plan: EvaluationPlan, partial: PartialRecord, display: ProgressDisplay) -> None:
+        self.plan, self.partial, self.display = plan, partial, display
+        self._forward = plan.forward
+        self._minimum = plan.forward.minimum_batch
+        self._deterministic = True
         self._classes = 2
-        self._pace = math.inf  # seconds that an image's forward takes
+        self._forward_seconds = math.inf  # per image
 
-    def clean(self, route: str | None) -> Tensor:
-        """Which images are classified right without an attack."""
-        case, memory = self.case, AdaptiveBatchSize(self.case.batch_size, minimum=self.case.least)
+    def evaluate_clean(self, route: str | None) -> Tensor:
+        """Return which images are classified correctly without an attack."""
+        plan, memory = self.plan, AdaptiveBatchSize(self.plan.batch_size, minimum=self._minimum)
 
-        def work(part: slice) -> Tensor:
-            x, y = case.images[part].to(case.device), case.labels[part].to(case.device)
-            begun = time.perf_counter()
-            right, nan = (v.cpu() for v in self._right(x, y, route, "clean", part.start))
-            self._pace = min(self._pace, (time.perf_counter() - begun) / len(x))
+        def evaluate(part: slice) -> Tensor:
+            x, y = plan.images[part].to(plan.device), plan.labels[part].to(plan.device)
+            started = time.perf_counter()
+            correct, nan = (v.cpu() for v in self._classify(x, y, route, "clean", part.start))
+            self._forward_seconds = min(self._forward_seconds, (time.perf_counter() - started) / len(x))
             if bool(nan.any()):
-                image = int(case.index[part][nan][0])
-                raise ConfigError(f"the model returns NaN logits for image {image} of the data; check image and model")
-            return right
+                message = f"the model returns NaN logits for image {int(plan.index[part][nan][0])} of the data"
+                raise ConfigError("not_finite", message, field="model", hint="check this image and the model")
+            return correct
 
-        right = torch.cat(memory.map(len(case.images), work))
-        self._warn_memory(f"{route} | clean", "clean", memory)
-        return right
+        correct = torch.cat(memory.map(len(plan.images), evaluate))
+        self._warn_about_memory(f"{route} | clean", "clean", memory)
+        return correct
 
-    def look(self, route: str | None) -> Outputs:
-        """Whether outputs are random, depend on the batch or are probabilities: told once for all attacks."""
-        case, first = self.case, self.case.first[route]
-        together, by_batch = first.logits, 0.0
-        if not first.random and 1 not in (first.batch_size, case.batch_size):  # chance would show as well
-            with judging(case, route, "alone") as predict:
-                # With a copy of itself, which changes no statistics: of one value per channel a norm has none.
-                images = case.images[: len(together)].to(case.device).split(1)
-                alone = torch.cat([predict(torch.cat([image, image]))[:1] for image in images])
-            by_batch = _difference(alone, together)
-        found = Outputs(
-            varies=first.varies,
-            by_batch=by_batch,
-            probabilities=bool((together >= 0).all() and (together.sum(1) - 1).abs().max() < 1e-3),
-            same=first.same,
-        )
-        self._steady &= found.steady
+    def check_outputs(self, route: str | None) -> OutputCheck:
+        """Check whether outputs are random, depend on the batch or are probabilities; warn once for all attacks."""
+        plan = self.plan
+        found = check_outputs(plan.reference_logits[route], self._forward, route, plan.images, plan.batch_size)
+        self._deterministic &= found.is_deterministic
         for text in found.warnings():
             self.partial.warn("outputs", text)
         return found
 
-    def robust(self, job: Job, among: Tensor, *, source: nn.Module | None = None) -> Tensor:
-        """Which images of ``among`` withstand an attack; the others count as fooled and are not attacked.
+    def evaluate_attack(self, job: AttackJob, among: Tensor, *, source: nn.Module | None = None) -> Tensor:
+        """Return which images of ``among`` withstand an attack; other images count as fooled and are not attacked.
 
-        ``source``: compute the attack on this model; the case's model judges.
+        ``source``: compute the attack on this model; the plan's model decides.
         """
-        case, memory = self.case, AdaptiveBatchSize(self._unit(job.attack), minimum=self.case.least)
-        verdicts = self.partial.verdicts(job.key, len(case.images))
-        todo = (among & (verdicts < 0)).nonzero()[:, 0]
+        plan, memory = self.plan, AdaptiveBatchSize(self._unit_size(job.attack), minimum=self._minimum)
+        results = self.partial.results(job.key, len(plan.images))
+        pending = (among & (results < 0)).nonzero()[:, 0]
         total = int(among.sum())
         shown = self.display.task(f"{job.route or ''} {job.name}".strip(), total, unit="images")
 
-        def work(part: slice) -> None:
-            rows, done, begun = todo[part], total - len(todo) + part.start, time.perf_counter()
+        def evaluate(part: slice) -> None:
+            rows, done, started = pending[part], total - len(pending) + part.start, time.perf_counter()
             attack = job.attack
             if attack.progress is None:
-                attack = dataclasses.replace(attack, progress=_within(shown, done, len(rows)))
-            with_others = rows if isinstance(attack, AutoAttack) else self._accompanied(rows)
-            x, y, index = case.images[with_others], case.labels[with_others], case.index[with_others]
+                attack = dataclasses.replace(attack, progress=_progress_within(shown, done, len(rows)))
+            extended = rows if isinstance(attack, AutoAttack) else self._at_least_minimum(rows)
+            x, y, index = plan.images[extended], plan.labels[extended], plan.index[extended]
             if isinstance(attack, AutoAttack):
-                found = self._cascade(job, attack, x, y, index)
-                x_adv, begun = found.x_adv, time.perf_counter() - sum(found.seconds.values())  # of all processes
+                found = self._run_autoattack(job, attack, x, y, index)
+                x_adv, started = found.x_adv, time.perf_counter() - sum(found.seconds.values())  # earlier runs too
             else:
-                x, y, index = (tensor.to(case.device) for tensor in (x, y, index))
-                with float32_as("ieee", case.device), seeded(case, job.key, "attack", int(rows[0])):
-                    x_adv = attack(source or case.model, x, y, index=index)
-            verdicts[rows] = self._judge(job, x_adv[: len(rows)], rows).to(verdicts.dtype)
-            self.partial.save(job.key, verdicts, time.perf_counter() - begun)
+                x, y, index = (tensor.to(plan.device) for tensor in (x, y, index))
+                with float32_as("ieee", plan.device), self._forward.seeded(job.key, "attack", int(rows[0])):
+                    x_adv = attack(source or plan.model, x, y, index=index)
+            results[rows] = self._decide(job, x_adv[: len(rows)], rows).to(results.dtype)
+            self.partial.save(job.key, results, time.perf_counter() - started)
 
-        memory.map(len(todo), work)
-        self._warn_memory(job.key, job.name, memory)
+        memory.map(len(pending), evaluate)
+        self._warn_about_memory(job.key, job.name, memory)
         shown.finish()
-        return among & (verdicts == 1)
+        return among & (results == 1)
 
-    def _unit(self, attack: Attack) -> int | None:
-        """Images that are attacked and saved at once: a batch, or about a minute's work if that is less.
+    def _unit_size(self, attack: Attack) -> int | None:
+        """Number of images that are attacked and saved together: a batch, or about a minute's work if that is less.
 
-        None: all of them; a cascade keeps a record of its own. Where the others of its batch matter to an image, or
-        chance does, only whole batches give the same result every time.
+        None: all images, because a cascade keeps a record of its own. If outputs depend on the batch or on chance, only
+        whole batches give reproducible results.
         """
         if isinstance(attack, AutoAttack):
             return None
@@ -247,88 +162,65 @@ class Runner:
             forwards = attack.forwards(self._classes)
         else:
             forwards = getattr(attack, "steps", 1) * getattr(attack, "restarts", 1)
-        size = self.case.batch_size
-        seconds = 3 * forwards * (self._pace if math.isfinite(self._pace) else 0.0)  # with the backward
-        while self._steady and size >= 2 * UNIT_IMAGES and size * seconds > UNIT_SECONDS:
+        size = self.plan.batch_size
+        forward_seconds = self._forward_seconds if math.isfinite(self._forward_seconds) else 0.0
+        seconds = 3 * forwards * forward_seconds  # with the backward
+        while self._deterministic and size >= 2 * UNIT_IMAGES and size * seconds > UNIT_SECONDS:
             size //= 2
         return size
 
-    def _accompanied(self, rows: Tensor) -> Tensor:
-        """The rows, and the next image of the data where one that is left alone would have no statistics."""
-        return rows if len(rows) >= self.case.least else torch.cat([rows, (rows + 1) % len(self.case.images)])
+    def _at_least_minimum(self, rows: Tensor) -> Tensor:
+        """Add the next image to a single row if one image has no batch statistics."""
+        return rows if len(rows) >= self._minimum else torch.cat([rows, (rows + 1) % len(self.plan.images)])
 
-    def _judge(self, job: Job, x: Tensor, rows: Tensor) -> Tensor:
-        """Whether adversarial images are classified right, by the strict forward that decides; on the CPU."""
-        case, with_others = self.case, self._accompanied(rows)
-        x, y = torch.cat([x, case.images[with_others[len(rows) :]].to(x)]), case.labels[with_others]
+    def _decide(self, job: AttackJob, x: Tensor, rows: Tensor) -> Tensor:
+        """Return whether adversarial images are classified correctly by the strict forward, on the CPU."""
+        plan, extended = self.plan, self._at_least_minimum(rows)
+        x, y = torch.cat([x, plan.images[extended[len(rows) :]].to(x)]), plan.labels[extended]
 
-        def work(part: slice) -> Tensor:
-            x_part, y_part = x[part].to(case.device), y[part].to(case.device)
-            return self._right(x_part, y_part, job.route, f"{job.key} | judge", int(with_others[part.start]))[0].cpu()
+        def evaluate(part: slice) -> Tensor:
+            x_part, y_part = x[part].to(plan.device), y[part].to(plan.device)
+            tags = f"{job.key} | judge", int(extended[part.start])
+            return self._classify(x_part, y_part, job.route, *tags)[0].cpu()
 
-        return torch.cat(AdaptiveBatchSize(case.batch_size, minimum=case.least).map(len(x), work))[: len(rows)]
+        return torch.cat(AdaptiveBatchSize(plan.batch_size, minimum=self._minimum).map(len(x), evaluate))[: len(rows)]
 
-    def _cascade(self, job: Job, attack: AutoAttack, x: Tensor, y: Tensor, index: Tensor) -> AutoAttackResult:
-        case = self.case
+    def _run_autoattack(
+        self, job: AttackJob, attack: AutoAttack, x: Tensor, y: Tensor, index: Tensor
+    ) -> AutoAttackResult:
+        plan = self.plan
         self.partial.begin(job.key)
         folder = self.partial.folder(job.key)
-        if attack.batch_size is None and case.statistics != "running":  # which are then those of the batches judged
-            attack = dataclasses.replace(attack, batch_size=case.batch_size)
+        if attack.batch_size is None and plan.statistics != "running":  # the batches whose statistics are evaluated
+            attack = dataclasses.replace(attack, batch_size=plan.batch_size)
         with writing(folder):
-            found = attack.evaluate(case.model, x, y, index=index, record=folder, bar=False)
-        # Of all images, of which those that are wrong without an attack are not here.
-        flags = [flag for flag in found.warnings if flag.name not in (*_SAID, "square-better")]
-        for flag in flags + square_flags(found.stages, found.fooled_by, len(case.images)):
+            found = attack.evaluate(plan.model, x, y, index=index, record=folder, bar=False)
+        # Relative to all images: x lacks those that are misclassified without an attack.
+        flags = [flag for flag in found.warnings if flag.name not in (*_CHECKED, "square-better")]
+        for flag in flags + square_flags(found.stages, found.fooled_by, len(plan.images)):
             self.partial.warn(job.key, f"{job.name}: {flag.message}")
-        self._warn_memory(job.key, job.name, found, "rows")
-        if attack.route == job.route:  # else they are those of the branch that is attacked, not of the one that judges
+        self._warn_about_memory(job.key, job.name, found, "rows")
+        if attack.route == job.route:  # otherwise the stages belong to the attacked branch, not to the evaluated one
             counts = {name: round(value * len(x)) for name, value in found.accuracy.items()}
-            self.partial.detail(job.key, {name: count / len(case.images) for name, count in counts.items()})
+            self.partial.set_stages(job.key, {name: count / len(plan.images) for name, count in counts.items()})
         return found
 
-    def _right(self, x: Tensor, y: Tensor, route: str | None, *tags: Any) -> tuple[Tensor, Tensor]:
-        with judging(self.case, route, *tags) as predict:
+    def _classify(self, x: Tensor, y: Tensor, route: str | None, *tags: Any) -> tuple[Tensor, Tensor]:
+        """Return which images are classified correctly, and which have NaN logits."""
+        with self._forward.through(route, *tags) as predict:
             logits = predict(x)
         self._classes = logits.shape[1]
         nan = logits.isnan().any(1)
         return (logits.argmax(1) == y) & ~nan, nan
 
-    def _warn_memory(
+    def _warn_about_memory(
         self, key: str, name: str, memory: AdaptiveBatchSize | AutoAttackResult, unit: str = "images"
     ) -> None:
         if memory.halved:
-            sizes = ", ".join(map(str, memory.halved))
-            self.partial.warn(
-                key,
-                f"{name}: memory did not suffice for {sizes} {unit} at a time, went on with {memory.halved[-1] // 2}",
-            )
+            sizes, size = ", ".join(map(str, memory.halved)), memory.halved[-1] // 2
+            self.partial.warn(key, f"{name}: out of memory for batches of {sizes} {unit}, continued with {size}")
 
 
-@contextmanager
-def judging(case: Case, route: str | None, *tags: Any) -> Iterator[Predict]:
-    """Scope: the strict forward that decides."""
-    with (
-        seeded(case, route, *tags),
-        attacked(case.model, route=route, statistics=frozen_mode(case.statistics)) as predict,
-        float32_as("ieee", case.device),
-        torch.no_grad(),
-    ):
-        yield predict
-
-
-@contextmanager
-def seeded(case: Case, *tags: Any) -> Iterator[None]:
-    """Scope: what a randomized model draws follows from the seed and the tags; the caller's generators rest."""
-    device, seed = case.device, int(digest(case.seed, *tags)[:15], 16)
-    here = torch.cuda.current_device() if device.index is None and device.type == "cuda" else device.index
-    cuda = [here] if device.type == "cuda" else []
-    with torch.random.fork_rng(cuda):
-        torch.default_generator.manual_seed(seed)
-        for number in cuda:
-            torch.cuda.default_generators[number].manual_seed(seed)
-        yield
-
-
-def _within(task: ProgressTask, done: int, images: int) -> Callable[[int, int], None]:
+def _progress_within(task: ProgressTask, done: int, images: int) -> Callable[[int, int], None]:
     """Progress within a batch as progress over all images."""
     return lambda n, of: task.update(done + images * n / of)

@@ -10,13 +10,13 @@ from advnorm.report.page import ReportPage
 from advnorm.report.tables import CellValue, ReportColumn, ReportTable
 
 if TYPE_CHECKING:
-    from advnorm.evaluation.overview import Judged, Overview, Trained
+    from advnorm.evaluation.folder_results import EvaluationFile, FolderResults, RunSummary
 
 #: Number of runs in the figure.
 MOST_LINES = 6
 
 
-def drop_damaged(found: Overview) -> Overview:
+def drop_damaged(found: FolderResults) -> FolderResults:
     """Remove the entries that a page cannot show, and list them among the problems."""
     problems = list(found["problems"])
 
@@ -39,7 +39,7 @@ def drop_damaged(found: Overview) -> Overview:
     }
 
 
-def build_runs_page(found: Overview) -> ReportPage:
+def build_runs_page(found: FolderResults) -> ReportPage:
     """Build a page with every run and its training accuracy, and every evaluation and audit with its conditions."""
     tables = [_run_table(found["runs"])] if found["runs"] else []
     tables += [_evaluation_table(found["benchmarks"])] if found["benchmarks"] else []
@@ -75,7 +75,7 @@ def _columns(text: Sequence[str], percent: Sequence[str]) -> list[ReportColumn]:
     ]
 
 
-def _run_table(runs: Sequence[Trained]) -> ReportTable:
+def _run_table(runs: Sequence[RunSummary]) -> ReportTable:
     rows: list[list[CellValue]] = []
     for run in runs:
         config, record, last = run["config"], run["record"], (run["metrics"] or [{}])[-1]
@@ -108,14 +108,15 @@ def _held_out_text(row: Mapping[str, Any] | None) -> str:
     return ", ".join(f"{words.get(name, name)} {100 * value:.1f}" for name, value in found.items()) or "–"
 
 
-def _evaluation_table(evaluations: Sequence[Judged]) -> ReportTable:
+def _evaluation_table(evaluations: Sequence[EvaluationFile]) -> ReportTable:
     names = _distinct(name for one in evaluations for row in one["record"]["accuracy"].values() for name in row)
     attacks = [name for name in names if name not in ("clean", "union")]
     rows: list[list[CellValue]] = []
     for one in evaluations:
         rows.append([_heading(one)])
         for branch, accuracy in one["record"]["accuracy"].items():
-            rows.append([branch, *(accuracy.get(name) for name in ("clean", *attacks, "union"))])
+            label = "default route" if branch == "default" else branch
+            rows.append([label, *(accuracy.get(name) for name in ("clean", *attacks, "union"))])
     return {
         "title": "Evaluated",
         "columns": _columns(("branch",), ("clean", *attacks, "all attacks")),
@@ -124,7 +125,7 @@ def _evaluation_table(evaluations: Sequence[Judged]) -> ReportTable:
     }
 
 
-def _audit_table(audits: Sequence[Judged]) -> ReportTable:
+def _audit_table(audits: Sequence[EvaluationFile]) -> ReportTable:
     rows: list[list[CellValue]] = []
     for one in audits:
         columns = ("route", "verdict", "clean", "pgd10", "worst_case")
@@ -137,7 +138,7 @@ def _audit_table(audits: Sequence[Judged]) -> ReportTable:
     }
 
 
-def _heading(evaluation: Judged) -> str:
+def _heading(evaluation: EvaluationFile) -> str:
     """Network, checkpoint, data and threat, if the record names them; an unnamed network gets its file's name."""
     record = evaluation["record"]
     about: Mapping[str, Any] = record.get("about") or {}
@@ -147,7 +148,7 @@ def _heading(evaluation: Judged) -> str:
     return f"{network}: {', '.join(str(part) for part in parts if part)}"
 
 
-def _training_curves(runs: Sequence[Trained]) -> list[LineChart]:
+def _training_curves(runs: Sequence[RunSummary]) -> list[LineChart]:
     """Accuracy on adversarial training images of the first runs that have it for more than one epoch."""
     trained = [run for run in runs if sum("adv_accuracy" in row for row in run["metrics"]) > 1]
     chosen = trained[:MOST_LINES]
@@ -163,7 +164,7 @@ def _training_curves(runs: Sequence[Trained]) -> list[LineChart]:
     return [{"kind": "lines", "title": title, "x": epochs, "x_label": "epoch", "rows": rows, "note": note}]
 
 
-def _short_labels(runs: Sequence[Trained]) -> list[str]:
+def _short_labels(runs: Sequence[RunSummary]) -> list[str]:
     """The fewest settings that distinguish the runs, else numbers."""
     settings = [
         (config["norm"], _method_name(config), f"eps {config['eps']}", f"seed {config['seed']}")

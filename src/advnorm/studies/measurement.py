@@ -63,7 +63,7 @@ def _run_benchmark(run: Run, measure: Measure, task: Task, path: Path, *, progre
     result = benchmark(target.model, data, threat, attacks, routes, seed=task.seed, record=path, progress=progress)
     return {
         f"{'shared' if routes is None else branch}/{name}": 100 * value
-        for branch, accuracy in result.accuracy.items()
+        for branch, accuracy in result.accuracies.items()
         for name, value in accuracy.items()
         if name != "union"
     }

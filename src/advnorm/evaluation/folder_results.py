@@ -1,0 +1,71 @@
+"""Training runs, evaluations and audits below a folder, as plain data for a report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, TypedDict
+
+from advnorm._core.errors import AdvnormError, first_line
+from advnorm.evaluation.results import FORMAT as BENCHMARK_FORMAT
+from advnorm.evaluation.verdict import FORMAT as AUDIT_FORMAT
+from advnorm.threat import ThreatModel
+from advnorm.training.run import Run
+
+#: Larger files, in bytes, are not records.
+LARGEST_RECORD = 1 << 26
+
+
+class RunSummary(TypedDict):
+    """A training run: its settings, a row per epoch, and the record of a finished run."""
+
+    name: str
+    config: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    record: dict[str, Any] | None
+
+
+class EvaluationFile(TypedDict):
+    """The record of an evaluation or an audit, its file, and its threat model as text."""
+
+    file: str
+    threat: str
+    record: dict[str, Any]
+
+
+class FolderResults(TypedDict):
+    """The contents of a folder in the order of paths; ``problems`` names the files that could not be read."""
+
+    folder: str
+    runs: list[RunSummary]
+    benchmarks: list[EvaluationFile]
+    audits: list[EvaluationFile]
+    problems: list[str]
+
+
+def collect_results(folder: Path | str) -> FolderResults:
+    """Collect runs, evaluations and audits below ``folder``; damaged files are reported and left out."""
+    folder = Path(folder)
+    found = FolderResults(folder=folder.resolve().name, runs=[], benchmarks=[], audits=[], problems=[])
+    for path in sorted(folder.rglob("*.json")):
+        file = path.relative_to(folder).as_posix()
+        if any(part.startswith(".") for part in Path(file).parts):
+            continue
+        try:
+            if path.name == "run.json":
+                found["runs"].append(_summarize(Run.open(path.parent), path.parent.relative_to(folder).as_posix()))
+            elif path.stat().st_size <= LARGEST_RECORD:
+                data = json.loads(path.read_text(encoding="utf-8"))
+                form = data.get("format") if isinstance(data, dict) else None
+                if form in (BENCHMARK_FORMAT, AUDIT_FORMAT):
+                    record = EvaluationFile(file=file, threat=str(ThreatModel(**data["threat"])), record=data)
+                    found["benchmarks" if form == BENCHMARK_FORMAT else "audits"].append(record)
+        except (AdvnormError, OSError, LookupError, TypeError, ValueError, RecursionError) as error:
+            found["problems"].append(f"{file} is skipped: {type(error).__name__}: {first_line(error)}")
+    return found
+
+
+def _summarize(run: Run, name: str) -> RunSummary:
+    record = run.record if run.finished else None
+    name = run.folder.resolve().name if name == "." else name
+    return RunSummary(name=name, config=run.config.to_dict(), metrics=run.metrics(), record=record)

@@ -1,0 +1,87 @@
+"""Attacks of an evaluation as jobs: one attack through one branch each."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import advnorm.attacks as attack_names
+from advnorm._core.errors import Problem, collect_problems
+from advnorm.attacks import Attack
+from advnorm.norms import Mode, frozen_mode
+from advnorm.threat import ThreatModel
+
+#: Attacks by name, as instances, or as instances under names of the caller.
+Attacks = str | Attack | Sequence[str | Attack] | Mapping[str, Attack]
+#: Columns of a result, which no attack can be called.
+RESERVED_NAMES = ("clean", "union")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttackJob:
+    """One attack, evaluated through one branch."""
+
+    name: str
+    attack: Attack
+    route: str | None
+    origin: str = ""  # fingerprint of the model on which the attack is computed, if that is another model
+
+    @property
+    def key(self) -> str:
+        """The job's name in a partial record."""
+        return " | ".join([str(self.route), repr(self.attack), *([self.origin] if self.origin else [])])
+
+
+def build_jobs(
+    attacks: Attacks,
+    threat: ThreatModel,
+    routes: Sequence[str | None],
+    *,
+    seed: int,
+    statistics: Mode,
+    any_threat: bool = False,
+) -> tuple[list[AttackJob], list[Problem]]:
+    """Build a job for each attack and route. An attack with a route of its own is computed through that branch."""
+    jobs: list[AttackJob] = []
+    problems: list[Problem] = []
+
+    def report(code: str, message: str, hint: str = "") -> None:
+        problems.append(Problem(code=code, message=message, field="attacks", hint=hint))
+
+    named = name_attacks(attacks)
+    if not named:
+        report("empty", "no attack given", "name some, for example attacks=('pgd10', 'autoattack')")
+    for name, attack in named.items():
+        if name in RESERVED_NAMES:
+            report("conflict", f"an attack cannot be called {name!r}, which is a column of the result")
+        with collect_problems(problems):
+            if isinstance(attack, str):
+                attack = attack_names.get(attack, threat=threat, seed=seed, statistics=frozen_mode(statistics))
+            elif not isinstance(attack, Attack):
+                report("wrong_type", f"an attack must be a name or an Attack, got {attack!r}")
+                continue
+            elif not any_threat and attack.threat != threat:
+                report("conflict", f"attack {name!r} has the threat model {attack.threat}, the evaluation {threat}")
+            attack = dataclasses.replace(attack, statistics=frozen_mode(attack.statistics))
+            for route in routes:
+                chosen = attack if attack.route is not None else dataclasses.replace(attack, route=route)
+                jobs.append(AttackJob(name=name, attack=chosen, route=route))
+    return jobs, problems
+
+
+def name_attacks(attacks: Attacks) -> dict[str, str | Attack]:
+    """Return the attacks by name; an instance without a name gets one that no other attack has."""
+    if isinstance(attacks, Mapping):
+        return dict(attacks)
+    listed = [attacks] if isinstance(attacks, str | Attack) or not isinstance(attacks, Iterable) else [*attacks]
+    taken = {attack for attack in listed if isinstance(attack, str)}
+    named: dict[str, str | Attack] = {}
+    for attack in listed:
+        named[attack if isinstance(attack, str) else _unused_name(attack, taken | set(named))] = attack
+    return named
+
+
+def _unused_name(attack: Attack, taken: Collection[str]) -> str:
+    name = type(attack).__name__.lower() + str(getattr(attack, "steps", ""))
+    return next(n for n in (name, *(f"{name} ({i})" for i in range(2, len(taken) + 3))) if n not in taken)

@@ -1,0 +1,62 @@
+"""The forward that decides whether an image is classified correctly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from advnorm._core.precision import float32_as
+from advnorm._core.records import digest
+from advnorm.attacks import attacked
+from advnorm.attacks.base import Predict
+from advnorm.norms import Mode, frozen_mode
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StrictForward:
+    """A model in eval mode and float32 without TF32 and autocast, whose random draws follow from the seed."""
+
+    model: nn.Module
+    device: torch.device
+    statistics: Mode
+    seed: int
+
+    @property
+    def minimum_batch(self) -> int:
+        """Smallest batch: a norm may see one value per channel of an image, which has no batch statistics."""
+        return 1 if self.statistics == "running" else 2
+
+    @contextmanager
+    def through(self, route: str | None, *tags: Any) -> Iterator[Predict]:
+        """Provide the forward through a branch without gradients."""
+        with self.seeded(route, *tags), self.differentiable(route) as predict, torch.no_grad():
+            yield predict
+
+    @contextmanager
+    def differentiable(self, route: str | None) -> Iterator[Predict]:
+        """Provide the forward through a branch; the caller decides on gradients and seeds."""
+        with (
+            attacked(self.model, route=route, statistics=frozen_mode(self.statistics)) as predict,
+            float32_as("ieee", self.device),
+        ):
+            yield predict
+
+    @contextmanager
+    def seeded(self, *tags: Any) -> Iterator[None]:
+        """Derive the draws of a randomized model from the seed and the tags, and restore the caller's generators.
+
+        Different tags give independent draws. Renaming a tag changes the numbers of randomized models.
+        """
+        device, seed = self.device, int(digest(self.seed, *tags)[:15], 16)
+        index = torch.cuda.current_device() if device.index is None and device.type == "cuda" else device.index
+        cuda = [index] if device.type == "cuda" else []
+        with torch.random.fork_rng(cuda):
+            torch.default_generator.manual_seed(seed)
+            for number in cuda:
+                torch.cuda.default_generators[number].manual_seed(seed)
+            yield
