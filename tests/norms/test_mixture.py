@@ -253,8 +253,8 @@ def test_a_component_is_batch_norm_with_its_bank_alone(domain, mode):
     for ours, theirs in zip(gradients, torch.autograd.grad(expected, [mirror, *affine], cotangent)):
         torch.testing.assert_close(ours, theirs)
 
-    fed = {f"{name}_{domain}" for name in ("running_mean", "running_var", "num_batches_tracked")}
-    assert set(changed(norm, before)) == (fed if mode == "batch" else set())
+    updated = {f"{name}_{domain}" for name in ("running_mean", "running_var", "num_batches_tracked")}
+    assert set(changed(norm, before)) == (updated if mode == "batch" else set())
     for name, value in bank.items():
         torch.testing.assert_close(getattr(norm, f"running_{name}_{domain}"), value)
 

@@ -420,9 +420,9 @@ def test_pair_takes_the_statistics_of_one_domain_and_the_affine_parameters_of_an
                 with statistics(norm, mode="batch"):
                     torch.testing.assert_close(norm(x), y)
             torch.testing.assert_close(y, plain.train()(x), rtol=1e-10, atol=1e-12)
-            fed = {"running_mean" + ns, "running_var" + ns, "num_batches_tracked" + ns}
-            assert changed(norm, state) == fed
-            for key in fed:
+            updated = {"running_mean" + ns, "running_var" + ns, "num_batches_tracked" + ns}
+            assert changed(norm, state) == updated
+            for key in updated:
                 torch.testing.assert_close(norm.state_dict()[key], plain.state_dict()[key.removesuffix(ns)])
 
 

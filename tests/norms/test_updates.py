@@ -62,7 +62,7 @@ def test_attributes_that_were_set_twice_go_back_to_the_first_value():
 
 
 def test_a_second_pass_as_sam_and_apart_make_it_leaves_no_trace():
-    """Trap 6: the second pass uses batch statistics (perturbed, in groups) and feeds none."""
+    """Trap 6: the second pass uses batch statistics (perturbed, in groups) and updates none."""
     model = network("bn")
     x, delta = images({"all": 4}), zero_perturbation(model)
     loss = None

@@ -52,7 +52,7 @@ PAPER: dict[str, Row] = {
     "none": Row("nothing", "one"),
 }
 
-#: Fed by batches: they have statistics banks.
+#: Norms with statistics banks, which batches update.
 BANKED = [name for name, row in PAPER.items() if row.statistics in ("mixed", "own", "other", "mixture")]
 
 
@@ -83,7 +83,7 @@ def turned(counts: Mapping[str, int]) -> dict[str, int]:
 
 
 def needed(name: str) -> dict[str, Any]:
-    """What make_norm must be told besides the name."""
+    """Arguments that make_norm needs besides the name."""
     return {"domains": SOME_DOMAINS} if name == "multi_bn" else {}
 
 
@@ -204,7 +204,7 @@ class Oracle:
             per_sample = torch.cat([value for parts in losses.values() for value in parts])
             self.likelihood = per_sample.sum() / len(per_sample)
         if mode == "batch" and self.buffers:
-            self.feed(pieces)
+            self.update(pieces)
         return torch.cat([piece for parts in outputs.values() for piece in parts])
 
     def statistics(self, domain: str, here: Mapping[str, Tensor], mode: str) -> tuple[Tensor, Tensor]:
@@ -266,14 +266,14 @@ class Oracle:
         z = z if weight is None else z * self.lift(weight, z)
         return z if bias is None else z + self.lift(bias, z)
 
-    def feed(self, pieces: Mapping[str, Tensor]) -> None:
+    def update(self, pieces: Mapping[str, Tensor]) -> None:
         """Exponential (with momentum None: cumulative) average of the batch's mean and unbiased variance."""
-        fed = {part: piece for part, piece in pieces.items() if len(piece)}
+        updated = {part: piece for part, piece in pieces.items() if len(piece)}
         if self.row.statistics == "mixed":
-            fed = {"": torch.cat(list(pieces.values()))}
+            updated = {"": torch.cat(list(pieces.values()))}
         elif self.row.statistics == "other":
-            fed = {part.removesuffix(FORWARDED): p for part, p in fed.items() if part.endswith(FORWARDED)}
-        for domain, x in fed.items():
+            updated = {part.removesuffix(FORWARDED): p for part, p in updated.items() if part.endswith(FORWARDED)}
+        for domain, x in updated.items():
             names = [
                 bank(k, self.row.statistics, domain) for k in ("running_mean", "running_var", "num_batches_tracked")
             ]

@@ -25,9 +25,9 @@ from support.problems import raises_problem
 from support.surgery_models import OPTIONS, X, disturb, logits, tiny, trained
 
 ARCHITECTURES = ("preact_resnet18", "wrn_40_2", "resnet50", "vgg11")
-BATCH_FED = [n for n in list_norms() if n.endswith("bn")]
+BATCH_NORMS = [n for n in list_norms() if n.endswith("bn")]
 
-SAME_FUNCTION = [n for n in BATCH_FED if n != "gmm_bn"]  # the mixture of equal Gaussians is equal up to rounding
+SAME_FUNCTION = [n for n in BATCH_NORMS if n != "gmm_bn"]  # the mixture of equal Gaussians is equal up to rounding
 
 
 @pytest.mark.parametrize("name", list_norms())
@@ -109,7 +109,7 @@ def test_converting_twice_changes_nothing(name):
 
 
 @pytest.mark.parametrize("dim", [1, 2, 3])
-@pytest.mark.parametrize("name", BATCH_FED)
+@pytest.mark.parametrize("name", BATCH_NORMS)
 def test_all_dimensions_convert(dim, name):
     model = tiny(dim)
     x = torch.rand(4, 3, *(8,) * dim)

@@ -101,13 +101,8 @@ def make_plan(name: str, *, domains: Sequence[str] | None = None, **options: Any
     recipe = NORMS.get(name)
     domains = recipe.domains if domains is None else parse_domains(domains)
     if recipe.num_domains not in (None, len(domains)):
-        raise ConfigError(
-            "out_of_range",
-            f"{name} has {recipe.num_domains} {{field}}",
-            field="domains",
-            got=list(domains),
-            hint="use 'multi_bn' for another number",
-        )
+        message, hint = f"{name} has {recipe.num_domains} {{field}}", "use 'multi_bn' for another number"
+        raise ConfigError("out_of_range", message, field="domains", got=list(domains), hint=hint)
     known = ("domains", *recipe.options, *MODULE_OPTIONS)
     unknown = [option for option in options if option not in recipe.options]
     raise_problems([unknown_name("option", o, known, field=o) for o in unknown], f"bad options for {name}")

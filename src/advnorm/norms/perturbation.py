@@ -42,18 +42,14 @@ class Perturbation(Mapping[str, Mapping[str, Delta]]):
         None stands for an unused tensor, as in the result of ``torch.autograd.grad(..., allow_unused=True)``.
         """
         own = self.tensors
-        values = list(own if tensors is None else tensors)
-        if len(values) != len(own):
-            raise ConfigError("wrong_shape", f"{{field}} must be {len(own)} tensors", field="tensors", got=len(values))
-        mapped = iter([function(torch.zeros_like(o) if v is None else v) for o, v in zip(own, values)])
+        values = own if tensors is None else tensors
+        mapped = iter([function(torch.zeros_like(o) if v is None else v) for o, v in zip(own, values, strict=True)])
         return Perturbation(
             {name: {bank: (next(mapped), next(mapped)) for bank in banks} for name, banks in self._deltas.items()}
         )
 
     def sign_step(self, gradients: Sequence[Tensor | None], radius: float) -> Perturbation:
         """``θ = ε sign(g_θ)`` (paper B, algorithm 1, line 5), detached."""
-        if radius < 0:
-            raise ConfigError("out_of_range", "{field} must be at least 0", field="radius", got=radius)
         return self.map(lambda gradient: radius * gradient.detach().sign(), gradients)
 
 
@@ -86,9 +82,5 @@ def zero_perturbation(model: nn.Module, *, requires_grad: bool = True) -> Pertur
 
 def no_statistics_bank() -> ConfigError:
     """The error for a model without a routed batch norm."""
-    return ConfigError(
-        "no_statistics_bank",
-        "the model has no routed batch norm",
-        field="model",
-        hint="convert it with advnorm.convert_norm(model, 'bn')",
-    )
+    hint = "convert it with advnorm.convert_norm(model, 'bn')"
+    return ConfigError("no_statistics_bank", "the model has no routed batch norm", field="model", hint=hint)

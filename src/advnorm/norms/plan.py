@@ -18,7 +18,7 @@ SHARED = "shared"
 class Plan:
     """The banks of each domain: ``normalized_by``, ``feeds`` (the bank that its samples update) and ``affine``.
 
-    A domain that is normalized by one bank and feeds another is *crossed*. Its samples update their bank in a second
+    A domain that is normalized by one bank and updates another is *crossed*. Its samples update their bank in a second
     copy, the *forwarded* samples, which lie before those that the loss uses. Forwarded samples are normalized by their
     own statistics and scaled like the samples that their bank normalizes. In a batch without forwarded samples every
     sample updates the bank of its domain.
@@ -64,10 +64,10 @@ class Plan:
             if count != width:
                 message = f"{{field}} must have one bank per domain ({width})"
                 problems.append(Problem(code="wrong_shape", message=message, field=name, got=count))
-        unfed = sorted(set(self.normalized_by) - set(self.feeds))
-        if unfed:
-            message = "{field} must only name banks that a domain feeds"
-            problems.append(Problem(code="conflict", message=message, field="normalized_by", got=unfed))
+        unused = sorted(set(self.normalized_by) - set(self.feeds))
+        if unused:
+            message = "{field} must only name banks in feeds"
+            problems.append(Problem(code="conflict", message=message, field="normalized_by", got=unused))
         return problems
 
     @property

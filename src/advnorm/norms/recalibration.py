@@ -45,7 +45,7 @@ def recalibrate(
     }
     if not norms:
         raise no_statistics_bank()
-    route = _validate(norms, route, batch_size)
+    route = _resolve_route(norms, route)
     banks = pair_banks(model, statistics=into or route, affine=route)
     # The number of batches may differ between ranks, so that each rank computes its own moments.
     fields = {"mode": "batch_frozen", "groups": 1, "perturbation": None, "likelihoods": None, "local": True}
@@ -65,9 +65,7 @@ def recalibrate(
     if not samples:
         raise ConfigError("empty", "{field} has no images", field="data", hint="an iterator may be used up already")
     if not pooled:
-        raise ConfigError(
-            "empty", "no norm ran in the forward of the model", field="model", hint="pass the model that uses the norms"
-        )
+        raise ConfigError("empty", "no norm ran in the forward of the model", field="model")
     for name, norm in norms.items():
         if name in pooled and norm.synchronized:
             packed = all_gather_rows(torch.cat(pooled[name], 1), norm.process_group)
@@ -75,12 +73,8 @@ def recalibrate(
             pooled[name] = functional.pool_moments(*packed.split([channels, channels, 1], -1))
     for name, values in pooled.items():
         if not all(bool(value.isfinite().all()) for value in values):
-            raise ConfigError(
-                "not_finite",
-                f"the input of {name} has no finite mean and variance; no bank was changed",
-                field="data",
-                hint="check the images and the weights of the model for NaN",
-            )
+            message = f"the input of {name} has no finite mean and variance; no bank was changed"
+            raise ConfigError("not_finite", message, field="data", hint="check images and weights for NaN")
     for name, (mean, var, count) in pooled.items():
         norm = norms[name]
         running_mean, running_var, seen = norm.statistics_bank(_bank(norm.plan, route, into))
@@ -90,23 +84,15 @@ def recalibrate(
     return samples
 
 
-def _validate(norms: Mapping[str, RoutedNorm], route: str | None, batch_size: int) -> str:
-    """Raise for settings that do not fit the norms; return the route."""
+def _resolve_route(norms: Mapping[str, RoutedNorm], route: str | None) -> str:
+    """The route, or the first domain of norms that need none; raises for norms that cannot be recalibrated."""
     if route is not None and not isinstance(route, str):
-        raise ConfigError(
-            "wrong_type", "{field} must be one domain", field="route", got=route, hint="call once for each"
-        )
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        message = "{field} must be an integer of at least 1"
-        raise ConfigError("out_of_range", message, field="batch_size", got=batch_size)
+        raise ConfigError("wrong_type", "{field} must be one domain", field="route", got=route)
     mixtures = [name or "the norm" for name, norm in norms.items() if norm.plan.mixture]
     if mixtures:
-        raise ConfigError(
-            "not_supported",
-            f"mixture norms use all banks at once: {', '.join(mixtures)}",
-            field="model",
-            hint="call norm.reset_running_stats(), set momentum None, and run concatenated batches in mode 'batch'",
-        )
+        message = f"mixture norms use all banks at once: {', '.join(mixtures)}"
+        hint = "call norm.reset_running_stats(), set momentum None, and run concatenated batches in mode 'batch'"
+        raise ConfigError("not_supported", message, field="model", hint=hint)
     untracked = [name for name, norm in norms.items() if not norm.track_running_stats]
     if untracked:
         message = f"these norms have no running statistics: {', '.join(untracked)}"
@@ -116,12 +102,7 @@ def _validate(norms: Mapping[str, RoutedNorm], route: str | None, batch_size: in
     plans = [norm.plan for norm in norms.values()]
     routed = next((plan for plan in plans if plan.routed), None)
     if routed is not None:
-        raise ConfigError(
-            "missing_route",
-            "{field} must name the affine bank",
-            field="route",
-            hint=f"one of {', '.join(routed.domains)}",
-        )
+        raise ConfigError("missing_route", f"{{field}} must be one of {', '.join(routed.domains)}", field="route")
     return plans[0].domains[0]
 
 
@@ -141,9 +122,6 @@ def _bank(plan: Plan, route: str, into: str | None) -> str:
 
 
 def _batches(data: Data, batch_size: int) -> Iterable[Tensor]:
-    if not isinstance(data, Iterable):
-        message = "{field} must be images or an iterable of batches"
-        raise ConfigError("wrong_type", message, field="data", got=Description(type(data).__name__))
     if isinstance(data, Tensor) and len(data):  # equally large, because a small last batch would have other moments
         data = data.tensor_split(-(-len(data) // batch_size))
     for batch in data:

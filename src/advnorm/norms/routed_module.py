@@ -54,11 +54,8 @@ class RoutedModule(nn.Module):
         if torch.compiler.is_compiling():
             return split_batch(self.plan, state, batch, needs_route)
         if state.thread is not None and state.thread != threading.get_ident() and not in_backward():
-            raise RouteError(
-                "wrong_thread",
-                "this forward runs in another thread than the one that opened the scope, which would share its route",
-                hint="give each thread its own copy of the model (copy.deepcopy), or use one process per device",
-            )
+            hint = "give each thread its own copy of the model (copy.deepcopy), or use one process per device"
+            raise RouteError("wrong_thread", "another thread opened the scope of this model", hint=hint)
         key = (state.route, state.forwarded, state.pair, state.component, state.groups, batch, needs_route)
         last = self._last_split
         if last[0] != key:

@@ -132,12 +132,7 @@ class RoutedNorm(RoutedModule):
             return x if plan.statistics == "none" else map_parts(x, segments, self._per_sample)
         mode: Mode = self.state.mode or ("batch" if self.training or not self.track_running_stats else "running")
         if mode == "running" and not self.track_running_stats:
-            raise RouteError(
-                "not_supported",
-                "this norm has no running statistics (track_running_stats=False)",
-                field="mode",
-                hint="use mode 'batch' or 'batch_frozen'",
-            )
+            raise RouteError("not_supported", "this norm has no running statistics; use another mode", field="mode")
         segments = self.segments(x.shape[0], needs_route=plan.routed and not (plan.mixture and mode == "running"))
         if not self._mixes and self.state.perturbation is None:
             if mode == "running":
@@ -161,13 +156,9 @@ class RoutedNorm(RoutedModule):
     def _validate_input(self, x: Tensor) -> None:
         allowed = (2, 3) if self.dim == 1 else (self.dim + 2,) if self.dim else ()
         if self.dim is not None and x.dim() not in allowed:
-            raise ConfigError(
-                "wrong_shape",
-                f"{self.plan.name} for {self.dim}-d data takes inputs with {' or '.join(map(str, allowed))} dimensions",
-                field="x",
-                got=Description(f"shape {tuple(x.shape)}"),
-                hint=f"build the norm with dim={max(1, x.dim() - 2)}",
-            )
+            message = f"{self.plan.name} takes inputs with {' or '.join(map(str, allowed))} dimensions"
+            got, hint = Description(f"shape {tuple(x.shape)}"), f"build the norm with dim={max(1, x.dim() - 2)}"
+            raise ConfigError("wrong_shape", message, field="x", got=got, hint=hint)
         if self.plan.statistics != "last" and (x.dim() < 2 or x.shape[1] != self.num_features):
             got = Description(f"input of shape {tuple(x.shape)}")
             raise ConfigError("wrong_shape", f"{self.plan.name} has {self.num_features} channels", field="x", got=got)
@@ -178,14 +169,11 @@ class RoutedNorm(RoutedModule):
         weight, bias = self.affine_bank(segment.affine)
         if self.plan.statistics == "last":
             return F.layer_norm(x, list(self.shape), weight, bias, self.eps)
-        if (
-            self.dim is not None and x[0].numel() <= self.num_groups
-        ):  # a replaced nn.GroupNorm has no dim and keeps its behaviour
+        # A replaced nn.GroupNorm has no dim and keeps returning zeros.
+        if self.dim is not None and x[0].numel() <= self.num_groups:
+            got, hint = Description(f"shape {tuple(x.shape)}"), "use larger images or fewer groups"
             raise RouteError(
-                "too_few_samples",
-                f"{self.plan.name} has one value per group in input of shape {tuple(x.shape)} and would return zeros",
-                field="x",
-                hint="use larger images, fewer groups, or a norm that averages over more",
+                "too_few_samples", f"{self.plan.name} has one value per group", field="x", got=got, hint=hint
             )
         return F.group_norm(x, self.num_groups, weight, bias, self.eps)
 
@@ -272,12 +260,8 @@ class RoutedNorm(RoutedModule):
         self._validate_samples(segments)
         for segment in segments:
             if segment.rows % groups:
-                raise RouteError(
-                    "not_divisible",
-                    f"{segment.rows} samples of one domain cannot be split into {groups} equal {{field}}",
-                    field="groups",
-                    hint="choose a number of groups that divides each domain's share of the batch",
-                )
+                message = f"{{field}} must divide each domain's share of the batch, {segment.rows} samples"
+                raise RouteError("not_divisible", message, field="groups", got=groups)
         synchronized = self.synchronized
         local: Counted = {}
         for bank in plan.statistics_banks:
@@ -354,12 +338,8 @@ class RoutedNorm(RoutedModule):
             likelihoods.append(-log_posterior[banks.index(segment.feeds)].reshape(segment.rows, -1).sum(1))
         if self.state.likelihoods is not None and not self.recomputing():
             if self.state.route is None:
-                raise RouteError(
-                    "missing_route",
-                    "the likelihood needs the domain of each sample",
-                    field="route",
-                    hint="wrap the forward in `with advnorm.route(model, ...):`",
-                )
+                message = "the likelihood needs the domain of each sample"
+                raise RouteError("missing_route", message, field="route", hint="open `with advnorm.route(model, ...):`")
             self.state.likelihoods.append(concatenate(likelihoods))
         return concatenate(outputs)
 
@@ -377,8 +357,7 @@ class RoutedNorm(RoutedModule):
         if rows * math.prod(x.shape[2:]) <= 1:
             raise RouteError(
                 "too_few_samples",
-                f"batch statistics need more than one value per channel, and the bank {bank!r} gets one from input of "
-                f"shape {tuple(x.shape)}",
+                f"bank {bank!r} needs more than one value per channel, got one from input of shape {tuple(x.shape)}",
                 field=bank,
                 hint="give each domain (and each group of it) at least two samples, drop_last=True in the loader, or "
                 "use stored statistics: `with advnorm.statistics(model, mode='running'):`",

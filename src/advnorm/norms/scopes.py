@@ -36,13 +36,9 @@ class Scope:
         validate_module(model)
         modules = list_routed(model)
         if not modules:
-            raise ConfigError(
-                "no_routed_norm",
-                f"{type(model).__name__} has no routed norms",
-                field="model",
-                hint="convert it with advnorm.convert_norm(model, 'dual_bn') or build one with "
-                "advnorm.create_model(..., norm='dual_bn')",
-            )
+            message = f"{type(model).__name__} has no routed norms"
+            hint = "convert it with advnorm.convert_norm(model, 'dual_bn')"
+            raise ConfigError("no_routed_norm", message, field="model", hint=hint)
         raise_problems(
             [
                 unknown_name("domain", domain, known)
@@ -82,11 +78,8 @@ class Scope:
         if not compiling:
             thread = threading.get_ident()
             if any(state.thread is not None and state.thread != thread for state in before):
-                raise RouteError(
-                    "wrong_thread",
-                    "another thread holds a scope on this model",
-                    hint="give each thread its own copy (copy.deepcopy)",
-                )
+                hint = "give each thread its own copy (copy.deepcopy)"
+                raise RouteError("wrong_thread", "another thread holds a scope on this model", hint=hint)
             fields = self._fields = {**fields, "thread": thread}
         self._before = before
         old, new = None, UNSCOPED
@@ -120,12 +113,8 @@ class Scope:
             _set_state(module, state)
         self._outdated = False
         if out_of_order:
-            raise RouteError(
-                "wrong_order",
-                "scopes must close in the reverse order of opening: a scope that a generator or another task opened "
-                "inside this one is still open",
-                hint="give each of them its own copy of the model",
-            )
+            hint = "give each generator and task its own copy of the model"
+            raise RouteError("wrong_order", "scopes must close in the reverse order of opening", hint=hint)
 
 
 def _set_state(module: RoutedModule, state: ScopeState) -> None:
@@ -155,19 +144,11 @@ def route(model: nn.Module, route: Route, *, forwarded: Mapping[str, int] | None
 
 def _parse_counts(field: str, counts: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
     if not isinstance(counts, Mapping) or not counts:
-        raise ConfigError(
-            "wrong_type",
-            "{field} must be a domain or a mapping such as {'clean': 128, 'adv': 128}",
-            field=field,
-            got=counts,
-        )
+        message = "{field} must be a domain or a mapping such as {'clean': 128, 'adv': 128}"
+        raise ConfigError("wrong_type", message, field=field, got=counts)
+    message = "{field} must be an integer of at least 0"
     problems = [
-        Problem(
-            code="out_of_range",
-            message=f"the number of {domain!r} samples must be an integer of at least 0",
-            field=f"{field}.{domain}",
-            got=count,
-        )
+        Problem(code="out_of_range", message=message, field=f"{field}.{domain}", got=count)
         for domain, count in counts.items()
         if isinstance(count, bool) or not isinstance(count, Integral | torch.SymInt) or count < 0
     ]
@@ -183,12 +164,8 @@ def pair_banks(model: nn.Module, *, statistics: str, affine: str) -> Scope:
     """
     mixtures = [name or "the norm" for name in mixture_norms(model)]
     if mixtures:
-        raise ConfigError(
-            "not_supported",
-            f"mixture norms use all statistics banks at once and cannot be paired: {', '.join(mixtures)}",
-            field="model",
-            hint="fix one of their Gaussians with advnorm.mixture_component(model, domain)",
-        )
+        message = f"mixture norms use all statistics banks at once and cannot be paired: {', '.join(mixtures)}"
+        raise ConfigError("not_supported", message, field="model", hint="use advnorm.mixture_component(model, domain)")
     return Scope(model, {"pair": (statistics, affine)}, domains=[statistics, affine])
 
 
@@ -201,12 +178,8 @@ def mixture_component(model: nn.Module, domain: str) -> Scope:
     """
     scope = Scope(model, {"component": domain}, domains=[domain])
     if not mixture_norms(model):
-        raise ConfigError(
-            "no_mixture_norm",
-            "the model has no mixture norm such as 'gmm_bn'",
-            field="model",
-            hint=f"choose a branch with advnorm.route(model, {domain!r})",
-        )
+        hint = f"choose a branch with advnorm.route(model, {domain!r})"
+        raise ConfigError("no_mixture_norm", "the model has no mixture norm", field="model", hint=hint)
     return scope
 
 
@@ -241,32 +214,21 @@ def statistics(
 def _perturbation_problems(
     norms: Mapping[str, RoutedModule], perturbation: Mapping[str, Mapping[str, Any]]
 ) -> list[Problem]:
-    hint = "make it with advnorm.zero_perturbation(model) from the same model"
-
-    def problem(code: str, message: str, got: Any) -> Problem:
-        return Problem(code=code, message=message, field="perturbation", got=got, hint=hint)
-
-    if not isinstance(perturbation, Mapping):
-        return [problem("wrong_type", "{field} must map norms to banks to (δ of the mean, δ of the std)", perturbation)]
     problems = []
+    hint = "make it with advnorm.zero_perturbation(model) from the same model"
     for name, banks in perturbation.items():
         if name not in norms:
-            problems.append(problem("unknown_name", "{field} names a norm that the model does not have", name))
+            problems.append(("unknown_name", "{field} names a norm that the model does not have", name))
             continue
         known, width = norms[name].plan.statistics_banks, getattr(norms[name], "num_features", None)
-        for bank, deltas in banks.items() if isinstance(banks, Mapping) else ((None, banks),):
-            is_pair = isinstance(deltas, tuple | list) and [isinstance(d, Tensor) for d in deltas] == [True, True]
-            if bank is None or not is_pair:
-                problems.append(
-                    problem("wrong_type", f"{{field}} of {name!r} must be {{bank: (tensor, tensor)}}", banks)
-                )
-            elif bank not in known:
-                problems.append(problem("unknown_name", f"the banks of {name!r} are {', '.join(known)}", bank))
-            elif any(delta.shape != (width,) for delta in deltas):
-                shapes = [tuple(delta.shape) for delta in deltas]
-                message = f"{{field}} of bank {bank!r} of {name!r} must have {width} channels"
-                problems.append(problem("wrong_shape", message, shapes))
-    return problems
+        for bank, deltas in banks.items():
+            shapes = [tuple(delta.shape) for delta in deltas]
+            if bank not in known:
+                problems.append(("unknown_name", f"{{field}} of {name!r} must name banks of {', '.join(known)}", bank))
+            elif shapes != [(width,), (width,)]:
+                message = f"{{field}} of bank {bank!r} of {name!r} must be two tensors with {width} channels"
+                problems.append(("wrong_shape", message, shapes))
+    return [Problem(code=c, message=m, field="perturbation", got=got, hint=hint) for c, m, got in problems]
 
 
 class mixture_likelihood:
@@ -296,11 +258,7 @@ class mixture_likelihood:
     def loss(self) -> Tensor:
         """``L_DBN``: summed over all positions and layers, averaged over the samples."""
         if not self._terms:
-            raise RouteError(
-                "empty",
-                "no mixture norm ran inside the scope",
-                hint="call the model inside `with advnorm.mixture_likelihood(model) as likelihood:`",
-            )
+            raise RouteError("empty", "no mixture norm ran inside the scope", hint="call the model inside the `with`")
         return torch.stack([term_N.mean() for term_N in self._terms]).sum()
 
 

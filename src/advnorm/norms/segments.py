@@ -41,9 +41,7 @@ class Span(NamedTuple):
 def split_batch(plan: Plan, state: ScopeState, batch: int, needs_route: bool) -> tuple[Segment, ...]:
     """Split a batch of ``batch`` samples by the plan and the open scopes; neighbours with equal banks are merged."""
     if batch == 0:
-        raise RouteError(
-            "empty", "the batch is empty", hint="skip empty batches before the forward (drop_last=True in the loader)"
-        )
+        raise RouteError("empty", "the batch is empty", hint="skip empty batches before the forward")
     if state.pair is not None:
         statistics, affine = (plan.domains.index(domain) for domain in state.pair)
         bank = plan.feeds[statistics] if plan.feeds else ""
@@ -71,12 +69,9 @@ def split_batch(plan: Plan, state: ScopeState, batch: int, needs_route: bool) ->
         start = stop
     if start != batch:
         forwarded = f" with forwarded {dict(state.forwarded)}" if state.forwarded else ""
-        raise RouteError(
-            "wrong_route",
-            f"the route {dict(route)}{forwarded} covers {start} samples and the batch has {batch}",
-            field="route",
-            hint="give one count per domain that sum to the batch size, in the order of the concatenation",
-        )
+        message = f"the route {dict(route)}{forwarded} covers {start} samples and the batch has {batch}"
+        hint = "give one count per domain that sum to the batch size, in the order of the concatenation"
+        raise RouteError("wrong_route", message, field="route", hint=hint)
     return tuple(segments)
 
 

@@ -50,12 +50,8 @@ def validate_convertible(model: nn.Module) -> None:
     validate_module(model)
     wrappers = parallel_wrappers(model)
     if wrappers:
-        raise SurgeryError(
-            "not_supported",
-            f"the model is wrapped in {', '.join(wrappers)}, which would not use new parameters",
-            field="model",
-            hint="convert first, then wrap",
-        )
+        message = f"the model is wrapped in {', '.join(wrappers)}, which would not use new parameters"
+        raise SurgeryError("not_supported", message, field="model", hint="convert first, then wrap")
 
 
 def find_additions(module: nn.Module, parts: Sequence[str] = ()) -> str | None:
@@ -91,12 +87,8 @@ def replace_modules(
 ) -> SurgeryReport:
     """Build every new module, then put all of them in place, also where a module is held twice."""
     if model in replacements:
-        raise SurgeryError(
-            "not_supported",
-            f"the model itself is a {type(model).__name__} and cannot be replaced in place",
-            field="model",
-            hint="wrap it in nn.Sequential",
-        )
+        message = f"the model itself is a {type(model).__name__} and cannot be replaced in place"
+        raise SurgeryError("not_supported", message, field="model", hint="wrap it in nn.Sequential")
     before = _count_parameters(model)
     copies = BankCopies()
     built = {old: replacement.build(copies) for old, replacement in replacements.items()}

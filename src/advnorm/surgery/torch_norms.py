@@ -19,6 +19,11 @@ _DIMS: dict[type[nn.Module], int] = {
 }
 
 
+def _common(norm: Any) -> dict[str, Any]:
+    dim = next((dim for kind, dim in _DIMS.items() if isinstance(norm, kind)), None)
+    return {"dim": dim, "eps": norm.eps, "weight": norm.weight, "bias": norm.bias}
+
+
 @register_adapter(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 class BatchNormAdapter(NormAdapter):
     """Batch norms become any norm."""
@@ -36,12 +41,9 @@ class BatchNormAdapter(NormAdapter):
                 hint="set track_running_stats=True (momentum=0 keeps them), or running_mean and running_var to None",
             )
         return NormSettings(
+            **_common(norm),
             statistics="batch",
             num_features=norm.num_features,
-            dim=_DIMS.get(type(norm)),
-            eps=norm.eps,
-            weight=norm.weight,
-            bias=norm.bias,
             momentum=norm.momentum,
             running=(norm.running_mean, norm.running_var, norm.num_batches_tracked) if all(stored) else None,
             sync=isinstance(norm, nn.SyncBatchNorm),
@@ -77,13 +79,7 @@ class GroupNormAdapter(NormAdapter):
 
     def read(self, norm: Any) -> NormSettings | Kept:
         return NormSettings(
-            statistics="group",
-            num_features=norm.num_channels,
-            dim=None,
-            eps=norm.eps,
-            weight=norm.weight,
-            bias=norm.bias,
-            num_groups=norm.num_groups,
+            **_common(norm), statistics="group", num_features=norm.num_channels, num_groups=norm.num_groups
         )
 
     def restore(self, settings: NormSettings, routed: RoutedNorm) -> nn.Module:
@@ -104,15 +100,8 @@ class InstanceNormAdapter(GroupNormAdapter):
     def read(self, norm: Any) -> NormSettings | Kept:
         if norm.track_running_stats or not norm.affine:
             return Kept(f"{type(norm).__name__} without affine parameters or with running statistics is not routed")
-        return NormSettings(
-            statistics="group",
-            num_features=norm.num_features,
-            dim=_DIMS[type(norm)],
-            eps=norm.eps,
-            weight=norm.weight,
-            bias=norm.bias,
-            num_groups=norm.num_features,
-        )
+        channels = norm.num_features
+        return NormSettings(**_common(norm), statistics="group", num_features=channels, num_groups=channels)
 
 
 @register_adapter(nn.LayerNorm)
@@ -125,14 +114,7 @@ class LayerNormAdapter(NormAdapter):
         return family == "ln"
 
     def read(self, norm: Any) -> NormSettings:
-        return NormSettings(
-            statistics="last",
-            num_features=norm.normalized_shape,
-            dim=None,
-            eps=norm.eps,
-            weight=norm.weight,
-            bias=norm.bias,
-        )
+        return NormSettings(**_common(norm), statistics="last", num_features=norm.normalized_shape)
 
     def restore(self, settings: NormSettings, routed: RoutedNorm) -> nn.Module:
         plain: Any = nn.LayerNorm(
