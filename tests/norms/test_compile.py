@@ -126,22 +126,26 @@ def assert_same(ours: list[Tensor], theirs: list[Tensor], what: str, **tolerance
         torch.testing.assert_close(a, b, **(tolerance or TIGHT), msg=lambda text: f"{what}: {text}")
 
 
-def pairwise(name: str) -> list[str]:
-    """The concatenated batch and one other case per norm, so that every case occurs with some norm."""
-    others = [case for case in cases(name) if case != "concatenated"]
-    names = BANKED if name in BANKED else [other for other in list_norms() if other not in BANKED]
-    return ["concatenated", others[names.index(name) % len(others)]]
+#: Fast tests: a norm of each kind, with the concatenated batch and one other case. The slow tests cross all.
+FAST = {
+    "bn": "running",
+    "dual_bn": "groups",
+    "dual_affine_bn": "frozen",
+    "dual_stats_bn": "single",
+    "cross_bn": "perturbed",
+    "gmm_bn": "running",
+    "dual_affine_gn": "single",
+}
 
 
 def test_the_fast_cases_cover_every_case():
-    banked = {case for name in BANKED for case in pairwise(name)}
-    assert banked == set(cases("dual_bn"))
+    assert {"concatenated", *FAST.values()} == set(cases("dual_bn"))
 
 
 @pytest.mark.parametrize(
     ("name", "chosen"),
     [
-        *(pytest.param(name, pairwise(name), id=name) for name in list_norms()),
+        *(pytest.param(name, ["concatenated", other], id=name) for name, other in FAST.items()),
         *(pytest.param(name, list(cases(name)), id=f"{name}-all", marks=pytest.mark.slow) for name in list_norms()),
     ],
 )
@@ -164,7 +168,7 @@ def test_every_route_and_mode_is_one_whole_graph_that_equals_eager_and_is_not_co
     assert graphs() == total, "a repetition was compiled again"
 
 
-@pytest.mark.parametrize("name", fast_first(["dual_affine_bn", "cross_bn", "dual_affine_gn"], list_norms()))
+@pytest.mark.parametrize("name", fast_first(["dual_affine_bn", "dual_affine_gn"], list_norms()))
 def test_scopes_may_be_opened_inside_the_compiled_function(name):
     model = randomized(Net(name).double())
     eager = copy.deepcopy(model)
@@ -285,7 +289,7 @@ def test_other_shares_of_the_same_batch_are_right_too():
     eager = copy.deepcopy(model)
     run = compiled(model)
     x = batch({"clean": 5, "adv": 5}, channels=3, spatial=(2, 2))
-    for clean in (5, 3, 0, 10, 5):
+    for clean in (5, 3, 0, 5):
         enter = scopes(lambda network, clean=clean: route(network, {"clean": clean, "adv": 10 - clean}))
         assert_same(outcome(model, run, x, enter), outcome(eager, eager, x, enter), f"{clean} clean")
 
