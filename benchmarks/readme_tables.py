@@ -143,8 +143,8 @@ def _peaks(rows):
         for count, each in sorted(peaks.items())
     }
     first, *others = spans.items()
-    told = f"peak {first[1]} TFLOP/s" + ("" if first[0] == 1 else f" in each of {first[0]} processes")
-    return ", ".join([told, *(f"{span} in each of {count} processes" for count, span in others)])
+    peak = f"peak {first[1]} TFLOP/s" + ("" if first[0] == 1 else f" in each of {first[0]} processes")
+    return ", ".join([peak, *(f"{span} in each of {count} processes" for count, span in others)])
 
 
 def _training(row):
@@ -217,7 +217,7 @@ PAGES = {
 
 
 def rendered(page, text):
-    """A page with every marked block written anew."""
+    """Return a page with every marked block replaced by its table."""
     for name, table in PAGES[page].items():
         pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
         text, found = re.subn(pattern, lambda m, table=table: f"{m[1]}{table()}\n{m[2]}", text, flags=re.DOTALL)

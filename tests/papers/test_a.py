@@ -7,7 +7,7 @@ import pytest
 
 from advnorm import train
 from advnorm.attacks import get as get_attack
-from advnorm.papers.a import trainings
+from advnorm.papers import a as paper_a
 from advnorm.studies import STUDIES, Measure, printed_entry
 from advnorm.studies.measurement import take_measurement
 from advnorm.studies.run import run_task
@@ -16,25 +16,25 @@ from advnorm.threat import ThreatModel
 
 
 def test_pgd10_takes_steps_of_2_255_in_training_and_everywhere_at_test_time():
-    for eps in trainings.EPSILONS:
+    for eps in paper_a.EPSILONS:
         threat = ThreatModel(eps=eps)
-        wanted = trainings.hybrid(eps).attack.build(threat)
-        assert get_attack(trainings.ATTACKS["pgd10"], threat=threat) == wanted
-        assert trainings.along_training(eps).build_validation_attack() == wanted
+        wanted = paper_a.hybrid(eps).attack.build(threat)
+        assert get_attack(paper_a.ATTACKS["pgd10"], threat=threat) == wanted
+        assert paper_a.along_training(eps).build_validation_attack() == wanted
 
 
-def test_clean_training_is_one_run_whatever_eps_it_is_judged_at(tmp_path):
+def test_clean_training_is_one_run_for_every_eps_of_the_evaluation(tmp_path):
     both = list_tasks(STUDIES.get("A/table6"), protocol="fast", out=tmp_path)
     (figure,) = list_tasks(STUDIES.get("A/fig7"), protocol="fast", out=tmp_path)
     assert {task.run.folder for task in both} == {figure.run.folder}
     eps = [task.planned_cell.measures[0].options.get("eps", task.planned_cell.config.eps) for task in both]
-    assert eps == list(trainings.EPSILONS)
+    assert eps == list(paper_a.EPSILONS)
 
 
 # -- the claims --------------------------------------------------------------------------------------------------------
 
 
-def test_the_check_of_table_7_needs_nothing_of_what_the_text_lost(as_printed):
+def test_the_check_of_table_7_needs_no_lost_number(as_printed):
     assert ("dual_bn/eps16", "adv/clean") not in as_printed("A/table7")
 
 
@@ -70,7 +70,7 @@ def test_a_number_that_contradicts_the_claim_is_not_confirmed(as_printed, name, 
 
 
 @pytest.mark.parametrize(("missing", "left"), [("setup1/eps16", "8"), ("dual_bn/eps8", "16"), ("single/eps16", "8")])
-def test_what_is_measured_at_one_eps_is_judged_though_a_cell_of_the_other_is_missing(as_printed, missing, left):
+def test_one_eps_is_evaluated_even_if_a_cell_of_the_other_is_missing(as_printed, missing, left):
     values = {place: value for place, value in as_printed("A/table3").items() if place[0] != missing}
     study, alone = STUDIES.get("A/table3"), f"single/eps{left}"
     assert study.verdict(values) == "not run"
@@ -102,7 +102,7 @@ NO_ROBUSTNESS = [("", "shared/autoattack", 0.0), ("dual_affine_", "adv/autoattac
         ("A/table8", {("single/eps16", "shared/pgd10"): 60.0, ("single/eps16", "shared/autoattack"): 23.6}),
     ],
 )
-def test_a_half_of_a_claim_is_not_confirmed(as_printed, name, changes):
+def test_half_of_a_claim_is_not_confirmed(as_printed, name, changes):
     values = as_printed(name)
     assert changes.keys() <= values.keys()
     assert STUDIES.get(name).verdict(values | {place: [other] for place, other in changes.items()}) == "not confirmed"
@@ -155,7 +155,7 @@ GAPS = {
         ("A/fig7", GAPS, {(STANDARD, "layers/clean-noise/bn1/total"): [30.0]}),  # noise makes the larger gap
     ],
 )
-def test_a_figure_is_confirmed_by_numbers_that_hold_its_claim_and_by_no_others(name, values, change):
+def test_only_numbers_that_fit_the_claim_of_a_figure_confirm_it(name, values, change):
     study = STUDIES.get(name)
     assert study.verdict(values) == "confirmed"
     assert change.keys() <= values.keys()
@@ -180,9 +180,9 @@ def test_table_5_is_in_percent_as_table_1_is(out):
     run = train(config, seed=0, out=task.runs_folder, device="cpu")
     swaps = replace(STUDIES.get("A/table5").cell(task.cell).measures[0], options={"attacks": ["pgd2"], "limit": None})
     rows = take_measurement(run, swaps, task)
-    judged = take_measurement(run, Measure(options={"attacks": {"pgd2": "pgd2"}, "route": ["clean", "adv"]}), task)
+    evaluated = take_measurement(run, Measure(options={"attacks": {"pgd2": "pgd2"}, "route": ["clean", "adv"]}), task)
     found = [rows[f"rows/{row}/clean"] for row in (0, 1)]
-    assert found == pytest.approx([judged["adv/clean"], judged["clean/clean"]])
+    assert found == pytest.approx([evaluated["adv/clean"], evaluated["clean/clean"]])
     assert max(found) > 1  # of a hundred: some image of the test set is recognized
 
 

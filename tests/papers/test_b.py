@@ -15,7 +15,7 @@ def test_the_trainings_of_a_table_differ(name):
     assert len({cell.config.digest for cell in cells}) == len(cells)
 
 
-def test_the_ablation_and_the_figures_take_the_trainings_of_the_first_table():
+def test_the_ablation_and_the_figures_share_trainings_with_table_1():
     def digest(study, cell):
         return STUDIES.get(study).cell(cell).config.digest
 
@@ -28,7 +28,7 @@ def test_the_ablation_and_the_figures_take_the_trainings_of_the_first_table():
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_the_budget_that_is_printed_is_what_the_training_costs(name):
+def test_the_printed_budget_is_the_cost_of_the_training(name):
     study = STUDIES.get(name)
     budgets = {
         study.locate(row["label"], column)[0]: float(row["label"]["budget"][:-1])
@@ -90,7 +90,7 @@ def fig1_values(**changed):
 
 
 @pytest.mark.parametrize(
-    ("changed", "answer"),
+    ("changed", "verdict"),
     [
         ({}, "confirmed"),
         ({"binary random": (0.99, 0.97, 0.05)}, "not confirmed"),  # noise that is stronger than the attack
@@ -104,13 +104,13 @@ def fig1_values(**changed):
         ({"gradient, 8 groups": (0.99, 0.75, 0.1)}, "not confirmed"),
     ],
 )
-def test_the_attack_on_statistics_is_judged_against_noise_and_by_groups(changed, answer):
-    assert STUDIES.get("B/fig1").verdict(fig1_values(**changed)) == answer
+def test_the_attack_on_statistics_is_compared_with_noise_and_by_groups(changed, verdict):
+    assert STUDIES.get("B/fig1").verdict(fig1_values(**changed)) == verdict
 
 
-def test_that_the_attack_on_statistics_is_judged_on_other_images_than_the_papers_is_said():
+def test_the_notes_say_that_the_attack_on_statistics_uses_other_images():
     assert "training set" in printed_entry("B/fig1")["caption"]
-    assert "judges on the test images" in printed_entry("B/fig1")["notes"]
+    assert "evaluates on the test images" in printed_entry("B/fig1")["notes"]
 
 
 def fig2_values(changed=None):
@@ -126,7 +126,7 @@ def fig2_values(changed=None):
 
 
 @pytest.mark.parametrize(
-    ("changed", "answer"),
+    ("changed", "verdict"),
     [
         ({}, "confirmed"),
         ({"apart/N128/eps0.1/n2": (0.76, 0.7)}, "not confirmed"),  # not more accurate than standard training
@@ -134,5 +134,5 @@ def fig2_values(changed=None):
         ({"apart/N128/eps0.4/n8": (0.77, 0.7)}, "not confirmed"),
     ],
 )
-def test_robustness_to_perturbed_statistics_is_judged_by_accuracy_and_by_what_is_lost(changed, answer):
-    assert STUDIES.get("B/fig2").verdict(fig2_values(changed)) == answer
+def test_robustness_to_perturbed_statistics_is_measured_by_accuracy_and_loss(changed, verdict):
+    assert STUDIES.get("B/fig2").verdict(fig2_values(changed)) == verdict

@@ -3,7 +3,7 @@
 import pytest
 
 from advnorm.attacks import get as get_attack
-from advnorm.papers.c import tables, trainings
+from advnorm.papers.c import studies, trainings
 from advnorm.studies import STUDIES
 from advnorm.threat import ThreatModel
 
@@ -11,7 +11,7 @@ LARGE = trainings.LARGE_EPS
 
 
 @pytest.mark.parametrize("setting", trainings.SETTINGS)
-def test_training_validation_and_judgement_use_the_same_pgd(setting):
+def test_training_validation_and_evaluation_use_the_same_pgd(setting):
     config = trainings.mat(setting, 0.5)
     threat = ThreatModel(eps=config.eps)
     evaluation = get_attack(trainings.accuracies(setting).options["attacks"]["pgd10"], threat=threat)
@@ -24,7 +24,7 @@ PRINTED4 = {(number.cell, number.value): number.printed for number in STUDIES.ge
 ONE_LARGE_GAIN = {
     (f"{setting}/{after}", f"shared/{metric}"): PRINTED4[f"{setting}/{before}", f"shared/{metric}"] - 1
     for setting in trainings.SETTINGS
-    for before, after in tables._WITH_DBN.items()
+    for before, after in studies._WITH_DBN.items()
     for metric in ("clean", "autoattack")
 } | {("imagenette/eps16/mat_cat_0.5_dbn", "shared/clean"): 92.0}
 
@@ -59,7 +59,7 @@ def test_numbers_that_contradict_the_claim_are_not_confirmed(name, changed, as_p
 # The figures print no numbers of cells: each check gets made-up ones that hold the claim, and a change that breaks it.
 
 
-def judged(points):
+def accuracies(points):
     """Clean, PGD-10 and AutoAttack accuracy by cell."""
     metrics = ("shared/clean", "shared/pgd10", "shared/autoattack")
     return {(name, metric): [value] for name, point in points.items() for metric, value in zip(metrics, point)}
@@ -104,16 +104,16 @@ FIG5 |= {f"{LARGE}/mat_cat_{gamma:g}": (90.0, 33.0, 4.0) for gamma in (0.3, 0.4,
         ("C/fig5", FIG5, {f"{LARGE}/mat_cat_0.3": (80.0, 30.0, 4.0)}),
     ],
 )
-def test_curves_are_confirmed_where_they_hold_the_claim_and_else_not(name, points, changed):
+def test_only_curves_that_fit_the_claim_confirm_it(name, points, changed):
     study = STUDIES.get(name)
     assert {cell.name for cell in study.cells()} <= points.keys()
-    assert study.verdict(judged(points)) == "confirmed"
-    assert study.verdict(judged({**points, **changed})) == "not confirmed"
+    assert study.verdict(accuracies(points)) == "confirmed"
+    assert study.verdict(accuracies({**points, **changed})) == "not confirmed"
 
 
-def test_false_robustness_is_no_part_of_a_trade_off():
+def test_falsely_robust_points_are_not_part_of_a_trade_off():
     false = {f"{LARGE}/mat_cat_{gamma:g}": (94.0, 33.0, 4.0) for gamma in (0.3, 0.4, 0.5, 0.75)}
-    assert STUDIES.get("C/fig2").verdict(judged({**FIG2, **false})) == "confirmed"
+    assert STUDIES.get("C/fig2").verdict(accuracies({**FIG2, **false})) == "confirmed"
 
 
 def plane(cell, centres):
@@ -132,7 +132,7 @@ PAIRED_PLANE = plane(f"{LARGE}/mat_cat_0.5_kl_0.4", {"clean": -1.0, "adv": 1.0, 
 
 
 @pytest.mark.parametrize(
-    ("values", "answer"),
+    ("values", "verdict"),
     [
         (FALSE_PLANE | PAIRED_PLANE, "confirmed"),
         (FALSE_PLANE, "not run"),
@@ -140,12 +140,12 @@ PAIRED_PLANE = plane(f"{LARGE}/mat_cat_0.5_kl_0.4", {"clean": -1.0, "adv": 1.0, 
         (plane(f"{LARGE}/mat_cat_0.5", {"clean": -5.0, "adv": 5.0, "autoattack": 9.0}) | PAIRED_PLANE, "not confirmed"),
     ],
 )
-def test_the_projection_is_judged_by_the_distance_of_the_domains_and_what_lies_between(values, answer):
-    assert STUDIES.get("C/fig1").verdict(values) == answer
+def test_the_projection_compares_the_distance_of_domains_and_the_points_between(values, verdict):
+    assert STUDIES.get("C/fig1").verdict(values) == verdict
 
 
 @pytest.mark.parametrize(
-    ("sequential", "concatenated", "answer"),
+    ("sequential", "concatenated", "verdict"),
     [
         ((2, 20, 4, 15), (3, 2, 1.5, 1), "confirmed"),
         ((1, 1, 1, 10), (3, 2, 1.5, 1), "not confirmed"),  # shoots up once
@@ -157,11 +157,11 @@ def test_the_projection_is_judged_by_the_distance_of_the_domains_and_what_lies_b
         ((2, 20, 4, 15), (), "not run"),
     ],
 )
-def test_the_shift_of_statistics_is_judged_along_training(sequential, concatenated, answer):
+def test_the_shift_of_statistics_is_evaluated_along_training(sequential, concatenated, verdict):
     values = {
         (f"{LARGE}/mat_{how}_0.25", f"{10 * place}/sums/{kind}"): [value * (1 + (kind == "adv"))]
         for how, course in (("seq", sequential), ("cat", concatenated))
         for place, value in enumerate(course, 8)  # 80, 90, 100, 110: in the order of numbers
         for kind in ("clean", "adv")
     }
-    assert STUDIES.get("C/fig4").verdict(values) == answer
+    assert STUDIES.get("C/fig4").verdict(values) == verdict

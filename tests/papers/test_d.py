@@ -7,7 +7,6 @@ import pytest
 from advnorm.analysis import RECIPES
 from advnorm.config import Named
 from advnorm.data import load
-from advnorm.papers.d import features as feature_studies
 from advnorm.papers.d import figures, tables, trainings
 from advnorm.studies import STUDIES, printed_entry
 from advnorm.studies.claims import mean
@@ -27,7 +26,7 @@ def test_a_claim_on_small_images_needs_no_imagenet(as_printed):
 
 def test_trainings_on_features_have_the_printed_hyperparameters():
     for row in printed_entry("D/table6")["rows"]:
-        config = feature_studies.learns(row["label"]["dataset"])
+        config = figures.learns(row["label"]["dataset"])
         settings = (config.lr, config.batch_size, bool(config.milestones), config.augment != "none")
         assert [*settings, config.momentum, config.weight_decay] == row["values"]
         assert (config.epochs, config.milestones, config.optimizer) == (150, (50.0, 100.0), "sgd")
@@ -57,7 +56,7 @@ def test_trainings_that_studies_share_have_one_configuration():
 @pytest.mark.parametrize(
     ("protocol", "epochs"), [("paper", (5, 20, 75, 150)), ("fast", (1, 4, 15, 30)), ("smoke", (1,))]
 )
-def test_networks_are_looked_at_along_their_training(protocol, epochs):
+def test_networks_are_measured_along_their_training(protocol, epochs):
     cell = plan_cell(STUDIES.get("D/fig4").cell("standard/bn"), protocol)
     assert cell.config.snapshots == epochs and {measure.checkpoint for measure in cell.measures} == {"along"}
 
@@ -195,7 +194,7 @@ def test_a_claim_about_the_whole_training_is_checked_at_every_moment(cell):
 
 
 @pytest.mark.parametrize(("name", "worse"), [("gaussian_noise", -50), ("fog", 50), ("speckle_noise", -50)])
-def test_what_adversarial_training_does_to_corruptions_is_part_of_the_claim(name, worse):
+def test_the_claim_covers_corruptions_after_adversarial_training(name, worse):
     values = fig1()
     if name == "speckle_noise":  # of the arrays of CIFAR-10-C
         values |= {(cell, path.replace("shot", "speckle")): value for (cell, path), value in values.items()}
@@ -216,19 +215,21 @@ def test_ligs_with_bn_must_be_lower_at_every_moment():
     assert study.verdict(values | between | {("bn", f"75/{LIGS.format('fgsm')}"): [0.81]}) == "not confirmed"
 
 
-@pytest.mark.parametrize(("gain", "answer"), [(7.5, "confirmed"), (20.0, "confirmed"), (0.5, "not confirmed")])
-def test_the_boost_by_adapted_statistics_may_be_larger_than_printed(as_printed, gain, answer):
+@pytest.mark.parametrize(("gain", "verdict"), [(7.5, "confirmed"), (20.0, "confirmed"), (0.5, "not confirmed")])
+def test_the_boost_by_adapted_statistics_may_be_larger_than_printed(as_printed, gain, verdict):
     values = as_printed("D/table7")
     (before,) = values["vgg16", "networks/run/mean"]
-    assert STUDIES.get("D/table7").verdict(values | {("vgg16", "networks/run/adapted_mean"): [before + gain]}) == answer
+    assert (
+        STUDIES.get("D/table7").verdict(values | {("vgg16", "networks/run/adapted_mean"): [before + gain]}) == verdict
+    )
 
 
-def test_every_study_without_printed_numbers_has_made_up_ones():
+def test_every_study_without_printed_numbers_has_invented_ones():
     assert {*MADE_UP} == {name for name in STUDIES.names("D/*") if not list(STUDIES.get(name).numbers())}
 
 
 @pytest.mark.parametrize("name", MADE_UP)
-def test_values_as_the_paper_describes_them_bear_the_claim_out_and_their_opposite_does_not(name):
+def test_values_that_fit_the_paper_confirm_the_claim_and_opposite_values_do_not(name):
     study = STUDIES.get(name)
     values = MADE_UP[name]()
     cells = {cell.name for cell in study.cells()}
@@ -255,7 +256,7 @@ def test_a_cell_of_table_1_runs_and_measures_under_both_threats(tmp_path):
     assert sorted(("L2" in text, "Linf" in text) for text in records) == [(False, True), (True, False)]
 
 
-def test_conflicting_features_are_made_learned_and_judged(tmp_path):
+def test_conflicting_features_are_made_learned_and_measured(tmp_path):
     study = STUDIES.get("D/fig7")
     todo = [Task(study=study.name, cell=c.name, seed=0, protocol="smoke", out=str(tmp_path)) for c in study.cells()]
     assert [outcome.error for outcome in run_tasks(todo, retries=0)] == [None] * len(todo)

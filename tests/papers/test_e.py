@@ -47,13 +47,13 @@ def test_both_decays_of_table_3_end_with_similar_rates():
 
 def test_tables_that_print_the_same_number_agree(as_printed):
     """What tables 1 to 6 say of a training is what table 7 says; a misplaced number would disagree."""
-    everything, told = as_printed("E/table7"), 0
+    everything, compared = as_printed("E/table7"), 0
     for name in TABLES[:-1]:
         for place, values in as_printed(name).items():
             if place in everything:
                 assert values == everything[place], (name, place)
-                told += 1
-    assert told == 62  # of 77: not the clean training, MBN_clean twice, ResNet-101 twelve times
+                compared += 1
+    assert compared == 62  # of 77: not the clean training, MBN_clean twice, ResNet-101 twelve times
     drawn = {
         place: found for name in ("E/fig1", "E/fig2", "E/fig3", "E/fig7") for place, found in as_printed(name).items()
     }
@@ -63,7 +63,7 @@ def test_tables_that_print_the_same_number_agree(as_printed):
 
 
 @pytest.mark.parametrize("name", ["E/fig1", "E/fig2", "E/fig3", "E/fig7", "E/sec4.4"])
-def test_the_numbers_of_table_7_and_of_the_text_bear_the_claims_of_figures_out(name, as_printed):
+def test_the_numbers_of_table_7_and_of_the_text_confirm_the_claims_of_figures(name, as_printed):
     values = as_printed("E/table7") | as_printed("E/table1")
     values["clean/resnet338", "shared/clean"] = [78.9 + 0.5]  # sec. 5
     values["adv_to_clean", "shared/clean"] = [73]  # sec. 4.4
@@ -81,30 +81,30 @@ def statistics(cell, series):
     }
 
 
-def test_figure_5_is_confirmed_by_larger_adversarial_statistics_and_by_nothing_less():
+def test_only_larger_adversarial_statistics_confirm_figure_5():
     """The paper prints no numbers of figures 5 and 6, so these are made up."""
     small, large = {"mean": [-0.2, 0.1], "std": [1.0, 1.5]}, {"mean": [-0.4, 0.2], "std": [1.5, 1.6]}
     study = STUDIES.get("E/fig5")
 
-    def answer(clean, adv):
+    def verdict(clean, adv):
         return study.verdict(statistics("mbn_hybrid/pgd30", {"NS^clean_running": clean, "NS^adv_running": adv}))
 
-    assert answer(small, large) == "confirmed"
-    assert answer(large, small) == answer(small, {**large, "std": small["std"]}) == "not confirmed"
+    assert verdict(small, large) == "confirmed"
+    assert verdict(large, small) == verdict(small, {**large, "std": small["std"]}) == "not confirmed"
 
 
-def test_figure_6_is_confirmed_where_variances_differ_more_than_means():
+def test_figure_6_is_confirmed_if_variances_differ_more_than_means():
     stored = {"mean": [0.0, 1.0], "std": [1.0, 2.0]}
     other_variance = {"mean": [0.01, 1.0], "std": [1.0, 2.5]}
     other_mean = {"mean": [0.5, 1.0], "std": [1.0, 2.0]}
     study = STUDIES.get("E/fig6")
 
-    def answer(batch):
+    def verdict(batch):
         return study.verdict(statistics("adv/pgd30", {"running": stored, "batch 1": stored, "batch 2": batch}))
 
-    assert answer(other_variance) == "confirmed"
-    assert answer(other_mean) == "not confirmed"
-    assert answer({"mean": [0.5, 1.0], "std": [1.0, 4.0]}) == "not confirmed"  # the means are not the same either
+    assert verdict(other_variance) == "confirmed"
+    assert verdict(other_mean) == "not confirmed"
+    assert verdict({"mean": [0.5, 1.0], "std": [1.0, 4.0]}) == "not confirmed"  # the means are not the same either
     kinds = {"running": stored, "batch 1": stored, "batch 2": {"mean": [0.4, 1.0], "std": [1.0, 4.0]}}
     up, down = (statistics("adv/pgd30", kinds) for _ in range(2))
     down["adv/pgd30", "statistics/batch 2/mean/0"] = [-0.4]
@@ -125,7 +125,7 @@ def test_claims_are_refuted_by_numbers_that_contradict_them(as_printed):
 
 
 @pytest.mark.parametrize("name", [*TABLES, "E/fig1", "E/fig2", "E/fig3", "E/fig7", "E/sec4.4"])
-def test_networks_without_robustness_bear_no_claim_out(name, as_printed):
+def test_networks_without_robustness_confirm_no_claim(name, as_printed):
     """Under attack a fiftieth of what is printed is left, and clean accuracy is as it was."""
     values = as_printed(name)
     weak = {place: [found[0] / (50 if "/pgd" in place[1] else 1)] for place, found in values.items()}

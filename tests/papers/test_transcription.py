@@ -26,17 +26,17 @@ def test_every_number_of_a_table_was_read_the_same_way_twice(paper, name):
     first, second = read(PRINTED, paper)[name], read(SECOND, paper)[name]
     rows = [row["values"] for row in first["rows"]], second["numbers"]
     dense, again = ([[value for value in row if value is not None] for row in side] for side in rows)
-    assert dense == again  # empty cells are not told apart: one column of differences may stand beside another
+    assert dense == again  # empty cells are not compared: a column of differences may be beside another
 
 
 @pytest.mark.parametrize("paper", PAPERS)
-def test_both_know_the_same_tables(paper):
+def test_both_transcriptions_have_the_same_tables(paper):
     first, second = ({name for name in read(folder, paper) if "/table" in name} for folder in (PRINTED, SECOND))
     assert first == second
 
 
 @pytest.mark.parametrize("paper", PAPERS)
-def test_every_entry_says_what_it_shows_and_every_row_fits_its_columns(paper):
+def test_every_entry_has_a_caption_and_every_row_fits_its_columns(paper):
     for name, entry in read(PRINTED, paper).items():
         assert entry["caption"] and entry["claim"], name
         for row in entry.get("rows", ()):

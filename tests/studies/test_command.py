@@ -1,6 +1,5 @@
 """The verbs ``study`` and ``show``: what they run, what they print, and their exit status."""
 
-import re
 import subprocess
 import sys
 
@@ -29,14 +28,11 @@ def test_a_smoke_test_runs_every_cell_prints_the_table_and_keeps_nothing(tmp_pat
     assert out.exit_code == 0, out.output
     for cell in ("standard/eps8", "standard/eps16"):
         assert all(f"done {cell} seed {seed}" in out.output for seed in (0, 1))
-    assert (
-        "(n=2)" in out.output
-        and "A smoke test shows that it runs; its numbers mean nothing and are not kept." in out.output
-    )
+    assert "(n=2)" in out.output and "its numbers mean nothing and are not kept." in out.output
     assert not (tmp_path / "results").exists()
 
 
-def test_a_dry_run_says_how_far_each_cell_is_and_runs_nothing(tmp_path):
+def test_a_dry_run_lists_the_state_of_each_cell_and_runs_nothing(tmp_path):
     study = STUDIES.get("A/table3")
     done, damaged, started, *_ = list_tasks(study, protocol="fast", out=tmp_path)
     names = {"format": FORMAT, "study": done.study, "cell": done.cell, "protocol": "fast", "seed": 0}
@@ -52,7 +48,7 @@ def test_a_dry_run_says_how_far_each_cell_is_and_runs_nothing(tmp_path):
     states = {done.cell: "done", damaged.cell: "damaged", started.cell: "started"}
     assert found == dict.fromkeys(study.by_name(), "pending") | states
     assert "pending: 7 training(s), an estimated 303 PFLOP" in " ".join(out.output.split())
-    assert "1 of 8 cells were measured before, on one: the records in" in " ".join(out.output.split())
+    assert "1 of 8 cells have records in" in " ".join(out.output.split()) and "measured on one;" in out.output
     assert "single/eps8/fast-seed0.json was made with other settings than the study has now: lr 7.0, now" in out.output
     assert "single/eps16/fast-seed0.json is skipped: not a record of a cell: its format must be" in out.output
     assert sorted(tmp_path.rglob("*")) == before
@@ -61,18 +57,18 @@ def test_a_dry_run_says_how_far_each_cell_is_and_runs_nothing(tmp_path):
     assert empty.exit_code == 0 and "claim: " not in empty.output
 
 
-def test_a_figure_which_prints_no_numbers_is_told_in_whole_lines():
+def test_a_figure_without_printed_numbers_is_listed_in_lines():
     study = STUDIES.get("C/fig4")
     assert study_table(study).plain.splitlines()[:2] == ["C/fig4", f"claim: {study.printed['claim']}"]
     sums = {(cell.name, f"10/sums/{kind}"): [1.0] for cell in study.cells() for kind in ("clean", "adv")}
-    told = study_table(study, sums, "fast").plain
+    text = study_table(study, sums, "fast").plain
     assert (
-        told.startswith("C/fig4 fast\nclaim: ")
-        and "Not confirmed.\n✗ fails: " in told
-        and "`advnorm report` shows ours" in told
+        text.startswith("C/fig4 fast\nclaim: ")
+        and "Not confirmed.\n✗ fails: " in text
+        and "`advnorm report` shows ours" in text
     )
     read = sorted(values_read_by_check(study, sums))
-    assert read and told.splitlines()[-len(read) :] == [f"{cell} {name}: 1" for cell, name in read]
+    assert read and text.splitlines()[-len(read) :] == [f"{cell} {name}: 1" for cell, name in read]
     out = invoke("study", "A/fig7", "--smoke", "--device", "cpu")
     assert (
         out.exit_code == 0
@@ -91,7 +87,7 @@ main()
 """
 
 
-def test_sigterm_stops_a_study_at_a_checkpoint_with_the_exit_status_of_a_training():
+def test_sigterm_stops_a_study_at_a_checkpoint_with_exit_status_75():
     command = [sys.executable, "-c", TERMINATED, "study", "A/table6", "--smoke", "--device", "cpu"]
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == PREEMPTED, found.stderr
@@ -99,7 +95,7 @@ def test_sigterm_stops_a_study_at_a_checkpoint_with_the_exit_status_of_a_trainin
     assert not any(word in found.stdout for word in ("done", "failed"))
 
 
-def test_a_cell_that_fails_is_told_the_others_go_on_and_the_exit_status_is_1(tmp_path):
+def test_a_failing_cell_is_reported_the_others_run_and_the_exit_status_is_1(tmp_path):
     damaged, done = list_tasks(STUDIES.get("A/table6"), protocol="fast", out=tmp_path)
     write_json(damaged.record_path, {})
     names = {"format": FORMAT, "study": done.study, "cell": done.cell, "protocol": "fast", "seed": 0}
@@ -113,22 +109,23 @@ def test_a_cell_that_fails_is_told_the_others_go_on_and_the_exit_status_is_1(tmp
 
 
 @pytest.mark.parametrize(
-    ("given", "cure"),
+    ("given", "code"),
     [
-        ([], "cifar10 is read from a folder; name it with --data-dir"),
-        (["--data-dir", "nothing"], "CIFAR-10 is not at nothing: .*load"),
-        (["--device", "cuda:99"], "device 'cuda:99' is not available.*use 'cpu'"),
-        (["--out", __file__], "cannot write .* is not a folder; choose another place"),
-        (["--launcher", "slurm"], "unknown launcher 'slurm'; allowed: 'local', 'ray'"),
-        (["--address", "auto"], "use the launcher 'ray', or leave it out"),
+        ([], "missing_folder"),
+        (["--data-dir", "nothing"], "missing_file"),
+        (["--device", "cuda:99"], "no_device"),
+        (["--out", __file__], "not_writable"),
+        (["--launcher", "slurm"], "unknown_name"),
+        (["--address", "auto"], "conflict"),
     ],
 )
-def test_what_keeps_every_cell_from_being_run_is_told_once_and_first(given, cure, tmp_path, monkeypatch):
+def test_a_problem_that_blocks_every_cell_is_reported_once_before_any_work(given, code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("ADVNORM_DATA", raising=False)
     out = invoke("study", "A/table3", *given)
-    assert isinstance(out.exception, ConfigError) and re.search(cure, str(out.exception))  # exit status 2
-    assert str(out.exception).count("bad data") <= 1 and out.output == "" and not list(tmp_path.iterdir())
+    assert isinstance(out.exception, ConfigError) and out.exception.code == code  # exit status 2
+    assert [problem.code for problem in out.exception.problems].count(code) == 1
+    assert out.output == "" and not list(tmp_path.iterdir())
 
 
 def test_show_prints_a_study_and_a_cell_with_the_papers_numbers():
@@ -148,7 +145,7 @@ def cells_of(name):
     return (f"{name}/{cell}" for cell in STUDIES.get(name).by_name())
 
 
-def test_ls_lists_the_cells_of_a_study_with_the_settings_in_which_they_differ():
+def test_ls_lists_the_cells_of_a_study_with_their_different_settings():
     whole = invoke("ls", "studies", "A/table3").output
     assert [line.split("│")[1].strip() for line in whole.splitlines() if "│ A/" in line] == [*cells_of("A/table3")]
     assert "norm dual_affine_bn, eps 16/255" in whole
@@ -162,7 +159,7 @@ def test_ls_lists_the_cells_of_a_study_with_the_settings_in_which_they_differ():
 @pytest.mark.parametrize("values", [None, {}], ids=["show", "study"])
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("name", ["A/table3", "C/table1", "E/table3", "E/table4", "E/table7"])
-def test_a_table_fits_into_the_terminal_and_breaks_no_word(name, width, values):
+def test_a_table_fits_into_the_terminal_without_breaking_words(name, width, values):
     study, console = STUDIES.get(name), Console(width=400)
     with console.capture() as captured:
         console.print(study_table(study, values, width=width))
@@ -175,40 +172,51 @@ def test_a_table_fits_into_the_terminal_and_breaks_no_word(name, width, values):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "field"),
     [
-        (["study", "A/tabel3"], "did you mean 'A/table3'"),
-        (["study", "A/table3", "--protocol", "quick"], "unknown protocol 'quick'"),
-        (["study", "A/table3", "--protocol", "fast", "--smoke"], "--smoke is a protocol of its own"),
-        (["study", "A/table6", "--smoke", "--launcher", "rye", "--device", "cpu"], "did you mean 'ray'"),
-        (["show", "A/table33/x"], "unknown study 'A/table33', did you mean 'A/table3'"),
-        (["show", "a/table3"], "did you mean 'A/table3'"),
-        (["show", "A/table3/dual_bn/eps61"], "unknown cell 'dual_bn/eps61', did you mean 'dual_bn/eps16'"),
-        (["train", "A/tabel3/dual_bn/eps16"], "unknown study 'A/tabel3', did you mean 'A/table3'"),
-        (["show", "A/mine.yaml"], "A/mine.yaml: cannot be read: No such file"),
-        (["show", "mine/table3"], "a configuration is a file that ends in .yaml"),
-        (["ls", "studies", "A/tabel3"], "unknown study 'A/tabel3', did you mean 'A/table3'"),
-        (["ls", "studies", "A/table3/x*"], "no study matches 'A/table3/x*'"),
+        (["study", "A/tabel3"], "study"),
+        (["study", "A/table3", "--protocol", "quick"], "protocol"),
+        (["study", "A/table6", "--smoke", "--launcher", "rye", "--device", "cpu"], "launcher"),
+        (["show", "A/table33/x"], "study"),
+        (["show", "a/table3"], "study"),
+        (["show", "A/table3/dual_bn/eps61"], "cell"),
+        (["train", "A/tabel3/dual_bn/eps16"], "study"),
+        (["show", "mine/table3"], "mine/table3"),
+        (["ls", "studies", "A/tabel3"], "study"),
     ],
 )
-def test_what_is_wrong_with_a_command_is_told(arguments, message):
+def test_a_misspelt_name_in_a_command_raises(arguments, field):
     out = invoke(*arguments)
-    assert isinstance(out.exception, ConfigError) and message in str(out.exception) and out.output == ""
+    assert isinstance(out.exception, ConfigError) and out.output == ""
+    assert [(problem.code, problem.field) for problem in out.exception.problems] == [("unknown_name", field)]
 
 
-def test_a_name_in_place_of_a_configuration_is_answered_with_how_to_get_it():
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["study", "A/table3", "--protocol", "fast", "--smoke"],
+        ["show", "A/mine.yaml"],
+        ["ls", "studies", "A/table3/x*"],
+    ],
+)
+def test_a_wrong_command_raises(arguments):
+    out = invoke(*arguments)
+    assert isinstance(out.exception, ConfigError) and out.output == ""
+
+
+def test_a_study_name_instead_of_a_configuration_raises_with_the_right_call():
     with pytest.raises(ConfigError, match=r"advnorm\.studies\.get\('A/table3/dual_bn/eps16'\)"):
         advnorm.train("A/table3/dual_bn/eps16")
 
 
-def test_the_report_says_which_files_are_no_records(tmp_path):
+def test_the_report_names_files_that_are_not_records(tmp_path):
     for run in ("one", "two", "three", "four"):
         write_json(tmp_path / "runs" / f"{run}-seed0" / "run.json", {})
     out = invoke("report", tmp_path / "runs", "--out", tmp_path / "report.html")
     assert out.exit_code == 0
-    [told] = [line for line in out.output.splitlines() if "were not read" in line]
-    assert told.startswith("4 JSON file(s) are no records of studies and were not read (in four-seed0, one-seed0, ")
-    assert "name the folder that `advnorm study` had as --out" in told
-    assert "were not read" not in invoke("report", tmp_path, "--out", tmp_path / "report.html").output
+    [text] = [line for line in out.output.splitlines() if "are skipped" in line]
+    assert text.startswith("4 JSON file(s) in four-seed0, one-seed0, ")
+    assert "name the --out folder of `advnorm study`" in text
+    assert "are skipped" not in invoke("report", tmp_path, "--out", tmp_path / "report.html").output
     write_json(tmp_path / "mine.json", {})
-    assert "1 JSON file(s) are no records" in invoke("report", tmp_path, "--out", tmp_path / "report.html").output
+    assert "1 JSON file(s) in " in invoke("report", tmp_path, "--out", tmp_path / "report.html").output

@@ -1,4 +1,4 @@
-"""Running a study: nothing is done twice, nothing is lost, and bad records are told."""
+"""Running a study: nothing runs twice, nothing is lost, and damaged records are reported."""
 
 import json
 import shutil
@@ -55,17 +55,17 @@ def test_two_processes_share_a_study_and_wait_for_each_other(tmp_path, monkeypat
     monkeypatch.setattr("advnorm.studies.run.BUSY_SECONDS", 0.05)
     first, second = list_tasks(STUDIES.get("A/table8"), protocol="smoke", out=tmp_path)[:2]
     first.run.folder.mkdir(parents=True)
-    told, outcomes = [], []
+    reported, outcomes = [], []
     with exclusive(first.run.folder):
         thread = threading.Thread(
-            target=lambda: outcomes.extend(run_tasks([first, second], on_outcome=lambda one: told.append(one.task)))
+            target=lambda: outcomes.extend(run_tasks([first, second], on_outcome=lambda one: reported.append(one.task)))
         )
         thread.start()
-        while not told:
+        while not reported:
             time.sleep(0.02)
-        assert told == [second] and state_of(first) == "started"
+        assert reported == [second] and state_of(first) == "started"
     thread.join()
-    assert told == [second, first] and [outcome.error for outcome in outcomes] == [None, None]
+    assert reported == [second, first] and [outcome.error for outcome in outcomes] == [None, None]
 
 
 @pytest.mark.parametrize("seed", [-1, 2**31])
@@ -90,8 +90,8 @@ def test_a_record_serves_the_same_cell_of_another_study(smoked, tmp_path):
     study = STUDIES.get("A/table1")
     values, problems = collect_values(study, protocol="smoke", out=tmp_path)
     assert not problems and {cell for cell, _ in values} == {"dual_bn/eps16"}
-    [told] = [told for told in summarize_studies(tmp_path)["studies"] if told["name"] == "A/table1"]
-    assert [cell["seeds"] for cell in told["results"][0]["cells"]] == [[], [0]]
+    [found] = [one for one in summarize_studies(tmp_path)["studies"] if one["name"] == "A/table1"]
+    assert [cell["seeds"] for cell in found["results"][0]["cells"]] == [[], [0]]
 
 
 @pytest.mark.parametrize("change", ["settings", "measurements", "damage"])

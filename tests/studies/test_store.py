@@ -131,20 +131,20 @@ def test_a_record_with_outdated_measurements_is_reported(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("protocol", "search", "stands"),
+    ("protocol", "search", "matches"),
     [("fast", "autoattack", True), ("fast", "autoattack-tf32", False), ("paper", "autoattack-bf16", False)],
 )
-def test_strict_autoattack_replaces_the_fast_search_but_nothing_else_does(tmp_path, protocol, search, stands):
+def test_strict_autoattack_replaces_the_fast_search_but_nothing_else_does(tmp_path, protocol, search, matches):
     one = make_task(tmp_path, "single/eps16", protocol=protocol)
     record = write_record(one, {"shared/clean": 90.0})
     record["measures"][0]["options"]["attacks"]["autoattack"] = search
     write_json(one.record_path, record)
     planned = {"fast": "autoattack-bf16", "paper": "autoattack"}[protocol]
-    told = f"measures.0.options.attacks.autoattack {search}, now {planned}"
+    setting = f"measures.0.options.attacks.autoattack {search}, now {planned}"
     found = summarize_studies(tmp_path)
-    assert [problem.endswith(f": {told}") for problem in found["problems"]] == ([] if stands else [True])
+    assert [problem.endswith(f": {setting}") for problem in found["problems"]] == ([] if matches else [True])
     results = study_in(found, "A/table8")["results"]  # it has the same cell
-    assert any(result["protocol"] == protocol for result in results) == stands
+    assert any(result["protocol"] == protocol for result in results) == matches
 
 
 @pytest.mark.parametrize("measures", [None, 3, [None], [], [[1]], [{"options": 7}], "text"])
@@ -195,7 +195,7 @@ def test_a_study_prefers_its_own_record_unless_it_is_outdated(tmp_path):
     assert values == [1.0] and "lr 7.0, now" in str(problems[0]) and problems[0].code == "outdated"
     assert record_of(make_task(tmp_path, "dual_bn/eps16", study=BOTH[1]))["values"] == dict.fromkeys(VALUES, 1.0)
     make_task(tmp_path, "dual_bn/eps16", study=BOTH[0]).record_path.unlink()
-    assert found_in(tmp_path, BOTH[1])[0] == [2.0]  # better than none, and it is told
+    assert found_in(tmp_path, BOTH[1])[0] == [2.0]  # better than none, and reported
 
 
 def test_runner_and_report_choose_the_same_record(tmp_path):

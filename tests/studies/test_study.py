@@ -76,5 +76,5 @@ def test_names_find_studies_and_cells():
         find("A/tabel3")
     with raises_problem("missing_name", "cell"):
         get("A/table3")
-    with raises_problem("not_supported", "study"):
-        find("A/fig1")
+    with raises_problem("unknown_name", "study"):
+        find("A/fig1")  # a drawing

@@ -11,16 +11,16 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from advnorm._core.devices import resolve_device
-from advnorm._core.errors import ConfigError, Problem, raise_problems, unknown_name
+from advnorm._core.errors import ConfigError, Problem, collect_problems, raise_problems, unknown_name
 from advnorm._core.locks import is_held
 from advnorm.studies.run import Outcome, run_task
 from advnorm.studies.store import RecordStore
@@ -112,7 +112,7 @@ def launch_problems(
     retries: int = 1,
 ) -> list[Problem]:
     """Validate the arguments of :func:`launch`."""
-    problems = []
+    problems: list[Problem] = []
     if launcher not in LAUNCHERS:
         problems.append(unknown_name("launcher", launcher, LAUNCHERS))
     for name, value, least in (("processes", processes, 1), ("retries", retries, 0)):
@@ -126,19 +126,12 @@ def launch_problems(
         if address is not None:
             message, hint = "{field} names a Ray cluster", "use the launcher 'ray', or leave it out"
             problems.append(Problem(code="conflict", message=message, field="address", got=address, hint=hint))
-        chosen = dict.fromkeys(_devices(tasks, devices))
-        problems += [problem for device in chosen for problem in _device_problems(device)]
-        if not chosen:
+        for device in dict.fromkeys(_devices(tasks, devices)):
+            with collect_problems(problems):
+                resolve_device(device)
+        if not _devices(tasks, devices):
             problems.append(Problem(code="empty", message="{field} is empty", field="devices", hint="name a device"))
     return problems
-
-
-def _device_problems(device: str) -> Sequence[Problem]:
-    try:
-        resolve_device(device)
-    except ConfigError as error:
-        return error.problems
-    return ()
 
 
 def _devices(tasks: Sequence[Task], devices: Sequence[str] | None) -> list[str]:
@@ -174,19 +167,7 @@ def _wait_for_release(folder: Path) -> None:
         time.sleep(0.5)
 
 
-class WorkerPool(Protocol):
-    """Processes that run tasks. Leaving the scope stops those that still run."""
-
-    def __enter__(self) -> WorkerPool: ...
-    def __exit__(self, *error: object) -> None: ...
-    def has_room(self) -> bool: ...
-    def start(self, task: Task) -> None: ...
-    def wait_for_next(self) -> tuple[Task, AttemptResult]:
-        """Wait until a task ends."""
-        ...
-
-
-class LocalPool(WorkerPool):
+class LocalPool(AbstractContextManager["LocalPool"]):
     """One process per task, so that no memory and no broken CUDA context is left for the next task.
 
     The standard pools do not survive a killed worker: ``concurrent.futures`` breaks the whole pool and
@@ -197,9 +178,6 @@ class LocalPool(WorkerPool):
         self._free = deque(devices)
         self._threads = max(1, torch.get_num_threads() // len(devices))
         self._running: dict[Connection, tuple[Any, Task, str]] = {}
-
-    def __enter__(self) -> LocalPool:
-        return self
 
     def __exit__(self, *error: object) -> None:
         processes = [process for process, *_ in self._running.values()]
@@ -221,6 +199,7 @@ class LocalPool(WorkerPool):
         self._running[receiver] = process, task, device
 
     def wait_for_next(self) -> tuple[Task, AttemptResult]:
+        """Wait until a task ends."""
         while True:
             # Pipes alone are not enough: the processes of a data loader keep a dead worker's pipe open for seconds.
             wait([*self._running, *(process.sentinel for process, *_ in self._running.values())])
@@ -267,7 +246,7 @@ def _end_with_parent() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-class RayPool(WorkerPool):
+class RayPool(AbstractContextManager["RayPool"]):
     """Ray tasks. Ray queues tasks until a node has room, and starts a process for each."""
 
     def __init__(self, tasks: Sequence[Task], address: str | None) -> None:
@@ -291,9 +270,6 @@ class RayPool(WorkerPool):
 
     def _device_type(self, task: Task) -> str:
         return ("cuda" if self._has_gpus else "cpu") if task.device is None else torch.device(task.device).type
-
-    def __enter__(self) -> RayPool:
-        return self
 
     def __exit__(self, *error: object) -> None:
         if self._owns_cluster:

@@ -11,7 +11,7 @@ from typing import Any
 from advnorm._core.errors import ConfigError
 from advnorm._core.registry import Registry
 from advnorm.config import Config
-from advnorm.studies.study import Cell, Check, Locate, Study, printed_entries
+from advnorm.studies.study import Cell, Check, Locate, Study
 
 #: The papers by letter. The module ``advnorm.papers.a`` registers the studies of paper A.
 PAPERS = {
@@ -40,12 +40,10 @@ class StudyRegistry(Registry[Study]):
         return super().__contains__(name)
 
     def __iter__(self) -> Iterator[str]:
-        self._import_papers("*")
-        return super().__iter__()
+        return iter(self.names())
 
     def __len__(self) -> int:
-        self._import_papers("*")
-        return super().__len__()
+        return len(self.names())
 
     def _import_papers(self, name: object) -> None:
         letter = str(name).partition("/")[0]
@@ -62,15 +60,16 @@ def _order(name: str) -> tuple[str, str, list[int]]:
 
 
 STUDIES = StudyRegistry("study")
-CellFunction = Callable[[], Iterable[Cell]]
 
 
-def register_study(name: str, *, locate: Locate = lambda label, column: None, check: Check) -> Any:
-    """Register the decorated function, which returns the cells of a study. By default no number is printed."""
+def register_study(
+    name: str, *, cells: Callable[[], Iterable[Cell]], locate: Locate = lambda label, column: None
+) -> Callable[[Check], Check]:
+    """Register the decorated function as the check of a study. By default the paper prints no numbers."""
 
-    def register(cells: CellFunction) -> CellFunction:
+    def register(check: Check) -> Check:
         STUDIES.add(name, Study(name=name, cells=cells, locate=locate, check=check))
-        return cells
+        return check
 
     return register
 
@@ -90,10 +89,6 @@ def find(name: str) -> tuple[Study, Cell | None]:
     """Return a study, or a study and one of its cells: ``A/table3`` or ``A/table3/dual_bn/eps16``."""
     parts = str(name).split("/", 2)
     study_name = "/".join(parts[:2])
-    if study_name not in STUDIES and study_name in printed_entries():
-        entry = printed_entries()[study_name]
-        text = f"{study_name} has nothing to run: {entry['caption']} {entry['notes']}"
-        raise ConfigError("not_supported", text, field="study")
     study = STUDIES.get(study_name)
     return study, study.cell(parts[2]) if len(parts) == 3 else None
 

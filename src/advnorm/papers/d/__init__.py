@@ -3,6 +3,6 @@
 Figures that the paper draws along training are measured at four moments: early, after a warm-up, half-way, at the end.
 """
 
-from advnorm.papers.d import features, figures, landscape, tables, trainings
+from advnorm.papers.d import figures, tables, trainings
 
-__all__ = ["features", "figures", "landscape", "tables", "trainings"]
+__all__ = ["figures", "tables", "trainings"]

@@ -1,4 +1,4 @@
-"""Fig. 1, 2, 4, 5 and 8 to 11 of paper D: corruptions and LIGS along training. The paper prints no numbers."""
+"""The figures of paper D. The paper prints no numbers."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from advnorm.config import Named
+from advnorm.config import Config, Named
 from advnorm.papers.d.trainings import (
+    ALIGNMENT,
     ALL_LIGS,
     AT_FIRST,
     AT_LAST,
     CORRUPTIONS,
+    LANDSCAPE,
     NORMED,
     NORMS,
+    PGD10,
     SHORTCUTS,
     TREND,
+    WARMED,
     along_training,
     clean_accuracy,
     fixup,
@@ -25,11 +29,12 @@ from advnorm.papers.d.trainings import (
     robust,
     robust_accuracy,
     standard,
+    value_at,
     with_norm,
 )
 from advnorm.studies.claims import Clause, Values, for_each, join_numbers, mean, means_along_training
 from advnorm.studies.registry import register_study
-from advnorm.studies.study import Cell
+from advnorm.studies.study import Cell, Measure
 
 #: "Noise corruptions, i.e. Gaussian/Speckle/Shot" (sec. 3.2). Speckle noise exists in CIFAR-10-C only.
 NOISE, SPECKLE_NOISE = ("gaussian_noise", "shot_noise"), "speckle_noise"
@@ -38,7 +43,14 @@ FOG_AND_CONTRAST = ("fog", "contrast")
 TRIVIAL = 0.05
 
 
-def _check_fig1(values: Values) -> Iterator[Clause]:
+def _fig1_cells() -> Iterable[Cell]:
+    for training, base in (("standard", standard("vgg16")), ("robust", robust("vgg16"))):
+        for norm in NORMS:
+            yield Cell(name=f"{training}/{norm}", config=replace(base, norm=norm), measures=(CORRUPTIONS,))
+
+
+@register_study("D/fig1", cells=_fig1_cells)
+def fig1(values: Values) -> Iterator[Clause]:
     """Standard training: without a norm, noise does less harm, and fog and contrast more, than with any norm.
 
     Contrast does least harm with IN, and every corruption more with BN than with IN, LN and GN. With every norm and
@@ -84,14 +96,14 @@ def _check_fig1(values: Values) -> Iterator[Clause]:
         yield Clause.in_cases(text, held, f"least {least}: accuracy {high:.1f} over {low:.1f}")
 
 
-@register_study("D/fig1", check=_check_fig1)
-def fig1() -> Iterable[Cell]:
-    for training, base in (("standard", standard("vgg16")), ("robust", robust("vgg16"))):
-        for norm in NORMS:
-            yield Cell(name=f"{training}/{norm}", config=replace(base, norm=norm), measures=(CORRUPTIONS,))
+def _fig2_cells() -> Iterable[Cell]:
+    # The paper does not name the network: here that of fig. 4.
+    for norm in ("none", "bn"):
+        yield along_training(norm, replace(standard("resnet18"), norm=norm), (ALL_LIGS,))
 
 
-def _check_fig2(values: Values) -> Iterator[Clause]:
+@register_study("D/fig2", cells=_fig2_cells)
+def fig2(values: Values) -> Iterator[Clause]:
     """Under every kind of shift LIGS falls during training, and is always higher without BN than with it."""
 
     def clauses(shift: str) -> Iterator[Clause]:
@@ -103,13 +115,6 @@ def _check_fig2(values: Values) -> Iterator[Clause]:
         yield Clause(f"{shift}: LIGS is always higher without BN than with it: by {least:.3f} at least", least > 0)
 
     yield from for_each(ALL_LIGS.options["shifts"], clauses)
-
-
-@register_study("D/fig2", check=_check_fig2)
-def fig2() -> Iterable[Cell]:
-    # The paper does not name the network: here that of fig. 4.
-    for norm in ("none", "bn"):
-        yield along_training(norm, replace(standard("resnet18"), norm=norm), (ALL_LIGS,))
 
 
 def _check_less_robust(values: Values, norms: Iterable[str]) -> Iterator[Clause]:
@@ -145,17 +150,22 @@ def _standard_and_robust(norms: Iterable[str]) -> Iterable[Cell]:
             yield along_training(f"{training}/{norm}", replace(base, norm=norm), TREND)
 
 
-@register_study("D/fig4", check=partial(_check_less_robust, norms=("bn",)))
-def fig4() -> Iterable[Cell]:
-    return _standard_and_robust(("bn",))
+register_study("D/fig4", cells=partial(_standard_and_robust, ("bn",)))(partial(_check_less_robust, norms=("bn",)))
+register_study("D/fig10", cells=partial(_standard_and_robust, NORMED[1:]))(
+    partial(_check_less_robust, norms=NORMED[1:])
+)
 
 
-@register_study("D/fig10", check=partial(_check_less_robust, norms=NORMED[1:]))
-def fig10() -> Iterable[Cell]:
-    return _standard_and_robust(NORMED[1:])
+def _fig5_cells() -> Iterable[Cell]:
+    # The paper gives neither network nor weight nor norm: here those of fig. 4, and the weight 1.
+    for norm in ("none", "bn"):
+        config = replace(standard("resnet18"), norm=norm)
+        yield along_training(norm, config, TREND)
+        yield along_training(f"{norm}/ligs", replace(config, regularizer=Named("ligs", weight=1.0)), TREND)
 
 
-def _check_fig5(values: Values) -> Iterator[Clause]:
+@register_study("D/fig5", cells=_fig5_cells)
+def fig5(values: Values) -> Iterator[Clause]:
     """The regularizer raises LIGS, and robust accuracy by 10 points or more; clean accuracy loses at most 5."""
 
     def clauses(norm: str) -> Iterator[Clause]:
@@ -170,15 +180,6 @@ def _check_fig5(values: Values) -> Iterator[Clause]:
         yield Clause(f"{text} costs at most 5 points of clean accuracy: {before:.1f} to {after:.1f}", kept)
 
     yield from for_each(("none", "bn"), clauses)
-
-
-@register_study("D/fig5", check=_check_fig5)
-def fig5() -> Iterable[Cell]:
-    # The paper gives neither network nor weight nor norm: here those of fig. 4, and the weight 1.
-    for norm in ("none", "bn"):
-        config = replace(standard("resnet18"), norm=norm)
-        yield along_training(norm, config, TREND)
-        yield along_training(f"{norm}/ligs", replace(config, regularizer=Named("ligs", weight=1.0)), TREND)
 
 
 #: What fig. 8 changes in the ResNet18 with BN. The text names three activations, three optimizers and the learning rate
@@ -199,7 +200,14 @@ FACTORS: dict[str, dict[str, Any]] = {
 }
 
 
-def _check_fig8(values: Values) -> Iterator[Clause]:
+def _fig8_cells() -> Iterable[Cell]:
+    base = standard("resnet18")
+    for name, changes in {"base": {}, "none": {"norm": "none"}, **FACTORS}.items():
+        yield along_training(name, replace(base, **changes), TREND)
+
+
+@register_study("D/fig8", cells=_fig8_cells)
+def fig8(values: Values) -> Iterator[Clause]:
     """No factor changes LIGS as much as removing BN does; width, SELU and Adam raise it, depth lowers it.
 
     A high weight decay or learning rate raises it early and lowers it at the end.
@@ -221,14 +229,15 @@ def _check_fig8(values: Values) -> Iterator[Clause]:
         yield Clause(text, early > 0 > late)
 
 
-@register_study("D/fig8", check=_check_fig8)
-def fig8() -> Iterable[Cell]:
-    base = standard("resnet18")
-    for name, changes in {"base": {}, "none": {"norm": "none"}, **FACTORS}.items():
-        yield along_training(name, replace(base, **changes), TREND)
+def _fig9_cells() -> Iterable[Cell]:
+    for model in SHORTCUTS:
+        yield along_training(model, standard(model), TREND)
+        yield along_training(f"{model}_noshortcut", standard(f"{model}_noshortcut"), TREND)
+        yield along_training(f"fixup_{model}", fixup(model), TREND)
 
 
-def _check_fig9(values: Values) -> Iterator[Clause]:
+@register_study("D/fig9", cells=_fig9_cells)
+def fig9(values: Values) -> Iterator[Clause]:
     """The shortcut has a trivial influence on LIGS. Fixup has a higher LIGS than BN at comparable accuracy."""
 
     def clauses(model: str) -> Iterator[Clause]:
@@ -243,15 +252,14 @@ def _check_fig9(values: Values) -> Iterator[Clause]:
     yield from for_each(SHORTCUTS, clauses)
 
 
-@register_study("D/fig9", check=_check_fig9)
-def fig9() -> Iterable[Cell]:
-    for model in SHORTCUTS:
-        yield along_training(model, standard(model), TREND)
-        yield along_training(f"{model}_noshortcut", standard(f"{model}_noshortcut"), TREND)
-        yield along_training(f"fixup_{model}", fixup(model), TREND)
+def _fig11_cells() -> Iterable[Cell]:
+    for model in ("resnet18", "resnet50"):
+        for norm in NORMS:
+            yield along_training(f"{model}/{norm}", replace(imagenet(model), norm=norm), TREND)
 
 
-def _check_fig11(values: Values) -> Iterator[Clause]:
+@register_study("D/fig11", cells=_fig11_cells)
+def fig11(values: Values) -> Iterator[Clause]:
     """On ImageNet norms have a lower LIGS; BN is the most accurate, IN the least."""
 
     def clauses(model: str) -> Iterator[Clause]:
@@ -268,8 +276,174 @@ def _check_fig11(values: Values) -> Iterator[Clause]:
     yield from for_each(("resnet18", "resnet50"), clauses)
 
 
-@register_study("D/fig11", check=_check_fig11)
-def fig11() -> Iterable[Cell]:
-    for model in ("resnet18", "resnet50"):
-        for norm in NORMS:
-            yield along_training(f"{model}/{norm}", replace(imagenet(model), norm=norm), TREND)
+# -- training on features of other networks ----------------------------------------------------------------------------
+
+
+#: Accuracy in percent, of 10 classes, below which a data set is not learned.
+NOT_LEARNED = 15
+
+
+def learns(recipe: str) -> Config:
+    """ResNet18 on a feature data set (table 6): 150 epochs, decayed at 50 and 100."""
+    targets = recipe in ("D_det", "D_conflict")
+    return replace(standard("resnet18"), lr=0.1 if targets else 0.01, augment="none" if targets else "crop_flip")
+
+
+def on_features(recipe: str, norm: str, measures: tuple[Measure, ...]) -> Cell:
+    """A network on features of a ResNet50 (app. E), robust for D_R; D_conflict starts from the images of D_R."""
+    source = "source/robust" if recipe == "D_R" else "source/standard"
+    features = "D_conflict:D_R/bn" if recipe == "D_conflict" else recipe
+    config = replace(learns(recipe), norm=norm)
+    return along_training(f"{recipe}/{norm}", config, measures, after=source, features=features)
+
+
+def sources(*names: str) -> list[Cell]:
+    """The networks that features are extracted from."""
+    configs = {"robust": robust("resnet50"), "standard": standard("resnet50")}
+    return [Cell(name=f"source/{name}", config=configs[name], measures=(PGD10,)) for name in names]
+
+
+def _fig6_cells() -> Iterable[Cell]:
+    yield from sources("robust", "standard")
+    for norm in ("none", "bn"):
+        yield on_features("D_R", norm, TREND)
+        yield on_features("D_rand", norm, TREND)
+
+
+@register_study("D/fig6", cells=_fig6_cells)
+def fig6(values: Values) -> Iterator[Clause]:
+    """LIGS is above 0.9 on D_R and below 0.5 on D_rand. D_rand is not learned without BN, and learned late with it."""
+    none, bn = (ligs(values, f"D_R/{norm}") for norm in ("none", "bn"))
+    text = f"LIGS is above 0.9 on D_R without BN and with it: {join_numbers(none, bn, form='.3f')}"
+    yield Clause(text, min(none, bn) > 0.9)
+    low = ligs(values, "D_rand/bn")
+    yield Clause(f"LIGS is below 0.5 on D_rand with BN: {low:.3f}", low < 0.5)
+    never, early = clean_accuracy(values, "D_rand/none"), clean_accuracy(values, "D_rand/bn", WARMED)
+    yield Clause(f"D_rand is not learned without BN: accuracy {never:.1f}", never < NOT_LEARNED)
+    yield Clause(f"D_rand is not learned with BN after the warm-up: accuracy {early:.1f}", early < NOT_LEARNED)
+    late = clean_accuracy(values, "D_rand/bn")
+    yield Clause(f"D_rand is learned with BN at the end: accuracy {late:.1f}", late >= NOT_LEARNED)
+
+
+def _check_conflict(values: Values, recipe: str) -> Iterator[Clause]:
+    """With BN robust features decide early and non-robust ones at the end; without BN robust ones decide at the end."""
+
+    def alignment(norm: str, moment: int) -> list[float]:
+        """Accuracy by robust features and by non-robust ones."""
+        names = (f"aligned_with_{kind}_features/0" for kind in ("robust", "non_robust"))
+        return [value_at(values, f"{recipe}/{norm}", name, moment) for name in names]
+
+    early, late, none = alignment("bn", AT_FIRST), alignment("bn", AT_LAST), alignment("none", AT_LAST)
+    yield Clause.higher("with BN robust features outweigh non-robust ones early", *early)
+    yield Clause.lower("with BN non-robust features outweigh robust ones at the end", *late)
+    text = f"with BN the accuracy by robust features falls: {early[0]:.1f} to {late[0]:.1f}"
+    yield Clause(text, early[0] > late[0])
+    yield Clause.higher("without BN robust features outweigh non-robust ones at the end", *none)
+
+
+def _fig7_cells() -> Iterable[Cell]:
+    yield from sources("robust", "standard")
+    yield on_features("D_R", "bn", TREND)
+    for norm in ("none", "bn"):
+        yield on_features("D_conflict", norm, (ALIGNMENT,))
+
+
+def _fig13_cells() -> Iterable[Cell]:
+    yield from sources("standard")
+    for norm in ("none", "bn"):
+        yield on_features("D_det", norm, (ALIGNMENT,))
+
+
+register_study("D/fig7", cells=_fig7_cells)(partial(_check_conflict, recipe="D_conflict"))
+register_study("D/fig13", cells=_fig13_cells)(partial(_check_conflict, recipe="D_det"))
+
+
+def _fig12_cells() -> Iterable[Cell]:
+    yield from sources("robust", "standard")
+    yield on_features("D_R", "bn", TREND)
+    yield on_features("D_NR", "bn", TREND)
+    yield on_features("D_rand", "bn", TREND)
+
+
+@register_study("D/fig12", cells=_fig12_cells)
+def fig12(values: Values) -> Iterator[Clause]:
+    """LIGS is high on D_R, low on D_rand, and between on D_NR."""
+    high, middle = ligs(values, "D_R/bn"), ligs(values, "D_NR/bn")
+    yield Clause.higher("LIGS is higher on D_R than on D_NR", high, middle, form=".3f")
+    yield Clause.higher("LIGS is higher on D_NR than on D_rand", middle, ligs(values, "D_rand/bn"), form=".3f")
+
+
+# -- the optimization landscape, measured early, while the network still learns ----------------------------------------
+
+
+def _smoothness(values: Values, cell: str) -> float:
+    """Effective β-smoothness early in training, averaged over batches. At the end the gradients are too small."""
+    paths = {path.partition("/")[2] for name, path in values if name == cell and path.endswith("/smoothness")}
+    if not paths:
+        raise KeyError(cell)
+    return sum(value_at(values, cell, path, AT_FIRST) for path in paths) / len(paths)
+
+
+def _fig14_cells() -> Iterable[Cell]:
+    for norm in NORMS:
+        yield along_training(norm, replace(standard("resnet18"), norm=norm), (LANDSCAPE,))
+
+
+@register_study("D/fig14", cells=_fig14_cells)
+def fig14(values: Values) -> Iterator[Clause]:
+    """In ResNet18 gradients are smoother with BN than without a norm, and not smoother with IN, LN and GN."""
+    beta = {norm: _smoothness(values, norm) for norm in NORMS}
+    none, least = beta["none"], min(beta[norm] for norm in NORMED if norm != "bn")
+    yield Clause.lower("β-smoothness is lower with BN than without a norm", beta["bn"], none, form=".4g")
+    text = "β-smoothness is no lower with IN, LN and GN than without a norm"
+    yield Clause(f"{text}: {least:.4g} at least and {none:.4g}", none <= least)
+
+
+def _fig15_cells() -> Iterable[Cell]:
+    # The caption names VGG16 with and without BN; the text discusses all norms, in a ResNet50 that no figure shows.
+    for norm in NORMS:
+        yield along_training(norm, replace(standard("vgg16"), norm=norm), (LANDSCAPE,))
+
+
+@register_study("D/fig15", cells=_fig15_cells)
+def fig15(values: Values) -> Iterator[Clause]:
+    """Gradients are smoother with every norm than without, and with BN by more than twice as much as with others."""
+    beta = {norm: _smoothness(values, norm) for norm in NORMS}
+    gains = {norm: beta["none"] - beta[norm] for norm in NORMED}
+    most = max(beta[norm] for norm in NORMED)
+    text = "β-smoothness is lower with every norm than without"
+    yield Clause(f"{text}: {most:.4g} at most and {beta['none']:.4g}", min(gains.values()) > 0)
+    others = [gains[norm] for norm in NORMED if norm != "bn"]
+    text = "BN lowers β-smoothness by more than twice as much as IN, LN and GN"
+    twice = all(gains["bn"] > 2 * other for other in others)
+    yield Clause(f"{text}: {gains['bn']:.4g} and {max(others):.4g} at most", twice)
+
+
+def _fig16_cells() -> Iterable[Cell]:
+    for model in ("resnet18", "resnet18_noshortcut"):
+        yield along_training(model, standard(model), (LANDSCAPE,))
+
+
+@register_study("D/fig16", cells=_fig16_cells)
+def fig16(values: Values) -> Iterator[Clause]:
+    """The shortcut has a trivial influence on the smoothness: less than a factor of 2."""
+    cut, whole = _smoothness(values, "resnet18_noshortcut"), _smoothness(values, "resnet18")
+    text = "β-smoothness is within a factor of 2 without the shortcut and with it"
+    yield Clause(f"{text}: {join_numbers(cut, whole, form='.4g')}", 0.5 < cut / whole < 2)
+
+
+def _fig17_cells() -> Iterable[Cell]:
+    for model in SHORTCUTS:
+        yield along_training(model, standard(model), (LANDSCAPE,))
+        yield along_training(f"fixup_{model}", fixup(model), (LANDSCAPE,))
+
+
+@register_study("D/fig17", cells=_fig17_cells)
+def fig17(values: Values) -> Iterator[Clause]:
+    """Gradients are less smooth with Fixup than with BN."""
+
+    def clauses(model: str) -> Iterator[Clause]:
+        fixed, bn = _smoothness(values, f"fixup_{model}"), _smoothness(values, model)
+        yield Clause.higher(f"{model}: β-smoothness is higher with Fixup than with BN", fixed, bn, form=".4g")
+
+    yield from for_each(SHORTCUTS, clauses)

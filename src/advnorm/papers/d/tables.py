@@ -37,7 +37,12 @@ def _measured(values: Values, networks: Iterable[tuple[str, str]], norms: Iterab
     return [network for network in networks if all(_cell_name(*network, norm) in cells for norm in norms)]
 
 
-def _check1(values: Values) -> Iterator[Clause]:
+@register_study(
+    "D/table1",
+    locate=_locate,
+    cells=lambda: [_network(*network, norm) for network in [*LARGE, *SMALL] for norm in ("none", "bn")],
+)
+def table1(values: Values) -> Iterator[Clause]:
     """BN raises the clean accuracy and lowers the accuracy under every attack, in every network that was measured."""
 
     def effects_of_bn(data: str, model: str) -> Iterator[Clause]:
@@ -53,12 +58,8 @@ def _check1(values: Values) -> Iterator[Clause]:
     yield from for_each([*SMALL, *_measured(values, LARGE, ("none", "bn"))], clauses)
 
 
-@register_study("D/table1", locate=_locate, check=_check1)
-def table1() -> Iterable[Cell]:
-    return [_network(*network, norm) for network in [*LARGE, *SMALL] for norm in ("none", "bn")]
-
-
-def _check2(values: Values) -> Iterator[Clause]:
+@register_study("D/table2", cells=lambda: [_network(*network, norm) for network in [*LARGE2, *SMALL] for norm in NORMS])
+def table2(values: Values) -> Iterator[Clause]:
     """Every norm lowers the accuracy under l2-PGD; IN lowers it most, except in ResNet50 on CIFAR10."""
 
     def clauses(network: tuple[str, str]) -> Iterator[Clause]:
@@ -74,12 +75,18 @@ def _check2(values: Values) -> Iterator[Clause]:
     yield from for_each([*SMALL, *_measured(values, LARGE2, NORMS)], clauses)
 
 
-@register_study("D/table2", check=_check2)
-def table2() -> Iterable[Cell]:
-    return [_network(*network, norm) for network in [*LARGE2, *SMALL] for norm in NORMS]
+def _table3_cells() -> Iterable[Cell]:
+    # The last network of each kind is evaluated with all networks of its kind; each makes features of 1000 test images.
+    for training, base in (("standard", standard("vgg16")), ("robust", robust("vgg16"))):
+        names = [f"{training}/{norm}" for norm in NORMS]
+        transfer = Measure(name="transfer", options={"beside": names[:-1], "limit": 1000})
+        for name, norm in zip(names, NORMS):
+            measures = (PGD10, transfer) if name == names[-1] else (PGD10,)
+            yield Cell(name=name, config=replace(base, norm=norm), measures=measures)
 
 
-def _check3(values: Values) -> Iterator[Clause]:
+@register_study("D/table3", cells=_table3_cells)
+def table3(values: Values) -> Iterator[Clause]:
     """Features of robust networks transfer better than those of standard networks; of these, no norm transfers best."""
 
     def transfer(training: str, source: str) -> float:
@@ -97,17 +104,6 @@ def _check3(values: Values) -> Iterator[Clause]:
     yield Clause(text, all(plain["none"] > plain[norm] for norm in NORMED))
 
 
-@register_study("D/table3", check=_check3)
-def table3() -> Iterable[Cell]:
-    # The last network of each kind is evaluated with all networks of its kind; each makes features of 1000 test images.
-    for training, base in (("standard", standard("vgg16")), ("robust", robust("vgg16"))):
-        names = [f"{training}/{norm}" for norm in NORMS]
-        transfer = Measure(name="transfer", options={"beside": names[:-1], "limit": 1000})
-        for name, norm in zip(names, NORMS):
-            measures = (PGD10, transfer) if name == names[-1] else (PGD10,)
-            yield Cell(name=name, config=replace(base, norm=norm), measures=measures)
-
-
 _MODELS7 = {"VGG-16": "vgg16", "ResNet-18": "resnet18"}
 
 
@@ -116,7 +112,12 @@ def _locate7(label: Mapping[str, Any], column: str) -> tuple[str, str]:
     return _MODELS7[label["model"]], f"networks/run/{'mean' if column == 'clean' else 'adapted_mean'}"
 
 
-def _check7(values: Values) -> Iterator[Clause]:
+@register_study(
+    "D/table7",
+    locate=_locate7,
+    cells=lambda: [Cell(name=model, config=standard(model), measures=(CORRUPTIONS,)) for model in _MODELS7.values()],
+)
+def table7(values: Values) -> Iterator[Clause]:
     """Statistics of the corrupted images regain a significant part of the accuracy."""
 
     def clauses(cell: str) -> Iterator[Clause]:
@@ -127,15 +128,16 @@ def _check7(values: Values) -> Iterator[Clause]:
     yield from for_each(_MODELS7.values(), clauses)
 
 
-@register_study("D/table7", locate=_locate7, check=_check7)
-def table7() -> Iterable[Cell]:
-    return [Cell(name=model, config=standard(model), measures=(CORRUPTIONS,)) for model in _MODELS7.values()]
-
-
 _MODELS8 = ("VGG11", "VGG16", "ResNet50")
 
 
-def _check8(values: Values) -> Iterator[Clause]:
+def _table8_cells() -> Iterable[Cell]:
+    cells = [_network("CIFAR10", model, norm) for model in _MODELS8 for norm in ("none", "bn")]
+    return [replace(cell, measures=(FGSM,)) for cell in cells]
+
+
+@register_study("D/table8", locate=_locate, cells=_table8_cells)
+def table8(values: Values) -> Iterator[Clause]:
     """Under FGSM networks are more accurate with BN."""
 
     def clauses(model: str) -> Iterator[Clause]:
@@ -144,9 +146,3 @@ def _check8(values: Values) -> Iterator[Clause]:
         yield Clause.higher(f"{model} is more accurate under FGSM with BN than without", bn, none)
 
     yield from for_each(_MODELS8, clauses)
-
-
-@register_study("D/table8", locate=_locate, check=_check8)
-def table8() -> Iterable[Cell]:
-    cells = [_network("CIFAR10", model, norm) for model in _MODELS8 for norm in ("none", "bn")]
-    return [replace(cell, measures=(FGSM,)) for cell in cells]
