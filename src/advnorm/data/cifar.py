@@ -140,7 +140,7 @@ CIFAR100 = CIFAR(
 
 @register_dataset(
     "cifar10",
-    "60,000 images, 3×32×32, 10 classes; binary or Python files",
+    summary="60,000 images, 3×32×32, 10 classes; binary or Python files",
     num_classes=10,
     size=(50_000, 32, 10),
     missing=CIFAR10.missing,
@@ -157,7 +157,7 @@ def cifar10(root: Path | str, split: str = "train", *, check: bool = True) -> tu
 
 @register_dataset(
     "cifar100",
-    "60,000 images, 3×32×32, 100 classes; binary or Python files",
+    summary="60,000 images, 3×32×32, 100 classes; binary or Python files",
     num_classes=100,
     size=(50_000, 32, 100),
     missing=CIFAR100.missing,

@@ -28,7 +28,7 @@ def missing_cifar10c(root: Path, split: str = "test", *, corruption: str, **_opt
 
 @register_dataset(
     "cifar10c",
-    "the test images of CIFAR-10 under 19 corruptions, 5 severities",
+    summary="the test images of CIFAR-10 under 19 corruptions, 5 severities",
     num_classes=10,
     splits=("test",),
     missing=missing_cifar10c,
@@ -38,9 +38,7 @@ def read_cifar10c(root: Path | str, split: str = "test", *, corruption: str, sev
     """Return images ``(10000, 3, 32, 32)`` as bytes and labels for a corruption at a severity from 1 to 5."""
     import numpy as np
 
-    problems = [] if split == "test" else [unknown_name("split", split, ("test",))]
-    if corruption not in CORRUPTIONS:
-        problems.append(unknown_name("corruption", corruption, CORRUPTIONS))
+    problems = [] if corruption in CORRUPTIONS else [unknown_name("corruption", corruption, CORRUPTIONS)]
     raise_problems(problems + severity_problems(severity), "bad data cifar10c")
     raise_problems(missing_cifar10c(Path(root), corruption=corruption))
     folder, total = find_folder(Path(root), FOLDER), len(SEVERITIES) * IMAGES_PER_SEVERITY

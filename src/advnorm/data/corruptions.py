@@ -44,24 +44,14 @@ def corrupt(images: Tensor, corruption: str, severity: int, *, seed: int = 0, in
     """
     problems = severity_problems(severity)
     if corruption in NOT_GENERATED:
-        hint = (
-            f"read it from CIFAR-10-C: load('cifar10c', 'test', root, corruption={corruption!r}, severity={severity})"
-        )
+        hint = f"read it from CIFAR-10-C: load('cifar10c', 'test', root, corruption={corruption!r}, severity=...)"
         message = f"{corruption} cannot be computed from the images alone"
         problems.append(Problem(code="not_supported", message=message, field="corruption", hint=hint))
     elif corruption not in GENERATED:
         problems.append(unknown_name("corruption", corruption, GENERATED))
     if images.dtype != torch.float32:
-        hint = "use data.pixels() of a data set"
-        problems.append(
-            Problem(
-                code="wrong_dtype",
-                message="{field} must be float32 in [0, 1]",
-                field="images",
-                got=Description(images.dtype),
-                hint=hint,
-            )
-        )
+        message, got = "{field} must be float32 in [0, 1], such as data.pixels()", Description(images.dtype)
+        problems.append(Problem(code="wrong_dtype", message=message, field="images", got=got))
     if images.dim() != 4 or images.shape[1] not in (1, 3) or min(images.shape[2:]) < MIN_SIDE:
         message = f"{{field}} must have shape (N, 1 or 3, H, W) with sides of at least {MIN_SIDE}"
         problems.append(Problem(code="wrong_shape", message=message, field="images", got=tuple(images.shape)))

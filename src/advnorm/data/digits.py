@@ -10,7 +10,7 @@ from advnorm.data.registry import register_dataset
 
 
 @register_dataset(
-    "digits", "1,797 handwritten digits, 1×8×8, embedded (scikit-learn)", num_classes=10, needs_root=False
+    "digits", summary="1,797 handwritten digits, 1×8×8, embedded (scikit-learn)", num_classes=10, needs_root=False
 )
 def digits(split: str = "train", *, test_share: float = 0.25, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Return images ``(N, 1, 8, 8)`` in [0, 1] and labels of one split; ``seed`` draws the split."""

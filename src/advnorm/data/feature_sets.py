@@ -162,7 +162,7 @@ def missing_features(root: Path, split: str, **_options: Any) -> list[Problem]:
 
 @register_dataset(
     "features",
-    "features extracted from a model: D_R, D_NR, D_rand, D_det, D_conflict (paper D)",
+    summary="features extracted from a model: D_R, D_NR, D_rand, D_det, D_conflict (paper D)",
     missing=missing_features,
 )
 def read_features(root: Path | str, split: str = "train", *, labels: Labels = "target") -> ImageData:

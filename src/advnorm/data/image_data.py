@@ -51,7 +51,7 @@ class ImageData:
         elif len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < self.num_classes:
             got = Description(f"{int(labels.min())} to {int(labels.max())}")
             report("out_of_range", "labels", f"lie in [0, {self.num_classes})", got, "check the file and num_classes")
-        if images.device.type != "cpu" or labels.device.type != "cpu":
+        if images.is_cuda or labels.is_cuda:
             report("wrong_device", "images", "be on the CPU, and so must labels", images.device, "a loader moves them")
         raise_problems(problems, f"bad data {self.name}/{self.split}")
 
@@ -96,15 +96,9 @@ class FolderData:
     resize: int
 
     def __post_init__(self) -> None:
-        problems = []
-        if not self.files or len(self.files) != len(self.labels):
-            got = Description(f"{len(self.labels)} labels for {len(self.files)} files")
-            message = "{field} must have one entry for each file"
-            problems.append(Problem(code="wrong_shape", message=message, field="labels", got=got))
         if not 1 <= self.image_size <= self.resize:
             message = f"{{field}} must be from 1 to resize ({self.resize})"
-            problems.append(Problem(code="out_of_range", message=message, field="image_size", got=self.image_size))
-        raise_problems(problems, f"bad data {self.name}/{self.split}")
+            raise ConfigError("out_of_range", message, field="image_size", got=self.image_size)
 
     def __len__(self) -> int:
         return len(self.files)

@@ -36,7 +36,7 @@ def missing_images(root: Path, split: str, **_options: Any) -> list[Problem]:
 
 
 @register_dataset(
-    "imagefolder", "your own images on disk, one folder for each class", splits=SPLITS, missing=missing_images
+    "imagefolder", summary="your own images on disk, one folder for each class", splits=SPLITS, missing=missing_images
 )
 def read_imagefolder(
     root: Path | str, split: str = "train", *, image_size: int = 224, resize: int | None = None
@@ -81,7 +81,7 @@ def _register_known(name: str, summary: str, folders: Sequence[str], size: tuple
             raise ConfigError("conflict", message, field="root", hint=hint)
         return replace(data, name=name)
 
-    register_dataset(name, summary, splits=SPLITS, size=size, missing=missing)(read)
+    register_dataset(name, summary=summary, splits=SPLITS, size=size, missing=missing)(read)
 
 
 _register_known(
@@ -108,7 +108,7 @@ def missing_tiny_imagenet(root: Path, split: str, **_options: Any) -> list[Probl
 
 @register_dataset(
     "tiny_imagenet",
-    "110,000 images on disk, 3×64×64, 200 classes",
+    summary="110,000 images on disk, 3×64×64, 200 classes",
     size=(100_000, 64, 200),
     missing=missing_tiny_imagenet,
     remote_files=(RemoteFile(address=TINY_ADDRESS, md5="90528d7ca1a48142e341f4ef8d21d0de"),),

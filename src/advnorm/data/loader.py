@@ -81,14 +81,9 @@ class Loader(ABC):
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """Return the batches of epoch ``number`` from step ``start`` on; skipped batches cost nothing."""
-        problems = []
-        if number < 0:
-            message = "{field} must be at least 0"
-            problems.append(Problem(code="out_of_range", message=message, field="number", got=number))
         if not 0 <= start <= self.steps:
             message = f"{{field}} must be in [0, {self.steps}], the steps of an epoch"
-            problems.append(Problem(code="out_of_range", message=message, field="start", got=start))
-        raise_problems(problems, "bad epoch")
+            raise ConfigError("out_of_range", message, field="start", got=start)
         return self._batches(number, start)
 
     @abstractmethod
@@ -174,8 +169,6 @@ class WorkerLoader(Loader):
 
     def __init__(self, data: FolderData, *, workers: int | None = None, **settings: Any) -> None:
         super().__init__(data, **settings)
-        if workers is not None and workers < 0:
-            raise ConfigError("out_of_range", "{field} must be at least 0", field="workers", got=workers)
         self.workers = default_workers() if workers is None else workers
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping
@@ -21,12 +20,16 @@ from advnorm.data.published_files import RemoteFile, download_files
 ENVIRONMENT = "ADVNORM_DATA"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DataSource:
-    """A registered data set: ``read(root, split, **options)``, or ``read(split, **options)`` if it needs no files."""
+    """A registered data set: ``read(root, split, **options)``, or ``read(split, **options)`` if it needs no files.
 
-    read: Callable[..., ImageData | FolderData]
+    The reader returns ``ImageData`` or ``FolderData``, or images and labels of ``num_classes`` classes.
+    """
+
+    read: Callable[..., ImageData | FolderData | tuple[Tensor, Tensor]]
     summary: str
+    num_classes: int = 0
     splits: tuple[str, ...] = ("train", "test")
     needs_root: bool = True
     #: Number of training images, side in pixels and number of classes, if they are the same for every user.
@@ -42,32 +45,8 @@ class DataSource:
         return keywords(self.read)
 
 
-DATASETS: Registry[DataSource] = Registry("data set")
-
-
-def register_dataset(
-    name: str, summary: str, *, num_classes: int | None = None, **source: Any
-) -> Callable[[Callable[..., Any]], Any]:
-    """Register a reader under ``name``; further arguments are fields of :class:`DataSource`.
-
-    The reader returns ``ImageData`` or ``FolderData``; with ``num_classes`` it returns images and labels.
-    """
-
-    def register(read: Callable[..., Any]) -> Callable[..., Any]:
-        reader = read if num_classes is None else _as_image_data(name, read, num_classes)
-        DATASETS.add(name, DataSource(read=reader, summary=summary, **source))
-        return read
-
-    return register
-
-
-def _as_image_data(name: str, read: Callable[..., tuple[Tensor, Tensor]], num_classes: int) -> Callable[..., ImageData]:
-    @functools.wraps(read)
-    def read_image_data(*root_and_split: Any, **options: Any) -> ImageData:
-        images, labels = read(*root_and_split, **options)
-        return ImageData(name=name, split=root_and_split[-1], images=images, labels=labels, num_classes=num_classes)
-
-    return read_image_data
+DATASETS: Registry[DataSource] = Registry("data set", DataSource)
+register_dataset = DATASETS.register
 
 
 def list_datasets(pattern: str = "*") -> list[str]:
@@ -104,15 +83,17 @@ def load(
         )
     raise_problems(problems, "bad data")
     folder = _data_folder(root)
-    if folder is None or not source.needs_root:
-        return source.read(split, **options)
+    place = (folder, split) if source.needs_root else (split,)
     try:
-        return source.read(folder, split, **options)
+        data = source.read(*place, **options)
     except ConfigError as error:
-        if not download or error.code != "missing_file":
+        if not download or folder is None or error.code != "missing_file":
             raise
-    download_files(remote_files, folder)
-    return source.read(folder, split, **options)
+        download_files(remote_files, folder)
+        data = source.read(*place, **options)
+    if not isinstance(data, tuple):
+        return data
+    return ImageData(name=name, split=split, images=data[0], labels=data[1], num_classes=source.num_classes)
 
 
 def _data_folder(root: Path | str | None) -> Path | None:
@@ -136,10 +117,7 @@ def _argument_problems(
     if split not in source.splits:
         problems.append(unknown_name(f"split of {name}", split, source.splits, field="split"))
     if source.needs_root and _data_folder(root) is None:
-        hint = (
-            "name it with --data-dir (in Python: data_dir, or root of load), or in the environment variable "
-            f"{ENVIRONMENT}"
-        )
+        hint = f"name it with --data-dir (in Python: data_dir, or root of load), or in the environment: {ENVIRONMENT}"
         problems.append(
             Problem(code="missing_folder", message=f"{name} is read from a folder", field="root", hint=hint)
         )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from advnorm._core.errors import Problem, raise_problems, unknown_name
+from advnorm._core.errors import Problem, raise_problems
 from advnorm.data.published_files import RemoteFile, find_folder, missing_file_problems, read_verified, reading
 from advnorm.data.registry import register_dataset
 
@@ -32,7 +32,7 @@ def missing_svhn(root: Path, split: str, **_options: Any) -> list[Problem]:
 
 @register_dataset(
     "svhn",
-    "99,289 house numbers, 3×32×32, and 531,131 extra",
+    summary="99,289 house numbers, 3×32×32, and 531,131 extra",
     num_classes=10,
     splits=SPLITS,
     size=(73_257, 32, 10),
@@ -47,8 +47,6 @@ def read_svhn(root: Path | str, split: str = "train", *, check: bool = True) -> 
     import numpy as np
     from scipy.io import loadmat
 
-    if split not in SPLITS:
-        raise_problems([unknown_name("split", split, SPLITS)])
     raise_problems(missing_svhn(Path(root), split))
     name = f"{split}_32x32.mat"
     path = find_folder(Path(root), FOLDER) / name
