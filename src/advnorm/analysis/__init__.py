@@ -1,12 +1,10 @@
 """Analyses: what the papers measure about trained networks, as functions that return data and draw figures."""
 
-from advnorm.analysis.alignment import Alignment, alignment
 from advnorm.analysis.banks import AffineBank, Gaussian, affine_parameters, stored_statistics
 from advnorm.analysis.base import ANALYSES, Finding, list_analyses, register_analysis
-from advnorm.analysis.branch_gap import BranchGap, branch_gap
 from advnorm.analysis.channel_statistics import ChannelStatistics, batch_channels, channel_statistics, stored_channels
 from advnorm.analysis.corruption_accuracy import CorruptionAccuracy, CorruptionScore, corruption_accuracy
-from advnorm.analysis.domain_gap import DomainGap, DomainGapTable, domain_gap
+from advnorm.analysis.domain_gap import BranchGap, DomainGap, DomainGapTable, branch_gap, domain_gap
 from advnorm.analysis.feature_extraction import (
     RECIPES,
     Recipe,
@@ -23,7 +21,7 @@ from advnorm.analysis.perturbed_statistics import AccuracyCurves, perturbed_accu
 from advnorm.analysis.projection import Projection, principal_components, projection
 from advnorm.analysis.statistics_shift import ShiftAlongTraining, StatisticsShift, statistics_shift
 from advnorm.analysis.swap_table import SwapTable, swap_table
-from advnorm.analysis.transfer import Transfer, transfer
+from advnorm.analysis.transfer import Alignment, Transfer, alignment, transfer
 from advnorm.analysis.wasserstein import wasserstein
 
 __all__ = [

@@ -30,7 +30,7 @@ from advnorm.analysis.base import (
 )
 from advnorm.analysis.corruption_accuracy import recalibratable_copy
 from advnorm.analysis.plots import legend_below, new_figure, series_style, wrap_names
-from advnorm.analysis.targets import BranchView, branch_views
+from advnorm.analysis.targets import branch_views
 from advnorm.attacks import StatisticsAttack
 from advnorm.attacks.base import Progress
 from advnorm.attacks.statistics import Which
@@ -152,45 +152,27 @@ class PerturbedStatistics(Finding):
         return figure
 
 
-def _compute_curves(
-    views: Sequence[BranchView],
+def _measure(
+    targets: Sequence[EvaluationTarget],
+    route: str | None,
     attacks: Mapping[str, StatisticsAttack],
     radii: Sequence[float],
     progress: Progress | None,
-) -> dict[str, AccuracyCurves]:
-    """Return the curves of every view, each attack through its branch."""
-    return {
-        name: perturbed_accuracy(
-            target.model,
-            target.images,
-            target.labels,
-            {kind: replace(attack, route=branch) for kind, attack in attacks.items()},
-            radii=radii,
-            batch_size=target.batch_size,
-        )
-        for name, target, branch in track(views, progress)
+) -> tuple[dict[str, AccuracyCurves], dict[str, Any]]:
+    """Return the curves of every view, each attack through its branch, and what the finding records about them."""
+    views, curves = branch_views(targets, route), {}
+    for name, target, branch in track(views, progress):
+        routed = {kind: replace(attack, route=branch) for kind, attack in attacks.items()}
+        data = (target.model, target.images, target.labels)
+        curves[name] = perturbed_accuracy(*data, routed, radii=radii, batch_size=target.batch_size)
+    settings = {
+        name: {key: value for key, value in vars(attack).items() if key not in ("radius", "route")}
+        for name, attack in attacks.items()
     }
-
-
-def _finding(
-    views: Sequence[BranchView], curves: Mapping[str, AccuracyCurves], attacks: Mapping[str, Any], **fields: Any
-) -> PerturbedStatistics:
-    """Add attacks and conditions; with batch statistics the numbers depend on the batch size and the images used."""
-    return PerturbedStatistics(
-        attacks={
-            name: {key: value for key, value in vars(attack).items() if key not in ("radius", "route")}
-            for name, attack in attacks.items()
-        },
-        conditions={
-            view.name: {
-                **view.conditions,
-                "images_judged": curves[view.name].images,
-                "batch_size": curves[view.name].batch_size,
-            }
-            for view in views
-        },
-        **fields,
-    )
+    # With batch statistics the numbers depend on the batch size and on the images used.
+    used = {name: {"images_judged": one.images, "batch_size": one.batch_size} for name, one in curves.items()}
+    conditions = {view.name: {**view.conditions, **used[view.name]} for view in views}
+    return curves, {"radii": radii, "attacks": settings, "conditions": conditions}
 
 
 @register_analysis("statistics_attack", summary="accuracy under an attack on batch statistics", paper="B fig. 1")
@@ -224,15 +206,11 @@ def statistics_attack_of_run(
     }
     for count in groups:
         attacks[f"gradient, {count} group{'s' * (count != 1)}"] = StatisticsAttack(groups=count, **common)
-    views = branch_views([target], route)
-    curves = _compute_curves(views, attacks, radii, progress)
-    return _finding(
-        views,
-        curves,
-        attacks,
+    curves, about = _measure([target], route, attacks, radii, progress)
+    return PerturbedStatistics(
         analysis="statistics_attack",
         title="Accuracy under an attack on the batch statistics",
-        radii=radii,
+        **about,
         accuracy={name: found.accuracy for name, found in curves.items()},
     )
 
@@ -254,15 +232,11 @@ def perturbed_statistics_of_runs(
         "means": StatisticsAttack(radius=0.0, which="mean", **common),
         "standard deviations": StatisticsAttack(radius=0.0, which="std", **common),
     }
-    views = branch_views(targets, route)
-    curves = _compute_curves(views, attacks, radii, progress)
-    return _finding(
-        views,
-        curves,
-        attacks,
+    curves, about = _measure(targets, route, attacks, radii, progress)
+    return PerturbedStatistics(
         analysis="perturbed_statistics",
         title="Accuracy under randomly perturbed running statistics",
-        radii=radii,
+        **about,
         accuracy={
             f"{which} perturbed": {name: found.accuracy[which] for name, found in curves.items()} for which in attacks
         },

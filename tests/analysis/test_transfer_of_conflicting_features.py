@@ -10,8 +10,7 @@ import torch
 import advnorm
 from advnorm._core.records import read_json
 from advnorm.analysis import ANALYSES, Alignment, alignment, extract_features
-from advnorm.analysis.alignment import alignment_of_runs
-from advnorm.analysis.transfer import predict_classes
+from advnorm.analysis.transfer import alignment_of_runs, predict_classes
 from advnorm.data import add_split, load
 from advnorm.evaluation import open_run
 from support.class_readers import Reader, showing
