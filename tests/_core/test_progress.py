@@ -5,7 +5,7 @@ import io
 import pytest
 
 from advnorm._core import progress
-from advnorm._core.progress import fold, show_progress
+from advnorm._core.progress import ProgressDisplay, fold, show_progress
 
 
 class Terminal(io.StringIO):
@@ -32,6 +32,7 @@ def work(stream: io.StringIO, show: bool = True) -> str:
 
 
 def test_nothing_is_shown_unless_wanted():
+    assert not ProgressDisplay().task("training").wants_detail()  # it may cost a device synchronization
     assert work(Terminal(), show=False) == ""
 
 

@@ -42,7 +42,7 @@ class ProgressTask:
         self.display, self.description, self.total = display, description, total
         self.completed, self.unit, self.detail, self.done = completed, unit, "", False
         self.handle: Any = None
-        self._detailed = -float("inf")
+        self._next_detail = 0.0 if display.detail_every < float("inf") else float("inf")
         display.refresh(self)
 
     def update(
@@ -65,9 +65,9 @@ class ProgressTask:
 
     def wants_detail(self) -> bool:
         """Whether it is time for a new detail line; then the next one is due ``detail_every`` seconds later."""
-        if (now := time.monotonic()) - self._detailed < self.display.detail_every:
+        if (now := time.monotonic()) < self._next_detail:
             return False
-        self._detailed = now
+        self._next_detail = now + self.display.detail_every
         return True
 
 
@@ -135,8 +135,14 @@ def _rich_bars(stream: TextIO) -> Any:
             if self.detail:
                 yield Text(self.detail)
 
-    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    return Bars(*columns, console=Console(file=stream), transient=True)
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+    )
+    return Bars(*columns, console=Console(file=stream), transient=True, expand=True)
 
 
 def fold(text: str, width: int) -> str:

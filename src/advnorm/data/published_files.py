@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from advnorm._core.errors import ConfigError, Problem
+from advnorm._core.progress import show_progress
 
 _CHUNK_BYTES = 1 << 20
 
@@ -106,21 +107,19 @@ def _unpack(archive: Path, target: Path) -> None:
 
 
 def _download(remote: RemoteFile, target: Path) -> None:
-    from rich.progress import DownloadColumn, Progress
-
     md5 = hashlib.md5(usedforsecurity=False)
     try:
         with (
             urllib.request.urlopen(remote.address, timeout=60) as response,
             target.open("wb") as file,
-            Progress(*Progress.get_default_columns(), DownloadColumn(), transient=True) as progress,
+            show_progress() as display,
         ):
             length = response.headers.get("Content-Length")
-            task = progress.add_task(target.name, total=int(length) if length else None)
+            task = display.task(f"{target.name}, MB", int(length) // 10**6 if length else None)
             while chunk := response.read(_CHUNK_BYTES):
                 file.write(chunk)
                 md5.update(chunk)
-                progress.advance(task, len(chunk))
+                task.advance(len(chunk) / 10**6)
     except (OSError, urllib.error.URLError) as error:
         raise ConfigError(
             "download_failed",

@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from advnorm._core.errors import ConfigError
+from advnorm._core.progress import ProgressDisplay, show_progress
 from advnorm._core.records import write_atomic
 
 #: First steps, which compile networks, capture attacks and fill caches; the speed leaves them out.
@@ -74,10 +75,9 @@ class Journal:
     def __init__(self, folder: Path, *, active: bool, progress: bool = False, tensorboard: bool = False) -> None:
         self.folder, self._active = folder, active
         self._progress, self._tensorboard = progress and active, tensorboard and active
-        self._bar: Any = None
-        self._lines = False
+        self._display = ProgressDisplay()
+        self._task = self._display.task("training")
         self._board: Any = None
-        self._shown = 0.0
         self.rows: list[dict[str, Any]] = []  # of the metrics, for checkpoints
         if tensorboard:
             _summary_writer()  # a missing package raises before a file is written
@@ -89,28 +89,16 @@ class Journal:
         if self._tensorboard:
             self._board = _summary_writer()(str(self.folder / "tensorboard"), purge_step=step // steps + 1)
             stack.callback(self._board.close)
-        if self._progress and not (sys.stdout and sys.stdout.isatty()):
-            self._lines = True
-            stack.callback(setattr, self, "_lines", False)
-        elif self._progress:
-            self._bar = stack.enter_context(_bar())
-            stack.callback(setattr, self, "_bar", None)
-            self._task = self._bar.add_task("training", total=epochs * steps, completed=step, rate="")
-        self._print(f"run: {self.folder}")
+        stack.callback(setattr, self, "_display", self._display)
+        self._display = stack.enter_context(show_progress(self._progress, stream=sys.stdout))
+        self._task = self._display.task("training", epochs * steps, completed=step, unit="steps")
+        self._display.print(f"run: {self.folder}")
 
     def log(self, message: str) -> None:
         """Write a line to the log, and to the terminal if progress is shown."""
         if self._active:
             self._append("log.txt", f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {message}")
-            self._print(message)
-
-    def _print(self, message: str) -> None:
-        if self._bar is not None:
-            console = self._bar.console
-            console.print(wrap_pairs(message, console.width), highlight=False, markup=False)
-        elif self._lines:
-            with suppress(OSError):  # a closed standard output does not stop a training
-                print(message, flush=True)
+            self._display.print(message)
 
     def row(self, metrics: Mapping[str, Any], timing: Mapping[str, Any]) -> None:
         """Write an epoch: its metrics, which every attempt repeats bit for bit, and its timing."""
@@ -121,20 +109,18 @@ class Journal:
             if self._board is not None:
                 for name, value in flatten(metrics):
                     self._board.add_scalar(name, value, metrics["epoch"])
-            if self._bar is not None:
-                self._bar.update(self._task, completed=metrics["step"])
+            self._task.update(metrics["step"])
         self.log(format_epoch(metrics, timing["seconds"]))
 
     def show(self, step: int, terms: Mapping[str, Tensor], lr: float) -> None:
-        """Move the bar, at most twice a second, because reading the terms waits for the device."""
-        if self._bar is None or (now := time.monotonic()) - self._shown < 0.5:
+        """Show the progress, but rarely, because reading the terms waits for the device."""
+        if not self._task.wants_detail():
             return
-        self._shown = now
-        values = [*format_values((name, float(value)) for name, value in terms.items()), f"lr {lr:.4g}"]
-        self._bar.terms = wrap_pairs("  ".join(values), self._bar.console.width)
-        rate = (step - self._from) * self._batch_size / max(now - self._began, 1e-9)
+        rate = (step - self._from) * self._batch_size / max(time.monotonic() - self._began, 1e-9)
+        values = format_values((name, float(value)) for name, value in terms.items())
+        detail = "  ".join([f"{rate:,.0f} images/s", *values, f"lr {lr:.4g}"])
         epoch = f"epoch {(step - 1) // self._steps + 1}/{self._epochs}"
-        self._bar.update(self._task, completed=step, description=epoch, rate=f"{rate:,.0f} images/s")
+        self._task.update(step, description=epoch, detail=detail)
 
     def restore(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Reset the files to the metrics of a checkpoint: drop later lines, write lost ones again."""
@@ -169,38 +155,6 @@ def _summary_writer() -> Any:
         hint = "pip install 'advnorm[tensorboard]', or leave tensorboard out"
         raise ConfigError("missing_package", "TensorBoard is not installed", field="tensorboard", hint=hint) from None
     return SummaryWriter
-
-
-def _bar() -> Any:
-    """A bar with the terms on a second line, so that both fit on a narrow terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-    from rich.text import Text
-
-    class Bar(Progress):
-        terms = ""
-
-        def get_renderables(self) -> Iterator[Any]:
-            yield self.make_tasks_table(self.tasks)
-            yield Text(self.terms)
-
-    return Bar(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=None),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
-        TextColumn("left"),
-        expand=True,
-    )
-
-
-def wrap_pairs(text: str, width: int) -> str:
-    """Wrap at double spaces to lines of at most ``width``: a name stays with its number."""
-    lines = [""]
-    for piece in text.split("  "):
-        joined = f"{lines[-1]}  {piece}" if lines[-1] else piece
-        lines[-1:] = [joined] if len(joined) <= width else [lines[-1], piece]
-    return "\n".join(lines)
 
 
 def flatten(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
