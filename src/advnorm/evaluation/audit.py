@@ -24,6 +24,7 @@ from advnorm._core.memory import AdaptiveBatchSize
 from advnorm._core.records import digest, model_fingerprint
 from advnorm.attacks import attacked, input_gradient
 from advnorm.attacks.losses import cross_entropy
+from advnorm.evaluation import audit_thresholds as limits
 from advnorm.evaluation.audit_ladder import (
     BUDGET_IMAGES,
     Budget,
@@ -31,17 +32,6 @@ from advnorm.evaluation.audit_ladder import (
     build_ladder,
     noise_attack,
     square_attack,
-)
-from advnorm.evaluation.audit_thresholds import (
-    LARGE_EPS_POINTS,
-    LEAST_IMAGES,
-    LOGIT_GAP,
-    NONE_CLAIMED,
-    ORDER_POINTS,
-    SQUARE_POINTS,
-    STEPS_POINTS,
-    STEPS_RATIO,
-    ZERO_SHARE,
 )
 from advnorm.evaluation.branches import branches, mixing_norms, same_branch
 from advnorm.evaluation.evidence import EvidenceList, RungResult, VerdictName, decide, weigh_gap
@@ -257,7 +247,7 @@ class _Audit:
                 if rung.attack == square_attack(self.budget):
                     text = "points that Square, without gradients, takes from the survivors of gradient attacks"
                     lost = 100 * (fraction(survivors) - fraction(worst))
-                    self.evidence.expect("square", text, lost, SQUARE_POINTS, points=True)
+                    self.evidence.expect("square", text, lost, limits.SQUARE_POINTS, points=True)
             ladder.append(
                 RungResult(attack=rung.attack, text=rung.text, alone=alone, worst=fraction(worst), skipped=skipped)
             )
@@ -270,11 +260,11 @@ class _Audit:
         points = {name: 100 * fraction(robust) for name, robust in results.items()}
         for weak, text in ((noise_attack(self.budget), "random noise"), ("fgsm", "one step")):
             beaten, text = points["pgd10"] - points[weak], f"points by which {text} beats PGD-10"
-            self.evidence.expect(weak, text, beaten, ORDER_POINTS, points=True)
+            self.evidence.expect(weak, text, beaten, limits.ORDER_POINTS, points=True)
         steps = [name for name in ("pgd10", "pgd50", "pgd100", "pgd500") if name in points]
         for fewer, more in pairwise(steps):
             text = f"points that {more} takes from {fewer}; more steps must level off"
-            allowed = max(STEPS_POINTS, STEPS_RATIO * points[fewer])
+            allowed = max(limits.STEPS_POINTS, limits.STEPS_RATIO * points[fewer])
             self.evidence.expect(f"{fewer} to {more}", text, points[fewer] - points[more], allowed, points=True)
 
     def _vary_eps(self) -> list[tuple[float, float]]:
@@ -290,9 +280,9 @@ class _Audit:
             robust = self._attack("cw20", self.route, robust, threat=threat)
             curve.append((eps, fraction(robust)))
         rise = 100 * max(after - before for (_, before), (_, after) in pairwise(curve))
-        self.evidence.expect("eps", "points gained by a larger eps", rise, ORDER_POINTS, points=True)
+        self.evidence.expect("eps", "points gained by a larger eps", rise, limits.ORDER_POINTS, points=True)
         text = f"accuracy (%) at eps {grey:.3g}, where every image can be turned grey"
-        most = 100 * self.chance + LARGE_EPS_POINTS
+        most = 100 * self.chance + limits.LARGE_EPS_POINTS
         self.evidence.expect("large eps", text, 100 * curve[-1][1], most, points=True)
         return curve
 
@@ -320,7 +310,7 @@ class _Audit:
             alone, worst = fraction(robust), worst & robust
             ladder.append(RungResult(attack=name, text="PGD-50 transferred", alone=alone, worst=fraction(worst)))
             text = f"points by which PGD-50 {name} beats PGD-10 on the model itself"
-            self.evidence.expect(f"transfer {name}", text, 100 * (pgd10 - alone), ORDER_POINTS, points=True)
+            self.evidence.expect(f"transfer {name}", text, 100 * (pgd10 - alone), limits.ORDER_POINTS, points=True)
         return worst
 
     def _evaluate_components(self) -> dict[str, dict[str, float]]:
@@ -352,7 +342,7 @@ class _Audit:
         self.advice += outputs.warnings()
         top = logits.topk(2, dim=1).values
         gap = (top[:, 0] - top[:, 1]).median().item()
-        if not expect("logit gap", "median difference of the two largest logits", gap, LOGIT_GAP, weight="note"):
+        if not expect("logit gap", "median difference of the two largest logits", gap, limits.LOGIT_GAP, weight="note"):
             self.advice.append("divide the logits: they are so large that float32 cross-entropy loses its gradient")
 
     def _logits_and_gradient_norms(self) -> tuple[Tensor, Tensor]:
@@ -379,7 +369,7 @@ class _Audit:
         finite = norms.isfinite()
         zero = (norms == 0).double().mean().item()
         text = "share of the images whose loss gradient is zero"
-        few_zeros = self.evidence.expect("zero gradients", text, zero, ZERO_SHARE)
+        few_zeros = self.evidence.expect("zero gradients", text, zero, limits.ZERO_SHARE)
         broken = (~finite).double().mean().item()
         self.evidence.expect("broken gradients", "share of the images whose loss gradient is not finite", broken, 0)
         sizes = norms[finite & (norms > 0)].cpu()
@@ -406,7 +396,7 @@ class _Audit:
             )
         if verdict == "false" and not blind:
             advice.append("train against more attack steps, with random starts, or at a smaller eps")
-        if verdict == "inconclusive" and len(self.correct) < LEAST_IMAGES:
+        if verdict == "inconclusive" and len(self.correct) < limits.LEAST_IMAGES:
             advice.append("give more images")
         elif verdict == "inconclusive" and self.budget != "full" and not blind:
             advice.append("run again with the budget 'full'")
@@ -416,6 +406,6 @@ class _Audit:
             )
         if verdict == "none":
             advice.append("train adversarially, for example on PGD-10 images of this eps")
-            better = [name for name, row in others.items() if row["PGD-10"] > max(claimed, NONE_CLAIMED)]
+            better = [name for name, row in others.items() if row["PGD-10"] > max(claimed, limits.NONE_CLAIMED)]
             advice += [f"evaluate {name!r}, which withstands PGD-10 better" for name in better]
         return advice

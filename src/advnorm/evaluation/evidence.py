@@ -10,19 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from advnorm.evaluation.audit_thresholds import (
-    BLIND_POINTS,
-    BLIND_SHARE,
-    DOUBT_RATIO,
-    FALSE_POINTS,
-    FALSE_POINTS_RATIO,
-    FALSE_RATIO,
-    GAP_POINTS,
-    LEAST_IMAGES,
-    NONE_CLAIMED,
-    NONE_LEFT,
-    SLACK_IMAGES,
-)
+from advnorm.evaluation import audit_thresholds as limits
 from advnorm.threat import Norm
 
 VerdictName = Literal["real", "false", "inconclusive", "none"]
@@ -60,7 +48,7 @@ class EvidenceList:
 
     def __init__(self, images: int) -> None:
         self.items: list[Evidence] = []
-        self._slack = 100 * SLACK_IMAGES / images  # in points
+        self._slack = 100 * limits.SLACK_IMAGES / images  # in points
 
     def expect(
         self, name: str, text: str, value: float, most: float, *, weight: Weight = "doubt", points: bool = False
@@ -87,20 +75,20 @@ def weigh_gap(
     Under L1 a gap alone decides nothing: PGD is so weak there that it leaves 35 % of a linear model's images, where
     adaptive attacks leave 1 %.
     """
-    least = min(claimed, (round(worst * images) + SLACK_IMAGES) / images) if images else worst
+    least = min(claimed, (round(worst * images) + limits.SLACK_IMAGES) / images) if images else worst
     points, ratio = 100 * (claimed - least), least / claimed if claimed else 1.0
     zero = max((item.value for item in evidence if item.name == "zero gradients"), default=0.0)
     false = (
-        ratio < FALSE_RATIO
-        or (points > FALSE_POINTS and ratio < FALSE_POINTS_RATIO)
-        or (points > BLIND_POINTS and zero >= BLIND_SHARE)
+        ratio < limits.FALSE_RATIO
+        or (points > limits.FALSE_POINTS and ratio < limits.FALSE_POINTS_RATIO)
+        or (points > limits.BLIND_POINTS and zero >= limits.BLIND_SHARE)
     )
     shown = worst / claimed if claimed else 1.0
     return Evidence(
         name="gap",
         value=100 * (claimed - worst),
-        expected=f"at most {GAP_POINTS:g}, or {DOUBT_RATIO:g} of PGD-10 left",
-        ok=points <= GAP_POINTS or not (false or ratio < DOUBT_RATIO),
+        expected=f"at most {limits.GAP_POINTS:g}, or {limits.DOUBT_RATIO:g} of PGD-10 left",
+        ok=points <= limits.GAP_POINTS or not (false or ratio < limits.DOUBT_RATIO),
         weight="decides" if false and norm != "L1" else "doubt",
         text=f"points from PGD-10 ({100 * claimed:.1f}) to the worst case ({100 * worst:.1f}); {shown:.2f} left",
     )
@@ -115,13 +103,13 @@ def decide(
     signs = [f"{item.text}: {item.value:.3g}, expected {item.expected}" for item in doubts]
     numbers = f"accuracy is {claimed:.1%} under PGD-10 and {worst:.1%} in the worst case, on {images} images"
     constant = f"always answering the most frequent class has an accuracy of {chance:.1%}"
-    lost = worst <= max(NONE_LEFT, chance)
-    if lost and claimed <= NONE_CLAIMED:
+    lost = worst <= max(limits.NONE_LEFT, chance)
+    if lost and claimed <= limits.NONE_CLAIMED:
         return "none", [numbers]
-    if lost and claimed <= chance and (gap.ok or (gap.value <= FALSE_POINTS and not doubts)):
+    if lost and claimed <= chance and (gap.ok or (gap.value <= limits.FALSE_POINTS and not doubts)):
         return "none", [numbers, constant]
-    if images < LEAST_IMAGES:
-        return "inconclusive", [numbers, f"fewer than {LEAST_IMAGES} images are not enough", *signs]
+    if images < limits.LEAST_IMAGES:
+        return "inconclusive", [numbers, f"fewer than {limits.LEAST_IMAGES} images are not enough", *signs]
     if any(item.name == "random" for item in doubts):
         draws = (
             "the worst case over attacks is also a worst case over random draws, so random outputs always show a gap"

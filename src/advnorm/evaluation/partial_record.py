@@ -31,12 +31,8 @@ def load_finished(
             "damaged_file", f"{record} is not the record of an evaluation", field="record", hint="choose another file"
         )
     if not matches_record(data, fingerprint, references):
-        raise ConfigError(
-            "other_evaluation",
-            f"{record} holds the record of another evaluation (other data, model, threat, attacks, routes or seed)",
-            field="record",
-            hint="delete it, or choose another file",
-        )
+        message = f"{record} belongs to another evaluation (other data, model, threat, attacks, routes or seed)"
+        raise ConfigError("other_evaluation", message, field="record", hint="delete it, or choose another file")
     return data
 
 

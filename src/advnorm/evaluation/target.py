@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import advnorm.attacks as attack_names
@@ -164,46 +165,31 @@ def load_test_data(source: str, data_dir: Path | str | None = None) -> Evaluatio
         return data_sets.load(data_set, "test", folder or data_dir)
     if path.suffix not in (".npz", ".safetensors"):
         known = ", ".join(data_sets.list_datasets())
-        raise ConfigError(
-            "unknown_name",
-            f"unknown data {shown(source)}",
-            field="data",
-            hint=f"use NAME:FOLDER of a data set ({known}), or a .npz or .safetensors file of x and y",
-        )
+        hint = f"use NAME:FOLDER of a data set ({known}), or a .npz or .safetensors file of x and y"
+        raise ConfigError("unknown_name", f"unknown data {shown(source)}", field="data", hint=hint)
     if not path.is_file():
         raise ConfigError("missing_file", f"no file {path}", field="data")
     try:
-        names, tensors = _read_npz(path) if path.suffix == ".npz" else _read_safetensors(path)
+        if path.suffix == ".npz":
+            import numpy as np
+
+            with np.load(path, allow_pickle=False) as file:
+                names = list(file.files)
+                tensors = [torch.from_numpy(file[key]) for key in _used_keys(names)]  # others may be pickled
+        else:
+            entries = load_file(path)
+            names, tensors = list(entries), [entries[key] for key in _used_keys(list(entries))]
     except Exception as error:
         raise ConfigError("damaged_file", f"cannot read {path}: {error}", field="data") from None
     if len(tensors) < 2:
-        raise ConfigError(
-            "missing_entry",
-            f"{path} holds {', '.join(names) or 'nothing'}",
-            field="data",
-            hint="name the images 'x' and the labels 'y'",
-        )
+        message, hint = f"{path} holds {', '.join(names) or 'nothing'}", "name the images 'x' and the labels 'y'"
+        raise ConfigError("missing_entry", message, field="data", hint=hint)
     images, labels = tensors
     if images.dtype == torch.uint8:
         images = images.float() / 255
     return images, labels if labels.is_floating_point() else labels.long()
 
 
-def _read_npz(path: Path) -> tuple[Sequence[str], list[Tensor]]:
-    import numpy as np
-
-    with np.load(path, allow_pickle=False) as file:
-        return file.files, [torch.from_numpy(file[key]) for key in _used_keys(file.files)]
-
-
-def _read_safetensors(path: Path) -> tuple[Sequence[str], list[Tensor]]:
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        names = list(file.keys())
-        return names, [file.get_tensor(key) for key in _used_keys(names)]
-
-
 def _used_keys(names: Sequence[str]) -> list[str]:
-    """The keys of the images and of the labels; other entries of a file are not read."""
+    """The keys of the images and of the labels."""
     return [next(key for key in keys if key in names) for keys in FILE_KEYS if not set(keys).isdisjoint(names)]
