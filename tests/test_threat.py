@@ -17,7 +17,7 @@ from scipy import stats
 
 from advnorm._core.errors import ConfigError
 from advnorm._core.seeding import ImageNoise
-from advnorm.threat import NORMS, ThreatModel, parse_length
+from advnorm.threat import THREAT_NORMS, ThreatModel, parse_length
 from support.problems import raises_problem
 
 EPS = ["8/255", "16/255", "1/255", 1e-4, 0.3, 0.5, 1.0, 0.0, 1e-9, 1e-30]
@@ -62,7 +62,7 @@ def test_eps_is_a_number_or_a_fraction(given, number):
     assert ThreatModel(norm="Linf", eps=given).eps == number == parse_length(given)
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", THREAT_NORMS)
 @pytest.mark.parametrize("eps", ["8/255", 0.1, 1 / 3])
 def test_repr_rebuilds_it_and_copies_are_equal(norm, eps):
     threat = ThreatModel(norm=norm, eps=eps)
@@ -149,7 +149,7 @@ def _float32_below(value: Fraction) -> Fraction:
 @quick
 @given(
     x=images,
-    norm=st.sampled_from(NORMS),
+    norm=st.sampled_from(THREAT_NORMS),
     eps=st.one_of(st.sampled_from(EPS), st.floats(0, 1)),
     scale=st.sampled_from([1e-6, 1e-3, 0.1, 1.0, 100.0]),
     seed=st.integers(0, 1000),
@@ -164,7 +164,7 @@ def test_a_second_projection_changes_nothing_and_the_first_lies_inside(x, norm, 
     assert torch.equal(threat.project(x, x), x)
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", THREAT_NORMS)
 @pytest.mark.parametrize("eps", ["8/255", 0.5, 1.0])
 @pytest.mark.parametrize("shape", [(3, 8, 8), (3, 32, 32), (3, 224, 224)])
 def test_projection_holds_in_float32_for_large_and_for_constant_images(norm, eps, shape):
@@ -204,7 +204,7 @@ def test_projection_is_the_nearest_point_of_the_ball(norm):
 
 
 def test_a_prepared_projection_equals_a_direct_one():
-    for norm in NORMS:
+    for norm in THREAT_NORMS:
         threat = ThreatModel(norm=norm, eps=0.1)
         noise = ImageNoise(0, torch.arange(3))
         x = noise.uniform((4,))
@@ -220,7 +220,7 @@ def test_a_prepared_projection_equals_a_direct_one():
 def test_bounds_and_projections_hold_on_a_gpu(eps):
     noise = ImageNoise(0, torch.arange(50))
     x = torch.cat([noise.uniform((30,)), torch.tensor([0.0, 1.0, 1e-45, 1e-30]).expand(50, 4)], 1)
-    for norm in NORMS:
+    for norm in THREAT_NORMS:
         threat = ThreatModel(norm=norm, eps=eps)
         if norm == "Linf":
             assert all(torch.equal(a.cpu(), b) for a, b in zip(threat.bounds(x.cuda()), threat.bounds(x)))
@@ -234,7 +234,7 @@ def test_only_linf_has_bounds():
         ThreatModel(norm="L2", eps=1).bounds(torch.zeros(1, 2))
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", THREAT_NORMS)
 def test_distance_is_that_of_numpy(norm):
     noise = ImageNoise(0, torch.arange(5))
     x, z = noise.uniform((3, 4), 0), noise.uniform((3, 4), 1)
@@ -246,14 +246,14 @@ def test_distance_is_that_of_numpy(norm):
 
 
 @quick
-@given(x=images, norm=st.sampled_from(NORMS), eps=st.sampled_from(EPS), seed=st.integers(0, 100))
+@given(x=images, norm=st.sampled_from(THREAT_NORMS), eps=st.sampled_from(EPS), seed=st.integers(0, 100))
 def test_random_start_lies_inside(x, norm, eps, seed):
     threat = ThreatModel(norm=norm, eps=eps)
     x = tensor(x)
     assert_inside(threat, threat.random_start(x, ImageNoise(seed, torch.arange(len(x)))), x)
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", THREAT_NORMS)
 def test_random_start_is_uniform_in_the_ball(norm):
     """The share of the radius, to the power of the dimension, is uniform; so is each sign."""
     d, threat = 3, ThreatModel(norm=norm, eps=0.25)
@@ -290,7 +290,7 @@ def test_the_l1_step_goes_to_the_largest_gradients():
     assert torch.equal(step.sign()[step != 0], grad.sign()[step != 0])
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", THREAT_NORMS)
 def test_no_gradient_no_step(norm):
     step = ThreatModel(norm=norm, eps=0.1).steepest(torch.zeros(2, 3, 4))
     assert torch.equal(step, torch.zeros(2, 3, 4))

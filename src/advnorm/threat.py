@@ -17,7 +17,7 @@ from advnorm._core.errors import ConfigError, Problem, raise_problems, unknown_n
 from advnorm._core.seeding import ImageNoise
 
 Norm = Literal["Linf", "L2", "L1"]
-NORMS: tuple[Norm, ...] = get_args(Norm)
+THREAT_NORMS: tuple[Norm, ...] = get_args(Norm)
 
 
 def parse_length(value: float | str) -> float:
@@ -61,7 +61,7 @@ class ThreatModel:
     eps: float
 
     def __init__(self, *, norm: Norm = "Linf", eps: float | str) -> None:
-        problems = [] if norm in NORMS else [unknown_name("threat norm", norm, NORMS, field="norm")]
+        problems = [] if norm in THREAT_NORMS else [unknown_name("threat norm", norm, THREAT_NORMS, field="norm")]
         problem = length_problem("eps", eps, norm)
         raise_problems(problems + ([problem] if problem else []), "bad threat model")
         object.__setattr__(self, "norm", norm)

@@ -31,7 +31,7 @@ from advnorm.attacks.search import (
     onto_l1_and_box,
     ranked_targets,
 )
-from advnorm.threat import NORMS, ThreatModel
+from advnorm.threat import THREAT_NORMS, ThreatModel
 
 
 def noise_for(x: Tensor, seed: int = 0) -> ImageNoise:
@@ -56,7 +56,7 @@ def test_checkpoints_are_those_of_the_paper():
     assert sorted(_Dense(ThreatModel(eps=0.1), 100, 0.75).checkpoints) == [22, 41, 57, 70, 80, 87, 93, 99]
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", THREAT_NORMS)
 @pytest.mark.parametrize("loss", ["ce", "dlr"])
 def test_the_point_kept_has_the_highest_value_seen(trained, norm, loss):
     x, y = trained[norm].first(40)
@@ -83,7 +83,7 @@ def test_the_point_kept_has_the_highest_value_seen(trained, norm, loss):
     assert torch.equal(found.margin[resisted], everything.min(0).values[resisted])
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", THREAT_NORMS)
 def test_more_steps_lower_the_number(trained, norm):
     t = trained[norm]
     x, y = t.first(200)
@@ -388,7 +388,7 @@ def test_the_best_value_is_that_of_the_authors_from_the_same_start(steps):
     assert torch.allclose(values.amax(0)[rose], best[rose], atol=1e-6)
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", THREAT_NORMS)
 def test_every_restart_and_target_has_a_start_of_its_own(norm):
     model, threat = Waves(8), ThreatModel(norm=norm, eps=0.25)
     x, y = model.images(10)
@@ -431,7 +431,7 @@ def test_the_l1_projection_leaves_what_is_inside_alone():
 # -- images leave, memory runs out -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", THREAT_NORMS)
 @pytest.mark.parametrize("targets", [0, 4])
 def test_dropping_fooled_images_changes_nothing_but_the_work(trained, norm, targets, monkeypatch):
     t = trained[norm]

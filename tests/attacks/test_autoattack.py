@@ -27,7 +27,7 @@ from advnorm.attacks.autoattack_record import AutoAttackResult, Record
 from advnorm.attacks.fab import FAB
 from advnorm.attacks.losses import cross_entropy
 from advnorm.attacks.search import Grid, Victim
-from advnorm.threat import NORMS, ThreatModel
+from advnorm.threat import THREAT_NORMS, ThreatModel
 
 STANDARD = VERSIONS["standard"]
 #: Every part, in little time.
@@ -113,7 +113,7 @@ def test_it_agrees_with_the_authors_in_l1(trained):
     assert all(gap <= 1 and other <= 2 for gap, other in figures.values()), figures
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", THREAT_NORMS)
 def test_verdicts_are_those_of_the_model_on_the_images_returned(trained, norm):
     t = trained[norm]
     x, y = t.first(80)
@@ -156,7 +156,7 @@ def test_versions_are_those_of_the_authors(version, linf):
     assert result.stages == ("clean", *VERSIONS[version])
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", THREAT_NORMS)
 def test_a_fast_search_gives_the_same_answer(trained, norm):
     t = trained[norm]
     strict, *fast = (
@@ -278,7 +278,7 @@ def test_an_ascent_that_starts_from_no_number_goes_on_from_the_first(linf):
     assert (cross_entropy(linf.model(best), y) > cross_entropy(linf.model(x), y)).all()
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", THREAT_NORMS)
 @pytest.mark.parametrize("targets", [0, 3])
 def test_fab_stays_on_numbers_where_the_search_leaves_them(trained, norm, targets):
     t = trained[norm]

@@ -22,7 +22,7 @@ from advnorm._core.errors import AdvnormError, ConfigError, RouteError
 from advnorm._core.seeding import ImageNoise
 from advnorm.attacks.base import ATTACKS, Attack, Option, attacked, parse_name, register
 from advnorm.norms import routed_modules
-from advnorm.threat import NORMS, ThreatModel
+from advnorm.threat import THREAT_NORMS, ThreatModel
 
 ORDER = {"Linf": torch.inf, "L2": 2, "L1": 1}
 LINF = ThreatModel(norm="Linf", eps="8/255")
@@ -140,7 +140,7 @@ def assert_inside(threat: ThreatModel, x_adv: Tensor, x: Tensor) -> None:
 # -- every registered attack -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", THREAT_NORMS)
 @pytest.mark.parametrize("name", NAMES)
 def test_an_attack_keeps_its_promises(name, norm, victim):
     model, route = victim
@@ -189,7 +189,7 @@ def test_an_attack_that_fails_leaves_no_trace(name, at, victim):
 
 @pytest.mark.parametrize(
     ("name", "norm", "dtype"),
-    [(name, norm, torch.float64) for name in NAMES for norm in NORMS]
+    [(name, norm, torch.float64) for name in NAMES for norm in THREAT_NORMS]
     + [(name, "Linf", torch.float32) for name in NAMES if name in ("fgsm", "pgd10", "cw20")],
 )
 def test_the_result_does_not_depend_on_the_batch(name, norm, dtype):
@@ -212,7 +212,7 @@ def test_the_result_does_not_depend_on_the_batch(name, norm, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", THREAT_NORMS)
 @pytest.mark.parametrize("name", NAMES)
 def test_an_attack_keeps_its_promises_on_a_gpu(name, norm):
     threat = ThreatModel(norm=norm, eps={"Linf": "8/255", "L2": 0.5, "L1": 4.0}[norm])
@@ -230,7 +230,7 @@ def test_an_attack_keeps_its_promises_on_a_gpu(name, norm):
 @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(
     name=st.sampled_from(NAMES),
-    norm=st.sampled_from(NORMS),
+    norm=st.sampled_from(THREAT_NORMS),
     eps=st.sampled_from(["8/255", 1e-4, 0.3, 0.0, "16/255"]),
     edge=st.sampled_from([None, 0.0, 1.0]),
     seed=st.integers(0, 50),

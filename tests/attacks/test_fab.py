@@ -20,7 +20,7 @@ from advnorm.attacks import FAB
 from advnorm.attacks.base import attacked
 from advnorm.attacks.fab import onto_boundary
 from advnorm.attacks.search import Victim
-from advnorm.threat import NORMS, ThreatModel
+from advnorm.threat import THREAT_NORMS, ThreatModel
 
 ORDER = {"Linf": math.inf, "L2": 2, "L1": 1}
 
@@ -50,7 +50,7 @@ def shortest(w: np.ndarray, value: float, low: np.ndarray, high: np.ndarray, nor
     return math.sqrt(answer.fun)
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", THREAT_NORMS)
 @given(seed=st.integers(0, 10**6), size=st.floats(0.01, 3))
 @settings(max_examples=25, deadline=None, derandomize=True)
 def test_the_way_to_the_boundary_is_the_shortest(norm, seed, size):
@@ -71,7 +71,7 @@ def test_the_way_to_the_boundary_is_the_shortest(norm, seed, size):
         assert torch.linalg.vector_norm(d[row], ORDER[norm]).item() == pytest.approx(best, abs=1e-4, rel=1e-3)
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", THREAT_NORMS)
 @pytest.mark.parametrize("targets", [0, 2])
 def test_a_linear_model_gives_the_exact_distance(norm, targets):
     torch.manual_seed(0)
@@ -97,7 +97,7 @@ def test_a_linear_model_gives_the_exact_distance(norm, targets):
     assert torch.allclose(found.distance[inside], exact[inside], rtol=0.01)
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", THREAT_NORMS)
 def test_the_smallest_perturbation_is_no_larger_than_the_authors(trained, norm):
     official = pytest.importorskip("pyautoattack.fab_pt")
     t = trained[norm]
@@ -191,7 +191,7 @@ def published(model: nn.Sequential, x: np.ndarray, y: int, target: int | None, n
     return before, after, distance, happened
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", THREAT_NORMS)
 @pytest.mark.parametrize("targets", [0, 2])
 def test_every_step_is_that_of_the_published_algorithm(norm, targets):
     model, x, y = tiny()
@@ -215,7 +215,7 @@ def test_every_step_is_that_of_the_published_algorithm(norm, targets):
     assert happened.keys() == {"fooled", "not yet", "drawn less", "drawn most"}
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", THREAT_NORMS)
 def test_the_first_restart_begins_at_the_image_and_the_others_apart_at_half_the_way(norm):
     model, x, y = tiny()
     victim, threat = Watched(model), ThreatModel(norm=norm, eps=0.2)

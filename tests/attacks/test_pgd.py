@@ -17,7 +17,7 @@ from advnorm.attacks import FGSM, PGD, RandomNoise
 from advnorm.attacks.base import attacked
 from advnorm.attacks.losses import LOSSES, cross_entropy, cw_margin, dlr, dlr_targeted, kl_to_clean
 from advnorm.attacks.pgd import Worst, least_likely, random_target
-from advnorm.threat import NORMS, ThreatModel
+from advnorm.threat import THREAT_NORMS, ThreatModel
 
 LINF = ThreatModel(norm="Linf", eps="8/255")
 CLASSES, SHAPE = 6, (2, 4, 4)
@@ -184,7 +184,7 @@ def test_the_first_step_follows_the_loss(name):
     assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", THREAT_NORMS)
 def test_fgsm_is_one_full_step_from_the_clean_image(norm):
     threat = ThreatModel(norm=norm, eps=0.1)
     net = Net()
@@ -205,7 +205,7 @@ def test_step_sizes():
     assert FGSM(threat=LINF, step_size=0.01).step == 0.01
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", THREAT_NORMS)
 def test_pgd_ascends_and_beats_noise(norm):
     threat = ThreatModel(norm=norm, eps={"Linf": 0.1, "L2": 0.5, "L1": 2.0}[norm])
     net = Net()
@@ -240,7 +240,7 @@ def test_a_step_waits_for_nothing():
         {"loss": "kl", "momentum": 0.9},
         {"loss": "dlr", "target": "least_likely"},
     ]
-    for norm in NORMS:
+    for norm in THREAT_NORMS:
         for options in settings:
             attack = PGD(threat=ThreatModel(norm=norm, eps=0.5), steps=3, **options)
             noise = ImageNoise(0, torch.arange(len(x)))
@@ -250,7 +250,7 @@ def test_a_step_waits_for_nothing():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", THREAT_NORMS)
 def test_the_whole_loop_is_one_cuda_graph(norm):
     net = Net().cuda()
     x, y = (v.cuda() for v in pictures())
@@ -286,7 +286,7 @@ def starts(attack: PGD, x: Tensor, y: Tensor) -> Tensor:
     return net.calls[1 if attack.loss == "kl" or attack.target else 0][0]
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", THREAT_NORMS)
 def test_starts(norm):
     threat = ThreatModel(norm=norm, eps=0.3)
     x, y = pictures(400)

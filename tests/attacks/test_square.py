@@ -17,7 +17,7 @@ from advnorm.attacks import Square
 from advnorm.attacks.base import attacked
 from advnorm.attacks.search import Found, Grid, Victim, margin_of
 from advnorm.attacks.square import HALVINGS, _judgements, _pile, _pile_up, _recolour, _State, _tiles, _Windows
-from advnorm.threat import NORMS, ThreatModel
+from advnorm.threat import THREAT_NORMS, ThreatModel
 
 
 def state_of(x: Tensor, point: Tensor | None = None, query: int = 0) -> _State:
@@ -139,7 +139,7 @@ def test_each_proposal_starts_from_what_was_accepted_before_it(linf, k, monkeypa
 
 
 @pytest.mark.parametrize(("tolerance", "restarts"), [(0.0, 1), (0.5, 1), (0.5, 2)])
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", THREAT_NORMS)
 def test_several_queries_in_one_forward_change_nothing(trained, norm, tolerance, restarts, monkeypatch):
     """Nor do they where a stand-in guides the search, whose candidates the model refutes now and then."""
     t = trained[norm]
@@ -202,7 +202,7 @@ def test_as_many_queries_go_into_a_forward_as_pay():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", THREAT_NORMS)
 def test_several_queries_in_one_forward_change_no_verdict_on_a_gpu(trained, norm, monkeypatch):
     t = trained[norm]
     x, y = (v.cuda() for v in t.first(60))
@@ -216,7 +216,7 @@ def test_several_queries_in_one_forward_change_no_verdict_on_a_gpu(trained, norm
     assert torch.allclose(results[0].margin, results[1].margin, atol=1e-3)
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", THREAT_NORMS)
 def test_images_that_stay_when_fooled_change_nothing_for_the_others(trained, norm, monkeypatch):
     t = trained[norm]
     x, y = t.first(40)
@@ -250,7 +250,7 @@ def test_l2_and_l1_spend_the_whole_budget_in_a_square(norm):
     assert (second - first)[to].abs().max() > 0.01
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", THREAT_NORMS)
 def test_the_margin_never_rises_with_more_queries(trained, norm):
     t = trained[norm]
     x, y = t.first(40)

@@ -95,7 +95,7 @@ def table3():
     return {
         (f"{training}/gn", f"accuracy/{training}/{source}/{training}/{target}"): value + 10 * (source == "none")
         for training, value in (("standard", 0.2), ("robust", 50.0))
-        for source, target in itertools.product(trainings.NORMS, repeat=2)
+        for source, target in itertools.product(trainings.NORM_NAMES, repeat=2)
     }
 
 
@@ -109,7 +109,7 @@ def fig1():
         + better[norm]
         + by_training.get(name, 0) * (training == "robust")
         for training in ("standard", "robust")
-        for norm in trainings.NORMS
+        for norm in trainings.NORM_NAMES
         for name, pair in accuracy.items()
         for level in range(5)
     }

@@ -74,12 +74,12 @@ def open_target(options: EvaluateOptions, problems: list[Problem]) -> Evaluation
     from advnorm.cli.user_code import build_model
     from advnorm.evaluation.plan import statistics_problems
     from advnorm.evaluation.target import EvaluationTarget, describe_data, load_test_data, open_run
-    from advnorm.threat import NORMS, ThreatModel
+    from advnorm.threat import THREAT_NORMS, ThreatModel
 
     problems += statistics_problems(options.statistics)  # pyright: ignore
     problems += writable_problems(options.json) if options.json else []
     given = options.threat_norm
-    threat_norm = next((name for name in NORMS if name.lower() == str(given).lower()), given)
+    threat_norm = next((name for name in THREAT_NORMS if name.lower() == str(given).lower()), given)
     target = None
     if Path(options.target).is_dir():
         with collect_problems(problems):

@@ -15,8 +15,8 @@ from advnorm.papers.d.trainings import (
     AT_LAST,
     CORRUPTIONS,
     LANDSCAPE,
+    NORM_NAMES,
     NORMED,
-    NORMS,
     PGD10,
     SHORTCUTS,
     TREND,
@@ -45,7 +45,7 @@ TRIVIAL = 0.05
 
 def _fig1_cells() -> Iterable[Cell]:
     for training, base in (("standard", standard("vgg16")), ("robust", robust("vgg16"))):
-        for norm in NORMS:
+        for norm in NORM_NAMES:
             yield Cell(name=f"{training}/{norm}", config=replace(base, norm=norm), measures=(CORRUPTIONS,))
 
 
@@ -75,18 +75,18 @@ def fig1(values: Values) -> Iterator[Clause]:
             for norm in NORMED
         },
         "contrast does less harm with IN than without or with another norm": {
-            with_norm(norm): (plain("in", "contrast"), plain(norm, "contrast")) for norm in NORMS if norm != "in"
+            with_norm(norm): (plain("in", "contrast"), plain(norm, "contrast")) for norm in NORM_NAMES if norm != "in"
         },
         "every corruption does more harm with BN than with IN, LN and GN": {
             f"{name} {with_norm(norm)}": (plain(norm, name), plain("bn", name)) for name in every for norm in NORMED[1:]
         },
         "noise does less harm after adversarial training": {
-            with_norm(norm): (strong(norm, *noise), plain(norm, *noise)) for norm in NORMS
+            with_norm(norm): (strong(norm, *noise), plain(norm, *noise)) for norm in NORM_NAMES
         },
         "fog and contrast do more harm after adversarial training": {
             f"{name} {with_norm(norm)}": (plain(norm, name), strong(norm, name))
             for name in FOG_AND_CONTRAST
-            for norm in NORMS
+            for norm in NORM_NAMES
         },
     }
     for text, pairs in claims.items():
@@ -254,7 +254,7 @@ def fig9(values: Values) -> Iterator[Clause]:
 
 def _fig11_cells() -> Iterable[Cell]:
     for model in ("resnet18", "resnet50"):
-        for norm in NORMS:
+        for norm in NORM_NAMES:
             yield along_training(f"{model}/{norm}", replace(imagenet(model), norm=norm), TREND)
 
 
@@ -263,9 +263,9 @@ def fig11(values: Values) -> Iterator[Clause]:
     """On ImageNet norms have a lower LIGS; BN is the most accurate, IN the least."""
 
     def clauses(model: str) -> Iterator[Clause]:
-        scores = {norm: ligs(values, f"{model}/{norm}") for norm in NORMS}
-        clean = {norm: clean_accuracy(values, f"{model}/{norm}") for norm in NORMS}
-        order = sorted(NORMS, key=lambda norm: clean[norm])
+        scores = {norm: ligs(values, f"{model}/{norm}") for norm in NORM_NAMES}
+        clean = {norm: clean_accuracy(values, f"{model}/{norm}") for norm in NORM_NAMES}
+        order = sorted(NORM_NAMES, key=lambda norm: clean[norm])
         most = max(scores[norm] for norm in NORMED)
         text = f"{model}: LIGS is lower with every norm than without"
         yield Clause(f"{text}: {most:.3f} at most and {scores['none']:.3f}", most < scores["none"])
@@ -385,14 +385,14 @@ def _smoothness(values: Values, cell: str) -> float:
 
 
 def _fig14_cells() -> Iterable[Cell]:
-    for norm in NORMS:
+    for norm in NORM_NAMES:
         yield along_training(norm, replace(standard("resnet18"), norm=norm), (LANDSCAPE,))
 
 
 @register_study("D/fig14", cells=_fig14_cells)
 def fig14(values: Values) -> Iterator[Clause]:
     """In ResNet18 gradients are smoother with BN than without a norm, and not smoother with IN, LN and GN."""
-    beta = {norm: _smoothness(values, norm) for norm in NORMS}
+    beta = {norm: _smoothness(values, norm) for norm in NORM_NAMES}
     none, least = beta["none"], min(beta[norm] for norm in NORMED if norm != "bn")
     yield Clause.lower("β-smoothness is lower with BN than without a norm", beta["bn"], none, form=".4g")
     text = "β-smoothness is no lower with IN, LN and GN than without a norm"
@@ -401,14 +401,14 @@ def fig14(values: Values) -> Iterator[Clause]:
 
 def _fig15_cells() -> Iterable[Cell]:
     # The caption names VGG16 with and without BN; the text discusses all norms, in a ResNet50 that no figure shows.
-    for norm in NORMS:
+    for norm in NORM_NAMES:
         yield along_training(norm, replace(standard("vgg16"), norm=norm), (LANDSCAPE,))
 
 
 @register_study("D/fig15", cells=_fig15_cells)
 def fig15(values: Values) -> Iterator[Clause]:
     """Gradients are smoother with every norm than without, and with BN by more than twice as much as with others."""
-    beta = {norm: _smoothness(values, norm) for norm in NORMS}
+    beta = {norm: _smoothness(values, norm) for norm in NORM_NAMES}
     gains = {norm: beta["none"] - beta[norm] for norm in NORMED}
     most = max(beta[norm] for norm in NORMED)
     text = "β-smoothness is lower with every norm than without"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from advnorm.papers.d.trainings import CORRUPTIONS, FGSM, NORMED, NORMS, PGD10, PGD20, imagenet, robust, standard
+from advnorm.papers.d.trainings import CORRUPTIONS, FGSM, NORM_NAMES, NORMED, PGD10, PGD20, imagenet, robust, standard
 from advnorm.studies.claims import SIGNIFICANT, Clause, Values, for_each, join_numbers, mean
 from advnorm.studies.registry import register_study
 from advnorm.studies.study import Cell, Measure
@@ -58,13 +58,15 @@ def table1(values: Values) -> Iterator[Clause]:
     yield from for_each([*SMALL, *_measured(values, LARGE, ("none", "bn"))], clauses)
 
 
-@register_study("D/table2", cells=lambda: [_network(*network, norm) for network in [*LARGE2, *SMALL] for norm in NORMS])
+@register_study(
+    "D/table2", cells=lambda: [_network(*network, norm) for network in [*LARGE2, *SMALL] for norm in NORM_NAMES]
+)
 def table2(values: Values) -> Iterator[Clause]:
     """Every norm lowers the accuracy under l2-PGD; IN lowers it most, except in ResNet50 on CIFAR10."""
 
     def clauses(network: tuple[str, str]) -> Iterator[Clause]:
         data, model = network
-        pgd = {norm: mean(values, _cell_name(data, model, norm), "shared/pgd l2 0.25") for norm in NORMS}
+        pgd = {norm: mean(values, _cell_name(data, model, norm), "shared/pgd l2 0.25") for norm in NORM_NAMES}
         lowest, best = min(pgd, key=lambda norm: pgd[norm]), max(pgd[norm] for norm in NORMED)
         text = f"{model} on {data} under l2-PGD"
         yield Clause(f"{text}: every norm is below none: {best:.1f} at most and {pgd['none']:.1f}", best < pgd["none"])
@@ -72,15 +74,15 @@ def table2(values: Values) -> Iterator[Clause]:
             least = min(accuracy for norm, accuracy in pgd.items() if norm != "in")
             yield Clause(f"{text}: IN is the lowest: {pgd['in']:.1f}, the others {least:.1f} at least", lowest == "in")
 
-    yield from for_each([*SMALL, *_measured(values, LARGE2, NORMS)], clauses)
+    yield from for_each([*SMALL, *_measured(values, LARGE2, NORM_NAMES)], clauses)
 
 
 def _table3_cells() -> Iterable[Cell]:
     # The last network of each kind is evaluated with all networks of its kind; each makes features of 1000 test images.
     for training, base in (("standard", standard("vgg16")), ("robust", robust("vgg16"))):
-        names = [f"{training}/{norm}" for norm in NORMS]
+        names = [f"{training}/{norm}" for norm in NORM_NAMES]
         transfer = Measure(name="transfer", options={"beside": names[:-1], "limit": 1000})
-        for name, norm in zip(names, NORMS):
+        for name, norm in zip(names, NORM_NAMES):
             measures = (PGD10, transfer) if name == names[-1] else (PGD10,)
             yield Cell(name=name, config=replace(base, norm=norm), measures=measures)
 
@@ -91,11 +93,11 @@ def table3(values: Values) -> Iterator[Clause]:
 
     def transfer(training: str, source: str) -> float:
         """Accuracy on the features of one network, averaged over the other networks."""
-        last, names = f"{training}/{NORMS[-1]}", [f"{training}/{norm}" for norm in NORMS]
+        last, names = f"{training}/{NORM_NAMES[-1]}", [f"{training}/{norm}" for norm in NORM_NAMES]
         paths = [f"accuracy/{training}/{source}/{name}" for name in names if name != f"{training}/{source}"]
         return sum(mean(values, last, path) for path in paths) / len(paths)
 
-    plain, strong = ({norm: transfer(training, norm) for norm in NORMS} for training in ("standard", "robust"))
+    plain, strong = ({norm: transfer(training, norm) for norm in NORM_NAMES} for training in ("standard", "robust"))
     means = [100 * sum(found.values()) / len(found) for found in (strong, plain)]
     text = f"features of robust networks transfer better than those of standard networks: {join_numbers(*means)}"
     yield Clause(text, sum(strong.values()) > sum(plain.values()))

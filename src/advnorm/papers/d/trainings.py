@@ -11,7 +11,7 @@ from advnorm.studies.claims import Values, epochs_of, mean
 from advnorm.studies.study import Cell, Measure
 
 NORMED = ("bn", "in", "ln", "gn")
-NORMS = ("none", *NORMED)
+NORM_NAMES = ("none", *NORMED)
 #: Epochs of an early network. The paper names none; its warm-up on D_rand ends around epoch 25 (sec. 4.2).
 EARLY, WARM_UP = 5, 20
 #: Indices of the moments.
