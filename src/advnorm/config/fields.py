@@ -23,13 +23,17 @@ class AttackConfig:
     """The attack of training: settings of :class:`advnorm.attacks.PGD`."""
 
     steps: Annotated[int, Setting("Number of gradient steps.")] = PGD.steps
-    step_size: Annotated[float | str | None, Setting("Step size.")] = PGD.step_size
-    start: Annotated[Start | float, Setting("Start.")] = PGD.start
-    loss: Annotated[str, Setting("Loss.")] = PGD.loss
-    target: Annotated[Target | None, Setting("Target.")] = PGD.target
-    restarts: Annotated[int, Setting("Restarts.")] = PGD.restarts
-    momentum: Annotated[float, Setting("Momentum.")] = PGD.momentum
-    keep: Annotated[Keep, Setting("Keep.")] = PGD.keep
+    step_size: Annotated[
+        float | str | None, Setting("Step size in pixel scale; none: 2.5 · eps / steps (paper D, B.2).")
+    ] = PGD.step_size
+    start: Annotated[
+        Start | float, Setting("Start; a number is the probability of a clean start, otherwise uniform (paper E).")
+    ] = PGD.start
+    loss: Annotated[str, Setting("`ce`, `cw` margin, `dlr`, or `kl` to the clean output.")] = PGD.loss
+    target: Annotated[Target | None, Setting("Class to attack towards; none: any wrong class.")] = PGD.target
+    restarts: Annotated[int, Setting("Number of restarts; the worst case per image counts.")] = PGD.restarts
+    momentum: Annotated[float, Setting("Decay of the accumulated gradient (Dong et al. 2018).")] = PGD.momentum
+    keep: Annotated[Keep, Setting("Iterate that a restart contributes.")] = PGD.keep
     statistics: Annotated[Mode, Setting("Statistics of batch norms during the attack.")] = PGD.statistics
 
     def __post_init__(self) -> None:
