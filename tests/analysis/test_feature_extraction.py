@@ -60,7 +60,7 @@ def test_one_feature_is_matched_at_the_foot_of_the_perpendicular():
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
-@settings(deadline=None, max_examples=8, derandomize=True)
+@settings(deadline=None, max_examples=4, derandomize=True)
 @given(seed=st.integers(0, 1000), count=st.integers(1, 6))
 def test_features_of_a_linear_model_are_matched_as_well_as_the_step_allows(seed, count):
     """The minimum is 0, at x itself, and the problem is convex: what is left is less than one step."""
