@@ -21,7 +21,7 @@ def test_each_row_is_reported_when_it_is_finished_and_compared_with_the_first(mo
     x = torch.rand(24, 1, 8, 8)
     y = model(x).argmax(1)
     y[:6] = (y[:6] + 1) % 10
-    told, handed = [], []
+    reported, handed = [], []
     result = bench_autoattack(
         model,
         x,
@@ -30,7 +30,7 @@ def test_each_row_is_reported_when_it_is_finished_and_compared_with_the_first(mo
         name="linear",
         precisions=("float32", "bf16"),
         official=False,
-        on_row=told.append,
+        on_row=reported.append,
         on_result=lambda so_far: handed.append(so_far.record()),
     )
     assert [list(record["rows"]) for record in handed] == [["advnorm float32"], ["advnorm float32", "advnorm bf16"]]
@@ -38,13 +38,13 @@ def test_each_row_is_reported_when_it_is_finished_and_compared_with_the_first(mo
     strict, fast = result.rows.values()
     assert strict.clean == fast.clean == 18 / 24 and strict.speedup == strict.agreement == 1
     assert 0 < strict.robust < strict.clean and fast.speedup == strict.seconds / fast.seconds
-    parts = [[int(row.split()[-2]) for row in told if row.startswith(f"{label}: ")] for label in result.rows]
-    assert all(part == sorted(set(part)) and part[0] == 0 and part[-1] == 100 for part in parts), told
+    parts = [[int(row.split()[-2]) for row in reported if row.startswith(f"{label}: ")] for label in result.rows]
+    assert all(part == sorted(set(part)) and part[0] == 0 and part[-1] == 100 for part in parts), reported
 
 
 def test_a_network_is_named_with_the_epochs_in_its_file(tmp_path):
     tensors = {"weight": torch.zeros(1)}
     save_file(tensors, tmp_path / "plain.safetensors")
-    save_file(tensors, tmp_path / "told.safetensors", metadata={"epochs": "14"})
+    save_file(tensors, tmp_path / "named.safetensors", metadata={"epochs": "14"})
     assert autoattack._epochs(tmp_path / "plain.safetensors") == ""
-    assert autoattack._epochs(tmp_path / "told.safetensors") == ", 14 epochs"
+    assert autoattack._epochs(tmp_path / "named.safetensors") == ", 14 epochs"

@@ -96,8 +96,8 @@ def test_several_processes_divide_the_batch():
     assert two.epoch_seconds == pytest.approx(50_000 / two.images_per_second)
     assert one.peak_tflops != two.peak_tflops
     assert all(row.share_of_peak == pytest.approx(row.tflops / row.peak_tflops / row.processes) for row in (one, two))
-    told = " ".join(" ".join(lines(result)).split())
-    assert f"{one.peak_tflops:.3g} in each of 1 process(es), {two.peak_tflops:.3g} in each of 2 process(es)" in told
+    text = " ".join(" ".join(lines(result)).split())
+    assert f"{one.peak_tflops:.3g} in each of 1 process(es), {two.peak_tflops:.3g} in each of 2 process(es)" in text
 
 
 def test_the_plain_loop_trains_and_updates_its_statistics_once_per_step(monkeypatch):

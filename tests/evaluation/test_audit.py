@@ -68,14 +68,14 @@ def test_a_masked_model_is_false_even_if_a_constant_answer_is_better_than_pgd(un
 @pytest.mark.parametrize("levels", [pytest.param(15, marks=pytest.mark.slow), 16])
 def test_a_quantizer_with_bins_smaller_than_eps_is_false(undefended, data, levels):
     quantized = Masked(undefended, before=lambda x: (x * levels).round() / levels)
-    verdict = quick(quantized, data, advnorm.ThreatModel(eps=0.1), limit=64 if levels == 15 else IMAGES)
+    verdict = quick(quantized, data, advnorm.ThreatModel(eps=0.1), limit=64 if levels == 15 else 30)
     assert verdict.claimed > 0.9 and verdict.claimed - verdict.worst_case > 0.15
     assert verdict.verdict == "false" and "zero gradients" in failed(verdict), str(verdict)
     assert any("as the surrogate" in advice for advice in verdict.advice)
 
 
 def test_a_quantized_input_is_false(undefended, data):
-    verdict = quick(Masked(undefended, before=lambda x: (x * 8).round() / 8), data)
+    verdict = quick(Masked(undefended, before=lambda x: (x * 8).round() / 8), data, limit=30)
     assert verdict.verdict == "false" and verdict.exit_code == 1, str(verdict)
     assert {"gap", "zero gradients", "square", "large eps"} <= failed(verdict)
 
@@ -111,7 +111,7 @@ def test_a_linear_model_under_l1_is_not_called_false(data):
 
 
 def test_a_sound_model_behind_a_quantizer_is_not_called_real_and_its_surrogate_helps(sound, data):
-    verdict = quick(Masked(sound, before=lambda x: (x * 8).round() / 8), data, surrogate=sound)
+    verdict = quick(Masked(sound, before=lambda x: (x * 8).round() / 8), data, limit=24, surrogate=sound)
     assert verdict.verdict in ("inconclusive", "false")
     assert {"zero gradients", "transfer from surrogate"} <= failed(verdict)
     transfer = verdict.ladder[-1]

@@ -176,9 +176,9 @@ def test_rungs_that_do_not_run_alone_attack_the_survivors(sound, data, monkeypat
         return evaluate(runner, job, among, **more)
 
     monkeypatch.setattr(EvaluationRunner, "evaluate_attack", counted)
-    verdict = quick(sound, data, limit=16)
+    verdict = quick(sound, data)
     clean, *ladder = verdict.ladder
-    left = [round(16 * rung.worst) for rung in verdict.ladder]
+    left = [round(12 * rung.worst) for rung in verdict.ladder]
     expected = [left[0] if rung.alone is not None else before for rung, before in zip(ladder, left)]
     start = attacked.index((ladder[0].attack, left[0]))
     assert attacked[start : start + len(ladder)] == [(rung.attack, n) for rung, n in zip(ladder, expected)]

@@ -35,7 +35,7 @@ class ReferenceLogits:
     def compute(cls, forward: StrictForward, route: str | None, images: Tensor) -> ReferenceLogits:
         """Run two forwards of the first of the images."""
         x, memory = images[:REFERENCE_IMAGES].to(forward.device), AdaptiveBatchSize(minimum=forward.minimum_batch)
-        with forward.through(route, "look") as predict:
+        with forward.through(route, "look") as predict:  # a tag seeds the draws: keep its name
             logits, again = (torch.cat(memory.map(len(x), lambda part: predict(x[part]))) for _ in range(2))
         return cls(
             logits=logits,

@@ -180,7 +180,7 @@ class EvaluationRunner:
 
         def evaluate(part: slice) -> Tensor:
             x_part, y_part = x[part].to(plan.device), y[part].to(plan.device)
-            tags = f"{job.key} | judge", int(extended[part.start])
+            tags = f"{job.key} | judge", int(extended[part.start])  # a tag seeds the draws: keep its name
             return self._classify(x_part, y_part, job.route, *tags)[0].cpu()
 
         return torch.cat(AdaptiveBatchSize(plan.batch_size, minimum=self._minimum).map(len(x), evaluate))[: len(rows)]
