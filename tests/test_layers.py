@@ -37,7 +37,6 @@ CORE_MAY_USE = {"torch", "triton", "advnorm", "rich"}  # Triton comes with a tor
 # Modules that import each other, to be untangled. This set must only shrink.
 KNOWN_CYCLES = {
     frozenset(f"advnorm.evaluation.{name}" for name in ("partial_record", "plan", "runner")),
-    frozenset(f"advnorm.attacks.{name}" for name in ("autoattack", "autoattack_checks", "autoattack_record")),
 }
 # `report` is read where no torch is installed.
 FREE_OF_TORCH = {"report"}

@@ -9,8 +9,8 @@ import advnorm
 from advnorm._core.settings import describe
 from advnorm.analysis import ANALYSES, landscape, ligs, list_analyses, perturbed_accuracy
 from advnorm.analysis.base import even_slices, is_declared, to_record
+from advnorm.analysis.statistics_perturbation import StatisticsPerturbation
 from advnorm.analysis.wasserstein import Distance
-from advnorm.attacks import StatisticsAttack
 from support.problems import raises_problem
 
 
@@ -44,7 +44,7 @@ def test_an_unknown_option_raises(digits):
 def test_batches_of_one_domain_raise_for_norms_that_need_both(digits, norm):
     model = advnorm.create_model("small_cnn", num_classes=10, norm=norm, in_channels=1, normalize=False)
     x, y, route = digits.x[:8], digits.y[:8], "adv" if norm == "cross_bn" else None
-    attacks = {"gradient": StatisticsAttack(radius=0.1, route=route)}
+    attacks = {"gradient": StatisticsPerturbation(radius=0.1, route=route)}
     analyses = [
         lambda how: ligs(model, x, y, route=route, statistics=how),
         lambda how: landscape(model, x, y, route=route, statistics=how),

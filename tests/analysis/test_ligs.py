@@ -20,7 +20,7 @@ from advnorm._core.seeding import ImageNoise
 from advnorm.analysis import ANALYSES, GradientSimilarities, ligs, ligs_along
 from advnorm.analysis.base import to_record
 from advnorm.analysis.ligs import SHIFTS, LIGSComparison
-from advnorm.attacks import FGSM, PGD, attacked
+from advnorm.attacks import FGSM, PGD, predicting
 from support.problems import raises_problem
 
 
@@ -315,7 +315,7 @@ def test_robust_accuracy_along_training_is_that_of_an_attack_on_the_same_statist
             x, y = digits.x[rows], digits.y[rows]
             own = dataclasses.replace(attack, statistics=mode)
             x_adv = own(model, x, y, index=torch.arange(rows.start, rows.stop))
-            with attacked(model, statistics=mode) as predict, torch.no_grad():
+            with predicting(model, statistics=mode) as predict, torch.no_grad():
                 right += int((predict(x_adv).argmax(1) == y).sum())
         assert trend.series["bn"][0].robust_accuracy == right / 300
     assert found["running"].series["bn"][0].robust_accuracy != found["batch_frozen"].series["bn"][0].robust_accuracy

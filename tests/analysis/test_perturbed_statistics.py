@@ -17,14 +17,14 @@ from advnorm._core.errors import ConfigError
 from advnorm._core.records import read_json
 from advnorm.analysis import ANALYSES, corruption_accuracy, landscape, perturbed_accuracy
 from advnorm.analysis.perturbed_statistics import _equal_batches
-from advnorm.attacks import StatisticsAttack
+from advnorm.analysis.statistics_perturbation import StatisticsPerturbation
 from support.problems import raises_problem
 
 KINDS = ("gradient", "uniform", "binary")
 
 
-def attacks(**settings: Any) -> dict[str, StatisticsAttack]:
-    return {kind: StatisticsAttack(radius=0.0, kind=kind, **settings) for kind in KINDS}
+def attacks(**settings: Any) -> dict[str, StatisticsPerturbation]:
+    return {kind: StatisticsPerturbation(radius=0.0, kind=kind, **settings) for kind in KINDS}
 
 
 def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
@@ -49,7 +49,7 @@ def test_batch_statistics_give_the_accuracy_in_train_mode_by_batches_and_groups(
     plain = advnorm.strip(model).train()
     accuracies = []
     for groups, size in ((1, 100), (25, 4)):
-        attack = {"g": StatisticsAttack(radius=0.0, groups=groups)}
+        attack = {"g": StatisticsPerturbation(radius=0.0, groups=groups)}
         found = perturbed_accuracy(model, x, y, attack, radii=(0.0,), batch_size=100)
         parts = [accuracy(copy.deepcopy(plain), a, b) for a, b in zip(x.split(size), y.split(size))]
         assert found.accuracy["g"][0] == pytest.approx(sum(parts) / len(parts), abs=0.004)
@@ -78,8 +78,8 @@ def test_a_perturbation_by_hand_on_a_tiny_network():
     y = torch.tensor([1, 1, 1, 0, 0, 0])
     model = Threshold().eval()
     kinds = {
-        "mean": StatisticsAttack(radius=0.0, kind="gradient", which="mean", statistics="running"),
-        "std": StatisticsAttack(radius=0.0, kind="gradient", which="std", statistics="running"),
+        "mean": StatisticsPerturbation(radius=0.0, kind="gradient", which="mean", statistics="running"),
+        "std": StatisticsPerturbation(radius=0.0, kind="gradient", which="std", statistics="running"),
     }
     radii = (0.0, 0.05, 0.15, 0.5)
     # The loss is steeper for images on the wrong side of their class's logit, here the three of class 0 together:
@@ -100,7 +100,7 @@ def test_a_perturbation_by_hand_on_a_tiny_network():
 def test_running_statistics_perturbed_as_in_section_4_5(digits, which):
     """``μ ← (1 + εv) μ`` or ``σ ← (1 + εv) σ``, done by hand to the buffers of the plain network."""
     model = digits.networks["bn"]
-    attack = StatisticsAttack(radius=0.0, kind="binary", which=which, scaling="std", statistics="running", seed=3)
+    attack = StatisticsPerturbation(radius=0.0, kind="binary", which=which, scaling="std", statistics="running", seed=3)
     radii = (0.2, 0.5, 0.8)
     found = perturbed_accuracy(model, digits.x, digits.y, {"v": attack}, radii=radii)
     direction = attack.direction(model)
@@ -175,7 +175,7 @@ def test_the_attack_on_a_run_shows_every_branch_with_every_number_of_groups(digi
     assert list(finding.accuracy) == ["dual_bn (clean)", "dual_bn (adv)"]
     lines = ["uniform random", "binary random", "gradient, 1 group", "gradient, 4 groups"]
     assert all(list(panel) == lines for panel in finding.accuracy.values())
-    own = {"g": StatisticsAttack(radius=0.0, groups=4, route="adv")}
+    own = {"g": StatisticsPerturbation(radius=0.0, groups=4, route="adv")}
     model, radii = digits.networks["dual_bn"], (0.0, 0.3, 0.6)
     expected = perturbed_accuracy(model, digits.x, digits.y, own, radii=radii, batch_size=64).accuracy["g"]
     assert finding.accuracy["dual_bn (adv)"]["gradient, 4 groups"] == expected
@@ -200,7 +200,9 @@ def test_the_robustness_of_runs_is_shown_for_means_and_deviations(digits, tmp_pa
     assert done == [(1, 2), (2, 2)]
     assert list(finding.accuracy) == ["means perturbed", "standard deviations perturbed"]
     for panel, which in zip(finding.accuracy.values(), ("mean", "std")):
-        own = StatisticsAttack(radius=0.0, kind="binary", which=which, scaling="std", statistics="running", seed=3)
+        own = StatisticsPerturbation(
+            radius=0.0, kind="binary", which=which, scaling="std", statistics="running", seed=3
+        )
         expected = perturbed_accuracy(digits.networks["bn"], digits.x, digits.y, {"v": own}, radii=(0.0, 0.5))
         assert panel["bn"] == panel["other"] == expected.accuracy["v"]
     figure = finding.figure()
@@ -227,7 +229,7 @@ def test_one_draw_serves_every_bank_and_so_networks_of_one_architecture_with_oth
     """Paper B, sec. 4.5: the same seed shared across each experiment."""
     plain, dual = (advnorm.create_model("small_cnn", norm=norm, in_channels=1) for norm in ("bn", "dual_bn"))
     for kind in ("binary", "uniform"):
-        attack = StatisticsAttack(kind=kind, radius=0.1, seed=3)
+        attack = StatisticsPerturbation(kind=kind, radius=0.1, seed=3)
         one, two = attack.direction(plain), attack.direction(dual)
         assert set(one) == set(two) and len({tuple(banks["shared"][0].tolist()) for banks in one.values()}) == len(one)
         for name, banks in two.items():

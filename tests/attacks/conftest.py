@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from advnorm._core.seeding import ImageNoise
 from advnorm.attacks import PGD
-from advnorm.attacks.base import attacked
+from advnorm.attacks.model_access import predicting
 from advnorm.threat import ThreatModel
 
 
@@ -75,7 +75,7 @@ def train(threat: ThreatModel, judged: ThreatModel, epochs: int = 30) -> Trained
     for epoch in range(epochs):
         order = torch.randperm(1000, generator=torch.Generator().manual_seed(epoch))
         for rows in order.split(100):
-            with attacked(model) as predict:
+            with predicting(model) as predict:
                 x_adv = attack.perturb(predict, x[rows], y[rows], ImageNoise(0, rows))
             optimizer.zero_grad()
             F.cross_entropy(model(x_adv), y[rows]).backward()

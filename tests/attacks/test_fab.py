@@ -14,13 +14,14 @@ from scipy.optimize import linprog, minimize
 from torch import Tensor, nn
 
 from advnorm import attacks
-from advnorm._core.errors import ConfigError
 from advnorm._core.seeding import ImageNoise
 from advnorm.attacks import FAB
-from advnorm.attacks.base import attacked
 from advnorm.attacks.fab import onto_boundary
-from advnorm.attacks.search import Victim
+from advnorm.attacks.model_access import predicting
+from advnorm.attacks.victim import VictimModel
 from advnorm.threat import THREAT_NORMS, ThreatModel
+from support.autoattack_models import overflowing
+from support.problems import raises_problem
 
 ORDER = {"Linf": math.inf, "L2": 2, "L1": 1}
 
@@ -88,8 +89,8 @@ def test_a_linear_model_gives_the_exact_distance(norm, targets):
     )
     exact = to_each.scatter(1, y[:, None], torch.inf).amin(1)
     attack = FAB(threat=ThreatModel(norm=norm, eps=1.0), targets=targets, minimal=True, steps=50)
-    with attacked(model) as predict:
-        found = attack.search(Victim(predict), x, y, ImageNoise(0, torch.arange(20)))
+    with predicting(model) as predict:
+        found = attack.search(VictimModel(predict), x, y, ImageNoise(0, torch.arange(20)))
     assert found.distance is not None
     inside = exact < 0.3  # where the box does not stand in the way
     assert inside.sum() > 5
@@ -109,15 +110,15 @@ def test_the_smallest_perturbation_is_no_larger_than_the_authors(trained, norm):
     with torch.random.fork_rng():
         distance = t.threat.distance(theirs.attack_single_run(x, y, is_targeted=True), x)
     attack = FAB(threat=t.threat, steps=40, targets=1, minimal=True)
-    with attacked(t.model) as predict:
-        found = attack.search(Victim(predict), x, y, ImageNoise(0, torch.arange(len(x))))
+    with predicting(t.model) as predict:
+        found = attack.search(VictimModel(predict), x, y, ImageNoise(0, torch.arange(len(x))))
     assert found.distance is not None
     ratio = found.distance / distance
     assert ratio.median().item() == pytest.approx(1, abs=0.005)
     assert (ratio <= 1.03).double().mean() > 0.95
 
 
-class Watched(Victim):
+class Watched(VictimModel):
     """Writes down where it is asked for gradients, and for logits."""
 
     def __init__(self, predict) -> None:
@@ -133,9 +134,9 @@ class Watched(Victim):
         self.slopes.append(x.flatten(1).numpy())
         return super().jacobian(x)
 
-    def logits(self, x):
+    def search_logits(self, x):
         self.moves.append(x.flatten(1).numpy())
-        return super().logits(x)
+        return super().search_logits(x)
 
 
 def tiny() -> tuple[nn.Sequential, Tensor, Tensor]:
@@ -232,10 +233,10 @@ def test_the_first_restart_begins_at_the_image_and_the_others_apart_at_half_the_
 def test_a_success_is_a_point_within_eps(linf):
     x, y = linf.first(150)
     attack = FAB(threat=linf.threat, targets=3, steps=40)
-    with attacked(linf.model) as predict:
+    with predicting(linf.model) as predict:
         noise = ImageNoise(0, torch.arange(150))
-        found = attack.search(Victim(predict), x, y, noise)
-        whole = FAB(threat=linf.threat, targets=3, steps=40, minimal=True).search(Victim(predict), x, y, noise)
+        found = attack.search(VictimModel(predict), x, y, noise)
+        whole = FAB(threat=linf.threat, targets=3, steps=40, minimal=True).search(VictimModel(predict), x, y, noise)
     assert whole.distance is not None
     wrong = linf.model(x).argmax(1) != y
     assert torch.equal(found.fooled, linf.model(found.x_adv).argmax(1) != y)
@@ -259,5 +260,29 @@ def test_a_name_says_which():
 
 
 def test_settings_are_checked_at_once():
-    with pytest.raises(ConfigError, match="steps must be .*; alpha_max must lie in .*; beta must lie"):
+    with raises_problem("out_of_range", "steps") as caught:
         FAB(threat=ThreatModel(eps=0.1), steps=0, alpha_max=2, beta=-1)
+    assert {problem.field for problem in caught.value.problems} == {"steps", "alpha_max", "beta"}
+
+
+@pytest.mark.parametrize("norm", THREAT_NORMS)
+@pytest.mark.parametrize("targets", [0, 3])
+def test_fab_stays_finite_if_the_surrogate_returns_nan(trained, norm, targets):
+    t = trained[norm]
+    x, y = t.first(30)
+    bright = x.mean((1, 2, 3)).median()
+    victim = VictimModel(t.model, search_predict=overflowing(t.model, lambda x: x.mean((1, 2, 3)) > bright))
+    found = FAB(threat=t.threat, steps=8, targets=targets).search(victim, x, y, ImageNoise(0, torch.arange(30)))
+    assert found.x_adv.isfinite().all()
+    assert torch.equal(t.model(found.x_adv).argmax(1) != y, found.fooled) and found.fooled.any()
+
+
+def test_a_misclassified_image_has_distance_zero(linf):
+    x, y = linf.x[:12], linf.y[:12].clone()
+    y[:5] = (linf.model(x).argmax(1)[:5] + 1) % 10
+    attack = FAB(threat=linf.threat, steps=5, targets=2, minimal=True)
+    with attacks.predicting(linf.model) as predict:
+        wrong = predict(x).argmax(1) != y
+        found = attack.search(VictimModel(predict), x, y, attack.noise(torch.arange(12)))
+    assert wrong[:5].all() and not wrong.all()
+    assert (found.distance == 0).tolist() == wrong.tolist()

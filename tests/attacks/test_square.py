@@ -11,19 +11,24 @@ import torch
 from torch import Tensor, nn
 
 from advnorm import attacks
-from advnorm._core.errors import ConfigError
 from advnorm._core.seeding import ImageNoise
 from advnorm.attacks import Square
-from advnorm.attacks.base import attacked
-from advnorm.attacks.search import Found, Grid, Victim, margin_of
-from advnorm.attacks.square import HALVINGS, _judgements, _pile, _pile_up, _recolour, _State, _tiles, _Windows
+from advnorm.attacks.losses import label_margin
+from advnorm.attacks.model_access import predicting
+from advnorm.attacks.search import CandidateGrid, SearchResult
+from advnorm.attacks.square import HALVINGS, _pile, _pile_up, _recolour, _State, _tiles, _verification_queries, _Windows
+from advnorm.attacks.victim import VictimModel
 from advnorm.threat import THREAT_NORMS, ThreatModel
+from support.autoattack_models import Double
+from support.problems import raises_problem
 
 
 def state_of(x: Tensor, point: Tensor | None = None, query: int = 0) -> _State:
     noise, none = ImageNoise(0, torch.arange(len(x))), torch.zeros(len(x))
     query_N = torch.full((len(x),), query)
-    return _State(x=x, y=none, noise=noise, point=x if point is None else point, margin=none, shown=none, query=query_N)
+    return _State(
+        x=x, y=none, noise=noise, point=x if point is None else point, margin=none, offered=none, query=query_N
+    )
 
 
 def places(rows: int, queries: int) -> Tensor:
@@ -86,19 +91,8 @@ def test_linf_changes_one_square_to_one_colour():
     assert len({tuple(row.tolist()) for row in (proposal - x).sign().flatten(2).sum(2)}) > 3
 
 
-class Double(nn.Module):
-    """Computes in float64, so that the number of rows leaves no trace in the float32 logits."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = copy.deepcopy(model).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(x.double()).float()
-
-
 def at_once(monkeypatch: pytest.MonkeyPatch, k: int) -> None:
-    monkeypatch.setattr(Square, "_at_once", lambda *_: k)
+    monkeypatch.setattr(Square, "_queries_per_forward", lambda *_: k)
 
 
 def one_image_after_the_other(attack: Square, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,7 +102,7 @@ def one_image_after_the_other(attack: Square, model: nn.Module, x: Tensor, y: Te
     for image, (clean, label) in enumerate(zip(x, y)):
         noise = ImageNoise(0, torch.tensor([image])).fold("variant").fold(0)
         point = attack.threat.project(clean + eps * noise.signs((len(clean), 1, size), "stripes"), clean[None])[0]
-        margin = margin_of(model(point[None]), label[None])
+        margin = label_margin(model(point[None]), label[None])
         for query in range(attack.queries):
             draw = noise.uniform((25, 5 + len(clean)), query // 25)[0, query % 25]
             side = max(round((0.8 / 2 ** bisect_left(HALVINGS, query)) ** 0.5 * size), 1)
@@ -118,7 +112,7 @@ def one_image_after_the_other(attack: Square, model: nn.Module, x: Tensor, y: Te
                 patch = (channel, slice(top, top + side), slice(left, left + side))
                 proposal[patch] = clean[patch] + (eps if raised else -eps)
             proposal = attack.threat.project(proposal[None], clean[None])[0]
-            there = margin_of(model(proposal[None]), label[None])
+            there = label_margin(model(proposal[None]), label[None])
             if there < margin:
                 point, margin = proposal, there
         points.append(point)
@@ -131,7 +125,7 @@ def test_each_proposal_starts_from_what_was_accepted_before_it(linf, k, monkeypa
     at_once(monkeypatch, k)
     model, (x, y) = Double(linf.model), linf.first(16)
     attack = Square(threat=linf.threat, queries=130)
-    found = attack.search(Victim(model), x, y, ImageNoise(0, torch.arange(16)))
+    found = attack.search(VictimModel(model), x, y, ImageNoise(0, torch.arange(16)))
     points, margins = one_image_after_the_other(attack, model, x, y)
     robust = ~found.fooled
     assert torch.equal(found.fooled, margins <= 0) and 3 < robust.sum() < 13  # margins fall, so the last one decides
@@ -149,10 +143,10 @@ def test_several_queries_in_one_forward_change_nothing(trained, norm, tolerance,
         for parameter in rough.parameters():
             parameter.copy_(parameter.bfloat16())
     rough = Double(rough)
-    monkeypatch.setattr(Grid, "DROP", 0.0)
+    monkeypatch.setattr(CandidateGrid, "DROP", 0.0)
     threat = ThreatModel(norm=norm, eps=3 * t.threat.eps)  # at which images fall one after the other
     attack = Square(threat=threat, queries=320, restarts=restarts)
-    results: dict[int, Found] = {}
+    results: dict[int, SearchResult] = {}
     sizes: dict[int, list[int]] = {}
     judged: dict[int, int] = {}
     for k in (1, 2, 5):
@@ -167,7 +161,7 @@ def test_several_queries_in_one_forward_change_nothing(trained, norm, tolerance,
 
         sizes[k], judged[k] = [], 0
         at_once(monkeypatch, k)
-        victim = Victim(judge, search=search, tolerance=tolerance)
+        victim = VictimModel(judge, search_predict=search, tolerance=tolerance)
         results[k] = attack.search(victim, x, y, ImageNoise(0, torch.arange(40)))
         assert victim.forwards == sum(sizes[k]) + judged[k]
     one = results[1]
@@ -184,20 +178,20 @@ def test_several_queries_in_one_forward_change_nothing(trained, norm, tolerance,
 def test_points_are_judged_often_at_first():
     at = [*range(0, 200, 25), 200, 300, 400, 500, 530]
     expected = [next(judged for judged in at if judged >= query) for query in range(531)]
-    assert _judgements(530, torch.device("cpu")).tolist() == expected
+    assert _verification_queries(530, torch.device("cpu")).tolist() == expected
 
 
 def test_as_many_queries_go_into_a_forward_as_pay():
     gpu, attack = torch.device("cuda"), Square(threat=ThreatModel(eps=0.1))
     rows = (1, 3, 10, 60, 150, 400, 512, 513, 4000)
-    k = [attack._at_once(n, gpu, 4096) for n in rows]
+    k = [attack._queries_per_forward(n, gpu, 4096) for n in rows]
     assert k == sorted(k, reverse=True) and k[:4] > [40, 20, 10, 5] and k[-4:] == [2, 2, 1, 1]
     assert all(n * many <= 1024 for n, many in zip(rows, k) if many > 1)
-    assert all(n * attack._at_once(n, gpu, 100) <= 100 for n in (1, 3, 10, 60, 100))  # memory for no more
-    assert attack._at_once(10, gpu, None) == k[2] and attack._at_once(200, gpu, 100) == 1
-    assert attack._at_once(10, torch.device("cpu"), None) == 1
+    assert all(n * attack._queries_per_forward(n, gpu, 100) <= 100 for n in (1, 3, 10, 60, 100))  # memory for no more
+    assert attack._queries_per_forward(10, gpu, None) == k[2] and attack._queries_per_forward(200, gpu, 100) == 1
+    assert attack._queries_per_forward(10, torch.device("cpu"), None) == 1
     for statistics in ("batch", "batch_frozen"):  # would be of a row's proposals in place of the images
-        assert Square(threat=ThreatModel(eps=0.1), statistics=statistics)._at_once(10, gpu, None) == 1
+        assert Square(threat=ThreatModel(eps=0.1), statistics=statistics)._queries_per_forward(10, gpu, None) == 1
 
 
 @pytest.mark.gpu
@@ -206,7 +200,7 @@ def test_as_many_queries_go_into_a_forward_as_pay():
 def test_several_queries_in_one_forward_change_no_verdict_on_a_gpu(trained, norm, monkeypatch):
     t = trained[norm]
     x, y = (v.cuda() for v in t.first(60))
-    victims, results = [Victim(Double(t.model).cuda()) for _ in range(2)], []
+    victims, results = [VictimModel(Double(t.model).cuda()) for _ in range(2)], []
     for victim in victims:
         noise = ImageNoise(0, torch.arange(60, device="cuda"))
         results.append(Square(threat=t.threat, queries=300).search(victim, x, y, noise))
@@ -221,11 +215,11 @@ def test_images_that_stay_when_fooled_change_nothing_for_the_others(trained, nor
     t = trained[norm]
     x, y = t.first(40)
     results = []
-    with attacked(t.model) as predict:
+    with predicting(t.model) as predict:
         for share in (0.0, 2.0):  # rows leave at once, or never
-            monkeypatch.setattr(Grid, "DROP", share)
+            monkeypatch.setattr(CandidateGrid, "DROP", share)
             attack = Square(threat=t.threat, queries=110)
-            results.append(attack.search(Victim(predict), x, y, ImageNoise(0, torch.arange(40))))
+            results.append(attack.search(VictimModel(predict), x, y, ImageNoise(0, torch.arange(40))))
     assert 0 < results[0].fooled.sum() < 40
     assert torch.equal(results[0].fooled, results[1].fooled)
     assert torch.allclose(results[0].x_adv, results[1].x_adv, atol=1e-5)
@@ -255,10 +249,10 @@ def test_the_margin_never_rises_with_more_queries(trained, norm):
     t = trained[norm]
     x, y = t.first(40)
     margins = []
-    with attacked(t.model) as predict:
+    with predicting(t.model) as predict:
         for queries in (1, 26, 120, 400):
             found = Square(threat=t.threat, queries=queries).search(
-                Victim(predict), x, y, ImageNoise(0, torch.arange(40))
+                VictimModel(predict), x, y, ImageNoise(0, torch.arange(40))
             )
             margins.append(found.margin.masked_fill(found.fooled, -torch.inf))
     for before, after in itertools.pairwise(margins):
@@ -279,7 +273,7 @@ def test_no_point_is_judged_twice():
 
     x, y = torch.rand(6, 1, 5, 5), torch.zeros(6, dtype=torch.long)
     found = Square(threat=ThreatModel(eps=0.1), queries=1000).search(
-        Victim(robust, search=close, tolerance=2.0), x, y, ImageNoise(0, torch.arange(6))
+        VictimModel(robust, search_predict=close, tolerance=2.0), x, y, ImageNoise(0, torch.arange(6))
     )
     assert judged == 3 * 6 and not found.fooled.any()  # the image's margin, the image, the stripes
 
@@ -308,9 +302,10 @@ def test_restarts_help(linf):
     assert robust[1] < robust[0]
 
 
-def test_only_images_have_squares():
-    with pytest.raises(ConfigError, match=r"shape \(N, channels, height, width\)"):
+def test_square_needs_images_with_height_and_width():
+    with raises_problem("wrong_shape", "images"):
         Square(threat=ThreatModel(eps=0.1))(nn.Linear(4, 3), torch.rand(2, 4), torch.zeros(2, dtype=torch.long))
-    with pytest.raises(ConfigError, match="queries must be .*; p_init must lie"):
+    with raises_problem("out_of_range", "queries") as caught:
         Square(threat=ThreatModel(eps=0.1), queries=0, p_init=0)
+    assert {problem.field for problem in caught.value.problems} == {"queries", "p_init"}
     assert attacks.get("square-queries7", threat=ThreatModel(eps=0.1)).queries == 7

@@ -99,7 +99,7 @@ def test_attacks_use_the_statistics_mode_of_the_evaluation_and_update_nothing(so
         result = benchmark(sound, (x, y), THREAT, attacks, statistics=mode, batch_size=40)
         clean = result.clean["default"]
         x_adv = PGD(threat=THREAT, statistics="batch_frozen")(sound, x[clean], y[clean], index=torch.arange(40)[clean])
-        with advnorm.attacks.attacked(sound, statistics="batch_frozen") as predict:
+        with advnorm.attacks.predicting(sound, statistics="batch_frozen") as predict:
             expected = torch.zeros_like(clean).masked_scatter(clean, predict(x_adv).argmax(1) == y[clean])
         assert torch.equal(result.robust["default"]["pgd10"], expected)
         assert all("statistics='batch_frozen'" in attack for attack in result.attacks.values())
@@ -115,7 +115,7 @@ def test_attacks_use_the_statistics_mode_of_the_evaluation_and_update_nothing(so
 def test_with_batch_statistics_no_image_is_left_alone(norm, data):
     model, (x, _) = perceptron(norm), first(data, 21)
     model.train()
-    with torch.no_grad(), advnorm.attacks.attacked(model, statistics="batch_frozen") as predict:
+    with torch.no_grad(), advnorm.attacks.predicting(model, statistics="batch_frozen") as predict:
         y = torch.cat([predict(part) for part in (x[:10], x[10:])]).argmax(1)  # the last image joins its neighbours
     y[:19] += 1  # wrong: two images remain to attack, each alone in its batch
     y %= 10

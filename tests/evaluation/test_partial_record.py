@@ -17,7 +17,7 @@ import advnorm
 from advnorm._core.locks import exclusive
 from advnorm.attacks import PGD
 from advnorm.attacks.autoattack import AutoAttack
-from advnorm.attacks.autoattack_record import Record
+from advnorm.attacks.autoattack.record import CascadeRecord
 from advnorm.evaluation import benchmark
 from advnorm.evaluation.partial_record import PartialRecord
 from support.classifiers import CountingLinear, first
@@ -142,7 +142,8 @@ SCRIPT = """
     import os, signal, sys
     import torch
     import advnorm
-    from advnorm.attacks.autoattack import AutoAttack, Record
+    from advnorm.attacks.autoattack import AutoAttack
+    from advnorm.attacks.autoattack.record import CascadeRecord
     from advnorm.data import digits
     from advnorm.evaluation import benchmark
     from advnorm.evaluation.partial_record import PartialRecord
@@ -176,7 +177,7 @@ SCRIPT = """
     if kill == "pgd":
         PartialRecord.save = killed(PartialRecord.save, lambda *_: 1)
     elif kill == "apgd-t":
-        Record.add = killed(Record.add, lambda batch: batch.stage == "apgd-t")
+        CascadeRecord.add = killed(CascadeRecord.add, lambda batch: batch.stage == "apgd-t")
     result = benchmark(
         model, (x, y), threat, {"pgd": advnorm.attacks.PGD(threat=threat, steps=5), "aa": cascade},
         batch_size=8, record=record,
@@ -214,13 +215,13 @@ def test_a_killed_evaluation_resumes_and_ends_with_the_same_record(tmp_path):
 def test_an_interrupted_cascade_belongs_to_its_model_and_its_seconds_add_up(sound, data, tmp_path, monkeypatch):
     x, y = first(data)
     record, cascade = tmp_path / "r.json", {"aa": AutoAttack(threat=THREAT, steps=3, targets=2, queries=5)}
-    original = Record.add
+    original = CascadeRecord.add
 
     def last(self, batch):
         original(self, dataclasses.replace(batch, seconds=1000.0))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Record, "add", last)
+    monkeypatch.setattr(CascadeRecord, "add", last)
     with pytest.raises(KeyboardInterrupt):
         benchmark(sound, (x, y), THREAT, cascade, record=record)
     monkeypatch.undo()

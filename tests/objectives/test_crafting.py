@@ -219,7 +219,7 @@ def test_trades_takes_a_given_attack_to_the_divergence_also_when_it_is_changed_l
         (APGD(threat=THREAT, steps=2), "got APGD"),
         (AutoAttack(threat=THREAT), "got AutoAttack"),
         (pgd(start="clean"), "no gradient at the clean image"),
-        (pgd(start=0.2), "where start=0.2 begins"),
+        (pgd(start=0.2), "where the attack starts, got 0.2"),
     ],
 )
 def test_trades_refuses_an_attack_that_cannot_ascend_the_divergence(attack, what):

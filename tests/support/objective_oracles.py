@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from advnorm._core.seeding import ImageNoise
 from advnorm.attacks import PGD
-from advnorm.attacks.base import Attack, Predict
+from advnorm.attacks.base import Attack
+from advnorm.attacks.model_access import Predict
 from advnorm.norms import make_norm, make_plan
 from advnorm.norms.routed_linear import RoutedLinear
 from advnorm.threat import ThreatModel

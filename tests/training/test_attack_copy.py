@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from advnorm import ThreatModel, convert_norm, strip
-from advnorm.attacks import PGD, attacked
-from advnorm.attacks.fast_copy import FastCopy, fast_copy
+from advnorm.attacks import PGD, predicting
+from advnorm.attacks.folded_copy import FoldedCopy, make_folded_copy
 from advnorm.norms import routed_modules
 from advnorm.objectives import Execution, Hybrid, Objective
 from advnorm.training.attack_copy import AttackOnCopy, copy_branch, make_attack_on_copy, perturbed
@@ -19,7 +19,7 @@ from support.step_programs import CASES, adversarial, first_batch, gradients_of,
 FALLBACK = "the attack uses the network itself, not a fast copy: "
 
 
-def attack_on_copy(objective: Objective, messages: list[str], copy: FastCopy | None = None) -> AttackOnCopy:
+def attack_on_copy(objective: Objective, messages: list[str], copy: FoldedCopy | None = None) -> AttackOnCopy:
     """The attack on a copy that is not compiled, which would take seconds."""
     copy = copy or copy_branch(objective, messages.append)
     assert copy is not None
@@ -49,7 +49,7 @@ def test_an_attack_on_the_copy_is_as_strong_and_changes_nothing_in_the_network(t
 def _loss(loop: TrainingLoop, images: torch.Tensor) -> float:
     """The loss that the attack maximizes, in float32, through the branch it attacks."""
     batch = first_batch(loop)
-    with attacked(loop.model, route=loop.objective.attack_route) as predict, torch.no_grad():
+    with predicting(loop.model, route=loop.objective.attack_route) as predict, torch.no_grad():
         if loop.config.objective.name == "trades":
             clean, adv = predict(batch.x).log_softmax(1), predict(images).log_softmax(1)
             return torch.nn.functional.kl_div(adv, clean, log_target=True, reduction="batchmean").item()
@@ -179,11 +179,11 @@ def test_a_copy_is_left_when_the_model_assigns_new_tensors():
 
 def test_a_copy_of_the_wrong_bank_is_found_before_the_banks_differ(tmp_path):
     loop, messages = loop_of(tmp_path), []
-    wrong = fast_copy(strip(loop.model, "clean", linked=True).eval())
+    wrong = make_folded_copy(strip(loop.model, "clean", linked=True).eval())
     assert wrong is not None
     craft = attack_on_copy(loop.objective, messages, wrong)
     x = first_batch(loop).x
-    with attacked(loop.model, route="adv") as predict, torch.no_grad():
+    with predicting(loop.model, route="adv") as predict, torch.no_grad():
         torch.testing.assert_close(wrong(x), predict(x), rtol=0.05, atol=0.01)  # so far it is right
     adversarial(loop, craft)
     assert craft.execution.surrogate is None and "its logits differ by" in messages[0]

@@ -19,6 +19,7 @@ from advnorm.analysis.ligs import GradientSimilarities, LIGSTrend, ligs, ligs_al
 from advnorm.analysis.moments import LayerMoments, NormStatistics, collect_moments, norm_statistics
 from advnorm.analysis.perturbed_statistics import AccuracyCurves, perturbed_accuracy
 from advnorm.analysis.projection import Projection, principal_components, projection
+from advnorm.analysis.statistics_perturbation import StatisticsPerturbation, StatisticsPerturbationResult
 from advnorm.analysis.statistics_shift import ShiftAlongTraining, StatisticsShift, statistics_shift
 from advnorm.analysis.swap_table import SwapTable, swap_table
 from advnorm.analysis.transfer import Alignment, Transfer, alignment, transfer
@@ -49,6 +50,8 @@ __all__ = [
     "Projection",
     "Recipe",
     "ShiftAlongTraining",
+    "StatisticsPerturbation",
+    "StatisticsPerturbationResult",
     "StatisticsShift",
     "SwapTable",
     "Transfer",

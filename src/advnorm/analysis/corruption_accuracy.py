@@ -31,7 +31,8 @@ from advnorm.analysis.base import (
 from advnorm.analysis.plots import legend_below, new_figure, series_style
 from advnorm.analysis.targets import branch_views, view_conditions
 from advnorm.analysis.transfer import measure_accuracy
-from advnorm.attacks.base import Progress, check_images
+from advnorm.attacks.base import Progress
+from advnorm.attacks.inputs import validate_batch
 from advnorm.data import corrupt, list_corruptions
 from advnorm.data.cifar10c import CORRUPTIONS, IMAGES_PER_SEVERITY, read_cifar10c
 from advnorm.data.corruptions import SEVERITIES, severity_problems
@@ -109,7 +110,7 @@ def corruption_accuracy(
         problems.append(Problem(code="conflict", message=message, field="adapt", hint="use adapt=False"))
     raise_problems(problems, "bad corruptions")
     severities = tuple(sorted(set(severities)))  # along an axis
-    check_images(x, y)
+    validate_batch(x, y)
     corrupter = _computing(x, seed, device_of(model), batch_size) if arrays is None else _reading(y, arrays, rows)
     other = recalibratable_copy(model) if adapt else None
     how: Any = {"route": route, "batch_size": batch_size}

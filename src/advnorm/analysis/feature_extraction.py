@@ -20,8 +20,10 @@ from advnorm._core.seeding import ImageNoise
 from advnorm._core.settings import Setting, convert_fields
 from advnorm._core.wrappers import device_of, unwrapped
 from advnorm.analysis.base import Seed, as_tuple, setting_problems, track
-from advnorm.attacks import PGD, attacked, input_gradient
-from advnorm.attacks.base import Predict, Progress, check_images
+from advnorm.attacks import PGD, input_gradient, predicting
+from advnorm.attacks.base import Progress
+from advnorm.attacks.inputs import validate_batch
+from advnorm.attacks.model_access import Predict
 from advnorm.data import FeatureFolder, ImageData
 from advnorm.data.feature_sets import shard_rows
 from advnorm.norms.routed_linear import RoutedLinear
@@ -110,7 +112,7 @@ def match_features(
     if x.shape != start.shape:
         message = f"{{field}} must have the shape of the images, {tuple(x.shape)}"
         raise ConfigError("wrong_shape", message, field="start", got=tuple(start.shape))
-    check_images(start, torch.zeros(len(start), dtype=torch.int64, device=start.device))
+    validate_batch(start, torch.zeros(len(start), dtype=torch.int64, device=start.device))
     with _activations(model, layer, route) as g:
         with torch.no_grad():
             wanted = g(x)
@@ -152,10 +154,10 @@ def towards_class(
     """
     threat = ThreatModel(norm="L2", eps=eps)
     attack = PGD(threat=threat, steps=steps, step_size=step_size, start="clean", route=route)
-    check_images(x, target)
-    with attacked(model, route=route) as predict:
+    validate_batch(x, target)
+    with predicting(model, route=route) as predict:
         index = torch.arange(len(x), device=x.device)  # no random number is drawn
-        return attack.kept(attack.perturb(predict, x, y, attack.noise(index), target=target), x)
+        return attack.constrain(attack.perturb(predict, x, y, attack.noise(index), target=target), x)
 
 
 @contextmanager
@@ -165,7 +167,7 @@ def _activations(model: nn.Module, layer: str | None, route: str | None) -> Iter
     captured: list[Tensor] = []
     handle = _find_head(model, layer).register_forward_pre_hook(lambda _module, args: captured.append(args[0]))
     try:
-        with attacked(model, route=route) as predict, hooks_run():
+        with predicting(model, route=route) as predict, hooks_run():
 
             def g(x: Tensor) -> Tensor:
                 captured.clear()

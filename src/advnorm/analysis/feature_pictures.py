@@ -27,7 +27,7 @@ from advnorm.analysis.feature_extraction import (
     resolve_recipe,
 )
 from advnorm.analysis.plots import new_figure, wrap_names
-from advnorm.attacks import attacked
+from advnorm.attacks import predicting
 from advnorm.attacks.base import Progress
 from advnorm.data import FeatureFolder, FolderData, ImageData, add_split, load
 from advnorm.evaluation.branches import branches
@@ -140,7 +140,7 @@ def feature_pictures(
     rows = torch.arange(min(examples, len(data)))
     made = make_features(target.model, data, rows, chosen, route=route, layer=layer, seed=seed)
     source = data.pixels(rows).to(made.images.device)
-    with attacked(target.model, route=route) as predict, torch.no_grad():
+    with predicting(target.model, route=route) as predict, torch.no_grad():
         accuracy = (predict(made.images).argmax(1).cpu() == made.labels).double().mean()
     wanted, before, after = (
         penultimate(target.model, x, layer=layer, route=route) for x in (source, made.start_images, made.images)
@@ -168,7 +168,7 @@ def _mean_distance(found: Tensor, wanted: Tensor) -> float:
 
 def count_classes(model: nn.Module, x: Tensor, route: str | None) -> int:
     """Return the number of classes of a model."""
-    with attacked(model, route=route) as predict, torch.no_grad():
+    with predicting(model, route=route) as predict, torch.no_grad():
         return predict(x.to(device_of(model))).shape[1]
 
 

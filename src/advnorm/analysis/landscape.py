@@ -31,8 +31,10 @@ from advnorm.analysis.base import (
 )
 from advnorm.analysis.plots import legend_below, new_figure, series_style
 from advnorm.analysis.targets import branch_views, view_conditions
-from advnorm.attacks import attacked
-from advnorm.attacks.base import Progress, check_images, logits_of
+from advnorm.attacks import predicting
+from advnorm.attacks.base import Progress
+from advnorm.attacks.inputs import validate_batch
+from advnorm.attacks.model_access import extract_logits
 from advnorm.evaluation.target import EvaluationTarget
 
 if TYPE_CHECKING:
@@ -100,7 +102,7 @@ def landscape(
     problems = setting_problems(landscape, locals()) + model_problems(model, route, statistics)
     steps = as_tuple(steps)
     raise_problems(problems + empty_problems(steps, "steps", str(STEPS)), "bad landscape")
-    check_images(x, y)
+    validate_batch(x, y)
     model, device = unwrapped(model), device_of(model)
     start = {name: value.detach() for name, value in model.named_parameters() if value.requires_grad}
     if not start:
@@ -111,13 +113,13 @@ def landscape(
     def evaluate(parameters: Mapping[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
         """Return the loss and its gradient; an unused parameter, as in another branch, has gradient zero."""
         leaves = {name: value.detach().requires_grad_() for name, value in parameters.items()}
-        logits = logits_of(functional_call(model, leaves, (x.to(dtype),)), len(x))
+        logits = extract_logits(functional_call(model, leaves, (x.to(dtype),)), len(x))
         value = loss(logits if logits.dtype == torch.float64 else logits.float(), y)
         gradients = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
         found = zip(leaves.items(), gradients)
         return float(value.detach()), {name: torch.zeros_like(w) if g is None else g.detach() for (name, w), g in found}
 
-    with float32_as("ieee", device), attacked(model, route=route, statistics=statistics):
+    with float32_as("ieee", device), predicting(model, route=route, statistics=statistics):
         x, y = (part.detach().to(device, copy=True) for part in (x, y))  # inference tensors have no gradients
         value, gradient = evaluate(start)
         losses, distances, changes = [], [], []

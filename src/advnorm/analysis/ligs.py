@@ -31,9 +31,11 @@ from advnorm.analysis.base import (
 )
 from advnorm.analysis.plots import legend_below, new_figure, series_style
 from advnorm.analysis.targets import branch_views, view_conditions
-from advnorm.attacks import Attack, attacked, input_gradient
-from advnorm.attacks.base import Predict, Progress, check_images, checked
+from advnorm.attacks import Attack, input_gradient, predicting
+from advnorm.attacks.base import Progress
+from advnorm.attacks.inputs import validate_batch, validating_first_logits
 from advnorm.attacks.losses import cross_entropy
+from advnorm.attacks.model_access import Predict
 from advnorm.evaluation.target import EvaluationTarget
 from advnorm.objectives.ligs import Shift, shift_images
 from advnorm.threat import ThreatModel, parse_length
@@ -99,10 +101,10 @@ def ligs(
     problems = setting_problems(ligs, locals()) + _size_problems(size) + model_problems(model, route, statistics)
     raise_problems(problems, "bad LIGS")
     size = parse_length(size)
-    largest_label, device = check_images(x, y), device_of(model)
+    largest_label, device = validate_batch(x, y), device_of(model)
     cosines = []
-    with float32_as("ieee", device), attacked(model, route=route, statistics=statistics) as predict:
-        predict = checked(predict, largest_label)
+    with float32_as("ieee", device), predicting(model, route=route, statistics=statistics) as predict:
+        predict = validating_first_logits(predict, largest_label)
         for rows in even_slices(len(x), batch_size):
             images, labels = (part[rows].detach().to(device, copy=True) for part in (x, y))
             noise = ImageNoise(seed, torch.arange(rows.start, rows.stop, device=device)).fold("ligs")
@@ -311,7 +313,7 @@ def _accuracies(
             images, labels = x[rows].to(device), y[rows].to(device)
             index = torch.arange(rows.start, rows.stop)
             x_adv = None if attack is None else attack(model, images, labels, index=index)
-            with attacked(model, route=route, statistics=statistics) as predict, torch.no_grad():
+            with predicting(model, route=route, statistics=statistics) as predict, torch.no_grad():
                 right += int((predict(images).argmax(1) == labels).sum())
                 if x_adv is not None:
                     robust += int((predict(x_adv).argmax(1) == labels).sum())

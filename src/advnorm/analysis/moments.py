@@ -30,7 +30,7 @@ from advnorm.analysis.base import (
 )
 from advnorm.analysis.plots import domain_style, formula, label_layers, legend_below, new_figure
 from advnorm.analysis.targets import craft_inputs, target_conditions
-from advnorm.attacks import attacked
+from advnorm.attacks import predicting
 from advnorm.attacks.base import Progress
 from advnorm.evaluation.branches import branches
 from advnorm.evaluation.target import EvaluationTarget
@@ -96,7 +96,7 @@ def observe_norm_inputs(
     device = device_of(model)
     classes = []
     with ExitStack() as stack:
-        predict = stack.enter_context(attacked(model, statistics=statistics))
+        predict = stack.enter_context(predicting(model, statistics=statistics))
         if route is not None:
             stack.enter_context(route_scope(model, route))
         if pair is not None:

@@ -30,10 +30,9 @@ from advnorm.analysis.base import (
 )
 from advnorm.analysis.corruption_accuracy import recalibratable_copy
 from advnorm.analysis.plots import legend_below, new_figure, series_style, wrap_names
+from advnorm.analysis.statistics_perturbation import StatisticsPerturbation, Which
 from advnorm.analysis.targets import branch_views
-from advnorm.attacks import StatisticsAttack
 from advnorm.attacks.base import Progress
-from advnorm.attacks.statistics import Which
 from advnorm.evaluation.target import EvaluationTarget
 from advnorm.norms import RoutedNorm, routed_modules
 
@@ -58,7 +57,7 @@ def perturbed_accuracy(
     model: nn.Module,
     x: Tensor,
     y: Tensor,
-    attacks: Mapping[str, StatisticsAttack],
+    attacks: Mapping[str, StatisticsPerturbation],
     *,
     radii: Radii = RADII,
     batch_size: BatchSize = 256,
@@ -71,7 +70,7 @@ def perturbed_accuracy(
     """
     problems = setting_problems(perturbed_accuracy, locals())
     radii = as_tuple(radii)
-    problems += empty_problems(attacks, "attacks", "{'uniform': StatisticsAttack(radius=0.1, kind='uniform')}")
+    problems += empty_problems(attacks, "attacks", "{'uniform': StatisticsPerturbation(radius=0.1, kind='uniform')}")
     problems += empty_problems(radii, "radii", str(RADII))
     for statistics in dict.fromkeys(attack.statistics for attack in attacks.values()):
         problems += model_problems(model, None, statistics)
@@ -155,7 +154,7 @@ class PerturbedStatistics(Finding):
 def _measure(
     targets: Sequence[EvaluationTarget],
     route: str | None,
-    attacks: Mapping[str, StatisticsAttack],
+    attacks: Mapping[str, StatisticsPerturbation],
     radii: Sequence[float],
     progress: Progress | None,
 ) -> tuple[dict[str, AccuracyCurves], dict[str, Any]]:
@@ -201,11 +200,11 @@ def statistics_attack_of_run(
     require_any(groups, "groups", "1 for the whole batch")
     common: dict[str, Any] = {"radius": 0.0, "which": which, "seed": seed}
     attacks = {
-        "uniform random": StatisticsAttack(kind="uniform", **common),
-        "binary random": StatisticsAttack(kind="binary", **common),
+        "uniform random": StatisticsPerturbation(kind="uniform", **common),
+        "binary random": StatisticsPerturbation(kind="binary", **common),
     }
     for count in groups:
-        attacks[f"gradient, {count} group{'s' * (count != 1)}"] = StatisticsAttack(groups=count, **common)
+        attacks[f"gradient, {count} group{'s' * (count != 1)}"] = StatisticsPerturbation(groups=count, **common)
     curves, about = _measure([target], route, attacks, radii, progress)
     return PerturbedStatistics(
         analysis="statistics_attack",
@@ -229,8 +228,8 @@ def perturbed_statistics_of_runs(
     """Perturb ``μ ← (1 + εv) μ`` or ``σ ← (1 + εv) σ`` with random signs v, equal for networks of one architecture."""
     common: dict[str, Any] = {"kind": "binary", "scaling": "std", "statistics": "running", "seed": seed}
     attacks = {
-        "means": StatisticsAttack(radius=0.0, which="mean", **common),
-        "standard deviations": StatisticsAttack(radius=0.0, which="std", **common),
+        "means": StatisticsPerturbation(radius=0.0, which="mean", **common),
+        "standard deviations": StatisticsPerturbation(radius=0.0, which="std", **common),
     }
     curves, about = _measure(targets, route, attacks, radii, progress)
     return PerturbedStatistics(

@@ -30,8 +30,9 @@ from advnorm.analysis.feature_extraction import RECIPES, make_features
 from advnorm.analysis.feature_pictures import count_classes, target_images
 from advnorm.analysis.plots import COLOURS, MARKERS, label_line_ends, legend_below, new_figure, wrap_names
 from advnorm.analysis.targets import BranchView, branch_views, view_conditions
-from advnorm.attacks import attacked
-from advnorm.attacks.base import Progress, check_images
+from advnorm.attacks import predicting
+from advnorm.attacks.base import Progress
+from advnorm.attacks.inputs import validate_batch
 from advnorm.data.feature_sets import parse_set_name
 from advnorm.evaluation.target import EvaluationTarget
 
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 def predict_classes(model: nn.Module, images: Tensor, *, route: str | None = None, batch_size: int = 256) -> Tensor:
     """Return the predicted class of each image, in eval mode and strict float32; on the CPU."""
     device, classes = device_of(model), []
-    with attacked(model, route=route) as predict, torch.no_grad(), float32_as("ieee", device):
+    with predicting(model, route=route) as predict, torch.no_grad(), float32_as("ieee", device):
         for rows in even_slices(len(images), batch_size):
             classes.append(predict(images[rows].to(device)).argmax(1).cpu())
     return torch.cat(classes)
@@ -141,7 +142,7 @@ def transfer(
     raise_problems(problems, "bad transfer")
     accuracy = {}
     for source, (images, labels) in track(sets.items(), progress):
-        check_images(images, labels)
+        validate_batch(images, labels)
         accuracy[source] = {
             name: measure_accuracy(model, images, labels, route=routes.get(name), batch_size=batch_size)
             for name, model in models.items()
@@ -278,7 +279,7 @@ def alignment(
     the label t + ``offset``. On an image of class y, a network that learned robust features predicts y + ``offset``; a
     network that learned non-robust features predicts y. ``models``: by name, or pairs of an epoch and a network.
     """
-    check_images(x, y)
+    validate_batch(x, y)
     names, robust, non_robust = [], [], []
     for name, model in models.items() if isinstance(models, Mapping) else models:
         classes = count_classes(model, x[:1], route)

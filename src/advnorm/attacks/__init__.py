@@ -1,14 +1,14 @@
-"""Attacks that keep their promises: inside ball and box exactly, and the model bit for bit as before."""
+"""Attacks with a contract: the result lies inside ball and box exactly, and the model is unchanged bit for bit."""
 
 from advnorm.attacks.apgd import APGD
-from advnorm.attacks.autoattack import AutoAttack
-from advnorm.attacks.autoattack_record import AutoAttackResult
-from advnorm.attacks.base import ATTACKS, Attack, attacked, get, input_gradient, list_attacks, register
+from advnorm.attacks.autoattack import AutoAttack, AutoAttackResult
+from advnorm.attacks.base import Attack, AttackResult
 from advnorm.attacks.fab import FAB
-from advnorm.attacks.noise import RandomNoise
+from advnorm.attacks.model_access import input_gradient, predicting
+from advnorm.attacks.names import ATTACKS, get, list_attacks, register_attack
 from advnorm.attacks.pgd import FGSM, PGD
+from advnorm.attacks.random_noise import RandomNoise
 from advnorm.attacks.square import Square
-from advnorm.attacks.statistics import StatisticsAttack, StatisticsResult
 
 __all__ = [
     "APGD",
@@ -17,15 +17,14 @@ __all__ = [
     "FGSM",
     "PGD",
     "Attack",
+    "AttackResult",
     "AutoAttack",
     "AutoAttackResult",
     "RandomNoise",
     "Square",
-    "StatisticsAttack",
-    "StatisticsResult",
-    "attacked",
     "get",
     "input_gradient",
     "list_attacks",
-    "register",
+    "predicting",
+    "register_attack",
 ]

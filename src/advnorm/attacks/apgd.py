@@ -1,4 +1,4 @@
-"""Auto-PGD: gradient ascent whose step size sets itself.
+"""Auto-PGD: gradient ascent that adapts its own step size.
 
 Sources: Croce & Hein 2020, "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free
 attacks" (algorithm 1, Linf and L2); Croce & Hein 2021, "Mind the box: l1-APGD for sparse adversarial attacks" (L1).
@@ -14,24 +14,27 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from advnorm._core.errors import did_you_mean
+from advnorm._core.errors import Problem, unknown_name
 from advnorm._core.seeding import ImageNoise
-from advnorm.attacks.base import Option, register
-from advnorm.attacks.losses import LOSSES, least_classes
-from advnorm.attacks.search import Found, Grid, Search, Victim, margin_of, near, norm_of, ranked_targets, take
+from advnorm.attacks.base import count_problems
+from advnorm.attacks.geometry import fast_projection, threat_norm
+from advnorm.attacks.losses import LOSSES, label_margin, minimum_classes
+from advnorm.attacks.names import count_options, register_attack
+from advnorm.attacks.search import CandidateGrid, Search, SearchResult, ranked_targets, select_rows
+from advnorm.attacks.victim import VictimModel
 from advnorm.threat import ThreatModel, per_image
 
-#: Logits, labels and targets to the value that is ascended, one per row.
+#: Logits, labels and targets to the values that are maximized, one per row.
 Value = Callable[[Tensor, Tensor, Tensor], Tensor]
-#: Candidates are judged, and images dropped, every so many steps.
-SETTLE_EVERY = 5
+#: Steps between two verifications of the candidates.
+VERIFY_EVERY = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class APGD(Search):
-    """Gradient ascent with momentum and a step size that halves at checkpoints where it does not pay.
+    """Gradient ascent with momentum and a step size that halves at checkpoints without enough progress.
 
-    ``loss``: ``ce``, ``cw`` or ``dlr``. ``targets``: 0, or towards each of this many most likely other classes.
+    ``loss``: ``ce``, ``cw`` or ``dlr``. ``targets``: 0 (untargeted), or the number of most likely other classes.
     ``samples``: forwards per gradient, for randomized models (expectation over transformation).
     L1: sparse steps whose sparsity adapts, in balls of ``3·eps``, ``2·eps`` and ``eps`` for 30, 30, 40 % of the steps.
     """
@@ -43,13 +46,16 @@ class APGD(Search):
     samples: int = 1
     rho: float = 0.75
 
-    def problems(self) -> list[str]:
-        problems = super().problems() + self.counted("steps", "restarts", "samples") + self.counted("targets", least=0)
+    def problems(self) -> list[Problem]:
+        problems = super().problems() + count_problems("targets", self.targets, 0)
+        for name in ("steps", "restarts", "samples"):
+            problems += count_problems(name, getattr(self, name))
         allowed = [name for name, loss in LOSSES.items() if loss.targeted is not None]
         if self.loss not in allowed:
-            problems.append(f"unknown loss {self.loss!r}{did_you_mean(self.loss, allowed)}")
+            problems.append(unknown_name("loss", self.loss, allowed))
         if not isinstance(self.rho, float) or not 0 < self.rho < 1:
-            problems.append(f"rho must lie between 0 and 1, got {self.rho!r}")
+            message = "{field} must lie between 0 and 1"
+            problems.append(Problem(code="out_of_range", field="rho", message=message, got=self.rho))
         return problems
 
     def variants(self, classes: int) -> int:
@@ -58,32 +64,32 @@ class APGD(Search):
     def forwards(self, classes: int) -> int:
         return (self.steps + 1) * self.samples * self.variants(classes)
 
-    def search(self, victim: Victim, x: Tensor, y: Tensor, noise: ImageNoise) -> Found:
-        clean = victim.strict(x)
+    def search(self, victim: VictimModel, x: Tensor, y: Tensor, noise: ImageNoise) -> SearchResult:
+        clean = victim.strict_logits(x)
         classes = clean.shape[1]
-        grid = Grid(victim, self.threat, x, y, self.variants(classes))
+        grid = CandidateGrid(victim, self.threat, x, y, self.variants(classes))
         target = ranked_targets(clean, y, max(1, self.targets)).repeat_interleave(self.restarts, 1).flatten()
-        rows = _Rows(x=grid.rows(x), y=grid.rows(y), target=target, noise=grid.noise(noise))
-        grid.see(rows.x, margin_of(grid.rows(clean), rows.y))
-        kept = grid.settle()
-        rows = rows if kept is None else take(rows, kept)
+        rows = _Rows(x=grid.to_rows(x), y=grid.to_rows(y), target=target, noise=grid.row_noise(noise))
+        grid.offer(rows.x, label_margin(grid.to_rows(clean), rows.y))
+        kept = grid.verify()
+        rows = rows if kept is None else select_rows(rows, kept)
         if len(rows.y):
-            climb = partial(_climb, victim=victim, grid=grid, value=self._value(classes), samples=self.samples)
+            ascend = partial(_ascend, victim=victim, grid=grid, value=self._value(classes), samples=self.samples)
             if self.threat.norm == "L1":
-                self._sparse(rows, climb)
+                self._sparse(rows, ascend)
             else:
-                climb(rows, on_sphere(self.threat, rows.x, rows.noise), rule=_Dense(self.threat, self.steps, self.rho))
+                ascend(rows, on_sphere(self.threat, rows.x, rows.noise), rule=_Dense(self.threat, self.steps, self.rho))
         return grid.finish()
 
-    def _sparse(self, rows: _Rows, climb: Callable[..., Tensor]) -> None:
+    def _sparse(self, rows: _Rows, ascend: Callable[..., Tensor]) -> None:
         early = math.ceil(0.3 * self.steps)
         point = rows.x + rows.noise.normal(rows.x.shape[1:], "start")
         for factor, steps in ((3, early), (2, early), (1, max(self.steps - 2 * early, 1))):
             rule = _Sparse(ThreatModel(norm="L1", eps=factor * self.threat.eps), steps)
-            point = climb(rows, near(rule.threat, rows.x)(point), rule=rule, counts=factor == 1)
+            point = ascend(rows, fast_projection(rule.threat, rows.x)(point), rule=rule, counts=factor == 1)
 
     def _value(self, classes: int) -> Value:
-        few = classes < least_classes(self.loss, targeted=bool(self.targets))
+        few = classes < minimum_classes(self.loss, targeted=bool(self.targets))
         loss = LOSSES["cw" if few else self.loss]
         if not self.targets:
             return lambda logits, y, _target: loss.untargeted(logits, y)
@@ -100,8 +106,8 @@ class _Rows:
 
 
 @dataclass
-class _Climb:
-    """What APGD carries along for each row."""
+class _Ascent:
+    """The state of APGD for each row."""
 
     rows: _Rows
     point: Tensor
@@ -112,32 +118,32 @@ class _Climb:
     best_gradient: Tensor
     best_value: Tensor
     step: Tensor
-    # Linf and L2: rises of the value since the last checkpoint, best value there, whether the step was halved there
+    # Linf and L2: increases of the value since the last checkpoint, best value there, whether the step was halved there
     rises: Tensor
     checked_value: Tensor
     halved: Tensor
-    # L1: how many coordinates the best point moved at the last checkpoint; 1.5 times fewer move in a step
+    # L1: number of coordinates that the best point had moved at the last checkpoint; a step moves 1.5 times fewer
     moved: Tensor
 
     def back_to_best(self, where: Tensor) -> None:
-        """Go on from the best point in some of the rows."""
+        """Continue from the best point in some of the rows."""
         wide = per_image(where, self.point)
         self.point = torch.where(wide, self.best, self.point)
         self.gradient = torch.where(wide, self.best_gradient, self.gradient)
 
 
-def _climb(
+def _ascend(
     rows: _Rows,
     start: Tensor,
     *,
-    victim: Victim,
-    grid: Grid,
+    victim: VictimModel,
+    grid: CandidateGrid,
     value: Value,
     samples: int,
     rule: _Dense | _Sparse,
     counts: bool = True,
 ) -> Tensor:
-    """Ascend by ``rule``; the points of the highest value. Where it ``counts``, the grid sees every point."""
+    """Maximize the values by ``rule`` and return the best points. If ``counts``, offer every point to the grid."""
 
     def gradient(rows: _Rows, point: Tensor) -> tuple[Tensor, Tensor]:
         def objective(logits: Tensor, part: slice) -> Tensor:
@@ -145,13 +151,13 @@ def _climb(
 
         logits, values, grads = victim.gradient(point, objective, samples)
         if counts:
-            grid.see(point, victim.margin(logits, rows.y))
+            grid.offer(point, victim.search_margin(logits, rows.y))
         return values, grads
 
     values, grads = gradient(rows, start)
     if counts:
-        grid.note_gradients(grads)
-    c = _Climb(
+        grid.record_zero_gradients(grads)
+    c = _Ascent(
         rows=rows,
         point=start,
         gradient=grads,
@@ -166,7 +172,7 @@ def _climb(
         halved=torch.ones_like(values, dtype=torch.bool),
         moved=(start != rows.x).flatten(1).sum(1),
     )
-    project, checked = near(rule.threat, rows.x), 0
+    project, checked = fast_projection(rule.threat, rows.x), 0
     for step in range(1, rule.steps + 1):
         point = project(rule.ahead(c, project, first=step == 1))
         c.previous, c.point = c.point, point
@@ -180,18 +186,18 @@ def _climb(
         if step in rule.checkpoints:
             rule.check(c, step - checked)
             checked = step
-        if counts and step % SETTLE_EVERY == 0 and step < rule.steps:
-            kept = grid.settle()
+        if counts and step % VERIFY_EVERY == 0 and step < rule.steps:
+            kept = grid.verify()
             if kept is not None:
                 if not len(kept):
                     break
-                c = take(c, kept)
-                project = near(rule.threat, c.rows.x)
+                c = select_rows(c, kept)
+                project = fast_projection(rule.threat, c.rows.x)
     return c.best
 
 
 class _Dense:
-    """Linf and L2: algorithm 1 of Croce & Hein 2020, steps along the steepest ascent."""
+    """Linf and L2: algorithm 1 of Croce & Hein 2020, steps of steepest ascent."""
 
     def __init__(self, threat: ThreatModel, steps: int, rho: float) -> None:
         self.threat, self.steps, self.rho, self.first_step = threat, steps, rho, 2 * threat.eps
@@ -203,15 +209,15 @@ class _Dense:
             length = max(length - shrink, least)
             at += length
 
-    def ahead(self, c: _Climb, project: Callable[[Tensor], Tensor], *, first: bool) -> Tensor:
+    def ahead(self, c: _Ascent, project: Callable[[Tensor], Tensor], *, first: bool) -> Tensor:
         """``x + α (P(x + η s) - x) + (1 - α) (x - x_previous)`` with α = 0.75, and 1 in the first step."""
         target = project(c.point + per_image(c.step, c.point) * self.threat.steepest(c.gradient))
         if first:
             return target
         return c.point + 0.75 * (target - c.point) + 0.25 * (c.point - c.previous)
 
-    def check(self, c: _Climb, since: int) -> None:
-        """Halve the step where it rose too seldom, or neither the step nor the best value changed; back to the best."""
+    def check(self, c: _Ascent, since: int) -> None:
+        """Halve the step and return to the best point where the values rose too rarely or nothing changed."""
         halve = (c.rises <= self.rho * since) | (~c.halved & (c.checked_value >= c.best_value))
         c.halved, c.checked_value, c.rises = halve, c.best_value, torch.zeros_like(c.rises)
         c.step = torch.where(halve, c.step / 2, c.step)
@@ -219,13 +225,13 @@ class _Dense:
 
 
 class _Sparse:
-    """L1: Croce & Hein 2021, section 4: few coordinates a step, and fewer while the best point gets sparser."""
+    """L1: Croce & Hein 2021, section 4: few coordinates per step, and fewer while the best point gets sparser."""
 
     def __init__(self, threat: ThreatModel, steps: int) -> None:
         self.threat, self.steps, self.first_step = threat, steps, threat.eps
         self.checkpoints = range(0, steps + 1, max(int(0.04 * steps), 1))
 
-    def ahead(self, c: _Climb, project: Callable[[Tensor], Tensor], *, first: bool) -> Tensor:
+    def ahead(self, c: _Ascent, project: Callable[[Tensor], Tensor], *, first: bool) -> Tensor:
         """The sign of the largest gradients, of L1 length η."""
         size = c.gradient.flatten(1).abs()
         count = (c.moved / 1.5).ceil().long().clamp(1, size.shape[1])
@@ -234,7 +240,7 @@ class _Sparse:
         length = c.step / signs.abs().sum(1).clamp_min(1)
         return c.point + (length[:, None] * signs).view(c.point.shape)
 
-    def check(self, c: _Climb, since: int) -> None:
+    def check(self, c: _Ascent, since: int) -> None:
         eps = self.threat.eps
         moved = (c.best != c.rows.x).flatten(1).sum(1)
         sparser = moved < 0.95 * c.moved
@@ -244,21 +250,21 @@ class _Sparse:
 
 
 def on_sphere(threat: ThreatModel, x: Tensor, noise: ImageNoise) -> Tensor:
-    """A random direction of length eps (uniform for Linf, else Gaussian), cut off by the box."""
+    """A random direction of length eps (uniform for Linf, otherwise Gaussian), clipped to the box."""
     shape = x.shape[1:]
     direction = 2 * noise.uniform(shape, "start") - 1 if threat.norm == "Linf" else noise.normal(shape, "start")
-    length = norm_of(direction.flatten(1), threat).clamp_min(1e-12)
+    length = threat_norm(direction.flatten(1), threat).clamp_min(1e-12)
     return threat.project(x + threat.eps * direction / per_image(length, x), x)
 
 
-_OPTIONS = {name: Option(setting=name, parse=int) for name in ("steps", "restarts", "samples")}
-_PAPER = "A, C"
-register("apgd-ce", partial(APGD, loss="ce"), options=_OPTIONS, summary="Auto-PGD on the cross-entropy", paper=_PAPER)
-register("apgd-dlr", partial(APGD, loss="dlr"), options=_OPTIONS, summary="Auto-PGD on the DLR loss", paper=_PAPER)
-register(
-    "apgd-t",
-    partial(APGD, loss="dlr", targets=9),
-    options=_OPTIONS,
-    summary="Auto-PGD on the DLR loss towards each of the 9 most likely other classes",
-    paper=_PAPER,
-)
+for _name, _settings, _summary in (
+    ("apgd-ce", {"loss": "ce"}, "Auto-PGD on the cross-entropy"),
+    ("apgd-dlr", {"loss": "dlr"}, "Auto-PGD on the DLR loss"),
+    (
+        "apgd-t",
+        {"loss": "dlr", "targets": 9},
+        "Auto-PGD on the DLR loss, targeting the 9 most likely other classes",
+    ),
+):
+    _options = count_options("steps", "restarts", "samples")
+    register_attack(_name, settings=_settings, options=_options, summary=_summary, paper="A, C")(APGD)

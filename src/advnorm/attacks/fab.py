@@ -6,15 +6,19 @@ Source: Croce & Hein 2020, "Minimally distorted adversarial examples with a fast
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
+from advnorm._core.errors import Problem
 from advnorm._core.seeding import ImageNoise
-from advnorm.attacks.apgd import SETTLE_EVERY, on_sphere
-from advnorm.attacks.base import Option, register
-from advnorm.attacks.search import Found, Grid, Search, Victim, margin_of, norm_of, ranked_targets, take
+from advnorm.attacks.apgd import VERIFY_EVERY, on_sphere
+from advnorm.attacks.base import count_problems
+from advnorm.attacks.geometry import threat_norm
+from advnorm.attacks.losses import label_margin
+from advnorm.attacks.names import count_options, register_attack
+from advnorm.attacks.search import CandidateGrid, Search, SearchResult, ranked_targets, select_rows
+from advnorm.attacks.victim import VictimModel
 from advnorm.threat import ThreatModel, per_image
 
 
@@ -22,11 +26,11 @@ from advnorm.threat import ThreatModel, per_image
 class FAB(Search):
     """``x ← (1 - α) (x + η d) + α (x_0 + η d_0)``, and back by ``β`` where it is adversarial (algorithm 1).
 
-    ``d`` and ``d_0`` lead from the point and from the image to the linearized boundary within the box, by the shortest
-    way; ``α = min(|d| / (|d| + |d_0|), alpha_max)``. A success is an adversarial point within eps.
-    ``targets``: towards each of this many most likely other classes; 0: in each step the nearest boundary of all
-    classes, at one backward pass per class. The first restart begins at the image, the others at random within eps / 2.
-    ``minimal``: go on after a success, to the smallest distance (``search(...).distance``).
+    ``d`` and ``d_0`` are the shortest steps from the point and from the image to the linearized boundary within the
+    box; ``α = min(|d| / (|d| + |d_0|), alpha_max)``. A success is an adversarial point within eps.
+    ``targets``: the number of most likely other classes to target; 0: in each step the nearest boundary of all
+    classes, at one backward pass per class. The first restart starts at the image, the others at random within eps / 2.
+    ``minimal``: continue after a success, to the smallest distance (``search(...).distance``).
     """
 
     steps: int = 100
@@ -37,11 +41,13 @@ class FAB(Search):
     beta: float = 0.9
     minimal: bool = False
 
-    def problems(self) -> list[str]:
-        problems = super().problems() + self.counted("steps", "restarts") + self.counted("targets", least=0)
-        for label, low, high in (("alpha_max", 0, 1), ("eta", 1, 2), ("beta", 0, 1)):
-            if not low <= getattr(self, label) <= high:
-                problems.append(f"{label} must lie in [{low}, {high}], got {getattr(self, label)!r}")
+    def problems(self) -> list[Problem]:
+        problems = super().problems() + count_problems("steps", self.steps)
+        problems += count_problems("restarts", self.restarts) + count_problems("targets", self.targets, 0)
+        for name, low, high in (("alpha_max", 0, 1), ("eta", 1, 2), ("beta", 0, 1)):
+            if not low <= (value := getattr(self, name)) <= high:
+                message = f"{{field}} must lie in [{low}, {high}]"
+                problems.append(Problem(code="out_of_range", field=name, message=message, got=value))
         return problems
 
     def variants(self, classes: int) -> int:
@@ -50,47 +56,49 @@ class FAB(Search):
     def forwards(self, classes: int) -> int:
         return 2 * self.steps * self.variants(classes)
 
-    def search(self, victim: Victim, x: Tensor, y: Tensor, noise: ImageNoise, *, start: Tensor | None = None) -> Found:
-        """``start``: where the first restart begins in place of the image; the targets are the likely classes there."""
-        clean = victim.strict(x)
-        grid = Grid(victim, self.threat, x, y, self.variants(clean.shape[1]))
-        likely = clean if start is None else victim.strict(start)
+    def search(
+        self, victim: VictimModel, x: Tensor, y: Tensor, noise: ImageNoise, *, start: Tensor | None = None
+    ) -> SearchResult:
+        """``start``: start of the first restart instead of the image; the targets are the most likely classes there."""
+        clean = victim.strict_logits(x)
+        grid = CandidateGrid(victim, self.threat, x, y, self.variants(clean.shape[1]))
+        likely = clean if start is None else victim.strict_logits(start)
         target = ranked_targets(likely, y, max(1, self.targets)).repeat_interleave(self.restarts, 1).flatten()
-        origin = grid.rows(x)
-        far = grid.rows(torch.where(clean.argmax(1) != y, 0.0, torch.inf))  # what is wrong already is at no distance
-        first = origin if start is None else grid.rows(start)
-        state = _State(x=origin, y=grid.rows(y), target=target, point=first, distance=far)
+        origin = grid.to_rows(x)
+        far = grid.to_rows(torch.where(clean.argmax(1) != y, 0.0, torch.inf))  # a misclassified image has distance 0
+        first = origin if start is None else grid.to_rows(start)
+        state = _State(x=origin, y=grid.to_rows(y), target=target, point=first, distance=far)
         if self.restarts > 1:
             later = (torch.arange(len(origin), device=x.device) % self.restarts) > 0
-            halfway = origin + 0.5 * (on_sphere(self.threat, origin, grid.noise(noise)) - origin)
+            halfway = origin + 0.5 * (on_sphere(self.threat, origin, grid.row_noise(noise)) - origin)
             state.point = torch.where(per_image(later, origin), halfway, first)
         if not self.minimal:
-            grid.see(origin, margin_of(grid.rows(clean), state.y))
-            kept = grid.settle()
-            state = state if kept is None else take(state, kept)
+            grid.offer(origin, label_margin(grid.to_rows(clean), state.y))
+            kept = grid.verify()
+            state = state if kept is None else select_rows(state, kept)
         for step in range(1, self.steps + 1):
             if not len(state.y):
                 break
             difference, normal = self._boundary(victim, state)
             if step == 1:
-                grid.note_gradients(normal)
+                grid.record_zero_gradients(normal)
             self._move(state, difference, normal)
-            logits = victim.logits(state.point)
-            within = norm_of((state.point - state.x).flatten(1), self.threat)
+            logits = victim.search_logits(state.point)
+            within = threat_norm((state.point - state.x).flatten(1), self.threat)
             adversarial = logits.argmax(1) != state.y
             state.distance = torch.where(adversarial, torch.minimum(within, state.distance), state.distance)
-            margin = victim.margin(logits, state.y)
-            grid.see(state.point, margin.masked_fill(within > self.threat.eps * (1 + 1e-6), torch.inf))
+            margin = victim.search_margin(logits, state.y)
+            grid.offer(state.point, margin.masked_fill(within > self.threat.eps * (1 + 1e-6), torch.inf))
             back = state.x + self.beta * (state.point - state.x)
             state.point = torch.where(per_image(adversarial, state.point), back, state.point)
-            if not self.minimal and step % SETTLE_EVERY == 0 and step < self.steps:
-                kept = grid.settle()
-                state = state if kept is None else take(state, kept)
+            if not self.minimal and step % VERIFY_EVERY == 0 and step < self.steps:
+                kept = grid.verify()
+                state = state if kept is None else select_rows(state, kept)
         found = grid.finish()
         found.distance = state.distance.view(len(x), -1).amin(1) if self.minimal else None
         return found
 
-    def _boundary(self, victim: Victim, state: _State) -> tuple[Tensor, Tensor]:
+    def _boundary(self, victim: VictimModel, state: _State) -> tuple[Tensor, Tensor]:
         """``z_t - z_y`` and its gradient, for the given target or for the class whose boundary is nearest."""
         if self.targets:
 
@@ -103,12 +111,12 @@ class FAB(Search):
         rows = torch.arange(len(logits), device=logits.device)
         gap = logits - logits.gather(1, state.y[:, None])
         slope = grads - grads[rows, state.y][:, None]
-        away = gap.abs() / norm_of(slope.flatten(2), self.threat, dual=True).clamp_min(1e-12)
+        away = gap.abs() / threat_norm(slope.flatten(2), self.threat, dual=True).clamp_min(1e-12)
         nearest = away.nan_to_num(nan=torch.inf, posinf=torch.inf).scatter(1, state.y[:, None], torch.inf).argmin(1)
         return gap[rows, nearest], slope[rows, nearest]
 
     def _move(self, state: _State, difference: Tensor, normal: Tensor) -> None:
-        """One step towards the boundary, drawn to the image: eq. 9 and 10 with the projections of section 3."""
+        """One step towards the boundary, biased towards the image: eq. 9 and 10 with the projections of section 3."""
         w = normal.flatten(1)
         # w·p + offset is the linearized difference at p, for the point and for the image.
         at_point = difference
@@ -119,10 +127,10 @@ class FAB(Search):
             torch.cat([at_point, at_image]),
             self.threat,
         ).view(2, *state.x.shape)
-        length, length_image = (norm_of(v.flatten(1), self.threat).clamp_min(1e-8) for v in (d, d_image))
+        length, length_image = (threat_norm(v.flatten(1), self.threat).clamp_min(1e-8) for v in (d, d_image))
         alpha = per_image((length / (length + length_image)).clamp_max(self.alpha_max), state.x)
         ahead = (1 - alpha) * (state.point + self.eta * d) + alpha * (state.x + self.eta * d_image)
-        # No number, of a difference or a step beyond float32: a pixel stays where it is.
+        # NaN from a difference or step beyond the range of float32: the pixel stays where it is.
         state.point = torch.where(ahead.isnan(), state.point, ahead.clamp(0, 1))
 
 
@@ -136,11 +144,11 @@ class _State:
 
 
 def onto_boundary(points: Tensor, w: Tensor, value: Tensor, threat: ThreatModel) -> Tensor:
-    """The shortest ``d`` with ``w·d = -value`` and ``0 <= point + d <= 1``; the farthest corner where none reaches it.
+    """The shortest ``d`` with ``w·d = -value`` and ``0 <= point + d <= 1``; the farthest corner if no point does.
 
     Each coordinate moves against ``sign(value)·w`` by some ``m_i`` within its ``room_i``, so that ``Σ|w_i| m_i =
     |value|``. Shortest in Linf: ``m_i = min(λ, room_i)``; in L2: ``min(λ |w_i|, room_i)``; in L1 the coordinates with
-    the largest ``|w_i|`` move first, as far as they can.
+    the largest ``|w_i|`` move first, as far as possible.
     """
     down = w * value.sign()[:, None]
     weight, need = w.abs(), value.abs()[:, None]
@@ -159,27 +167,29 @@ def onto_boundary(points: Tensor, w: Tensor, value: Tensor, threat: ThreatModel)
 
 
 def _level(slope: Tensor, limit: Tensor, need: Tensor) -> Tensor:
-    """The least λ with ``Σ slope_i min(λ, limit_i) >= need``, per row; 1e30 where the limits do not suffice.
+    """The least λ with ``Σ slope_i min(λ, limit_i) >= need``, per row; 1e30 if the limits are too small.
 
-    The sum is concave and piecewise linear in λ, so Newton's steps from 0 never pass the solution and reach it after
-    finitely many; what a small number of them leaves is far below FAB's overshoot.
+    The sum is concave and piecewise linear in λ, so Newton's method from 0 never overshoots and terminates. The error
+    after a few steps is far below FAB's overshoot.
     """
     cap = slope * limit
     level, total = torch.zeros_like(need), cap.sum(1, keepdim=True)
     free = torch.empty_like(slope)
-    look_every = 2 if need.is_cuda else 1  # to look is to wait for the device
+    check_every = 2 if need.is_cuda else 1  # a check synchronizes the device
     for turn in range(1, 13):
-        torch.gt(limit, level, out=free)  # as numbers: selection by masks is slow
+        torch.gt(limit, level, out=free)  # as numbers: boolean masks are slow
         left = torch.linalg.vecdot(slope, free)[:, None]
         rest = need - total + torch.linalg.vecdot(cap, free)[:, None]
         before, level = level, torch.maximum(level, torch.where(left > 0, rest / left, 1e30))
-        if turn % look_every == 0 and torch.equal(before, level):
+        if turn % check_every == 0 and torch.equal(before, level):
             break
     return level
 
 
-_OPTIONS = {name: Option(setting=name, parse=int) for name in ("steps", "restarts")}
-register("fab", partial(FAB, targets=0), options=_OPTIONS, summary="the nearest boundary of all classes", paper="A, C")
-register(
-    "fab-t", FAB, options=_OPTIONS, summary="the boundary to each of the 9 most likely other classes", paper="A, C"
-)
+_OPTIONS = count_options("steps", "restarts")
+register_attack(
+    "fab", settings={"targets": 0}, options=_OPTIONS, summary="the nearest boundary of all classes", paper="A, C"
+)(FAB)
+register_attack(
+    "fab-t", options=_OPTIONS, summary="the boundary to each of the 9 most likely other classes", paper="A, C"
+)(FAB)

@@ -1,4 +1,4 @@
-"""What attacks ascend: one value per image from float32 logits; larger is worse for the model."""
+"""Losses that attacks maximize: one value per image from float32 logits; larger is worse for the model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from advnorm._core.errors import ConfigError
+from advnorm._core.errors import Problem, raise_problems
 from advnorm._core.precision import wide
 
 _TINY = 1e-12
@@ -21,9 +21,14 @@ def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def cw_margin(logits: Tensor, y: Tensor) -> Tensor:
-    """``max_{j≠y} z_j - z_y``, above 0 exactly where y does not win (Carlini & Wagner 2017, without their bound)."""
+    """``max_{j≠y} z_j - z_y``, above 0 if and only if y does not win (Carlini & Wagner 2017, without their bound)."""
     logits = wide(logits)
     return logits.scatter(1, y[:, None], -torch.inf).amax(1) - _at(logits, y)
+
+
+def label_margin(logits: Tensor, y: Tensor) -> Tensor:
+    """``z_y - max_{j≠y} z_j``, the negated CW margin: at most 0 if the label does not win."""
+    return -cw_margin(logits, y)
 
 
 def dlr(logits: Tensor, y: Tensor) -> Tensor:
@@ -40,7 +45,7 @@ def dlr_targeted(logits: Tensor, y: Tensor, target: Tensor) -> Tensor:
 
 
 def kl_to_clean(logits: Tensor, clean_log_probs: Tensor) -> Tensor:
-    """``KL(p(clean) || p(adv))`` (TRADES), from log probabilities on both sides: no log of an underflown 0."""
+    """``KL(p(clean) || p(adv))`` (TRADES), from log probabilities, so that an underflow to 0 gives no NaN."""
     return F.kl_div(wide(logits).log_softmax(1), clean_log_probs, reduction="none", log_target=True).sum(1)
 
 
@@ -48,31 +53,32 @@ def _at(logits: Tensor, y: Tensor) -> Tensor:
     return logits.gather(1, y[:, None])[:, 0]
 
 
-def least_classes(loss: str, *, targeted: bool) -> int:
-    """Of a model that a loss can be taken of: DLR divides by a difference to the third logit, or to the fourth."""
+def minimum_classes(loss: str, *, targeted: bool) -> int:
+    """Minimum number of classes that a loss needs: DLR divides by a difference to the third or fourth logit."""
     return (4 if targeted else 3) if loss == "dlr" else 2
 
 
-def too_few_classes(loss: str, least: int, classes: int) -> str:
-    """What is wrong then, with the cure."""
-    return f"the {loss} loss needs at least {least} classes, got {classes}; use loss='cw'"
+def class_count_problems(loss: str, least: int, classes: int) -> list[Problem]:
+    """The problem of a loss that needs at least ``least`` classes, if the model has fewer."""
+    message = f"the {loss} loss needs at least {least} {{field}}"
+    problem = Problem(code="out_of_range", field="classes", message=message, got=classes, hint="use loss='cw'")
+    return [problem] if classes < least else []
 
 
 def _top(logits: Tensor, count: int, loss: str) -> Tensor:
-    if logits.shape[1] < count:
-        raise ConfigError(too_few_classes(loss, count, logits.shape[1]))
+    raise_problems(class_count_problems(loss, count, logits.shape[1]))
     return wide(logits).topk(count, dim=1).values
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """A loss by name: away from the label, and where there is such a thing towards a target."""
+    """The untargeted form of a loss, and the targeted form if it exists."""
 
     untargeted: Callable[[Tensor, Tensor], Tensor]
     targeted: Callable[[Tensor, Tensor, Tensor], Tensor] | None
 
 
-#: ``kl`` takes the clean log probabilities in place of the labels.
+#: ``kl`` takes the clean log probabilities instead of the labels.
 LOSSES: dict[str, Loss] = {
     "ce": Loss(untargeted=cross_entropy, targeted=lambda z, y, t: -cross_entropy(z, t)),
     "cw": Loss(untargeted=cw_margin, targeted=lambda z, y, t: -cw_margin(z, t)),

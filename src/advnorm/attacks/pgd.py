@@ -1,33 +1,34 @@
-"""Projected gradient ascent with restarts, and the fast gradient sign method."""
+"""Projected gradient descent (PGD) with restarts, and the fast gradient sign method (FGSM)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from advnorm._core.errors import ConfigError, did_you_mean
+from advnorm._core.errors import ConfigError, Description, Problem, raise_problems, unknown_name
 from advnorm._core.seeding import ImageNoise
-from advnorm.attacks.base import Attack, Option, Predict, checked, input_gradient, register
-from advnorm.attacks.losses import LOSSES, least_classes, too_few_classes
+from advnorm.attacks.base import Attack, count_problems
+from advnorm.attacks.inputs import validating_first_logits
+from advnorm.attacks.losses import LOSSES, class_count_problems, minimum_classes
+from advnorm.attacks.model_access import Predict, input_gradient
+from advnorm.attacks.names import NameOption, count_options, register_attack
 from advnorm.threat import length_problem, parse_length, per_image
 
 Start = Literal["uniform", "clean", "gaussian"]
 Keep = Literal["last", "worst"]
 Target = Literal["random", "least_likely"]
-#: Logits to the value that is ascended, one per image.
+#: Logits to the values that are maximized, one per image.
 Objective = Callable[[Tensor], Tensor]
 
 
-class Worst:
-    """The worst case per image of what was seen so far: a wrong prediction before a right one, then the higher loss.
+class WorstCase:
+    """The worst candidate of each image so far: a wrong prediction before a right one, then the higher loss.
 
-    A targeted attack ranks the target's class above another wrong one. Selection is by ``torch.where``: nothing waits
-    for the device.
+    A targeted attack ranks the target's class above other wrong classes. Selection needs no device synchronization.
     """
 
     def __init__(self, y: Tensor, target: Tensor | None = None) -> None:
@@ -35,8 +36,8 @@ class Worst:
         self.x: Tensor | None = None
         self._rank = self._loss = torch.empty(0)
 
-    def see(self, x: Tensor, logits: Tensor, loss: Tensor) -> None:
-        """Take in candidates with their logits and losses; an earlier one stays where both are equally bad."""
+    def offer(self, x: Tensor, logits: Tensor, loss: Tensor) -> None:
+        """Compare candidates with the worst so far; the earlier one wins a tie."""
         x, loss, predicted = x.detach(), loss.detach(), logits.detach().argmax(1)
         rank = ((predicted != self.y) | logits.detach().isnan().any(1)).long()
         if self.target is not None:
@@ -56,13 +57,13 @@ class PGD(Attack):
 
     ``step_size``: a number or ``"2/255"``; by default ``2.5 · eps / steps`` (paper D, B.2).
     ``start``: ``"uniform"`` in the ball, ``"clean"``, ``"gaussian"`` (0.001 · N(0, 1), TRADES), or the probability of a
-    clean start, else uniform (0.2 in paper E).
-    ``loss``: ``ce``, ``cw`` margin, ``dlr``, or ``kl`` to the clean output (TRADES; the labels play no part).
-    ``target``: None, ``"random"`` (never the label; the same for all restarts), ``"least_likely"``; or give a tensor of
-    classes to the call: ``attack(model, x, y, target=t)``.
-    ``restarts``: the worst case per image of all restarts: a wrong prediction first, else the highest loss.
-    ``keep``: each restart offers its ``"last"`` iterate, as usual in training and in the papers' PGD-n, or its
-    ``"worst"`` (which costs one more forward, as restarts do).
+    clean start, otherwise uniform (0.2 in paper E).
+    ``loss``: ``ce``, ``cw`` margin, ``dlr``, or ``kl`` to the clean output (TRADES; ignores the labels).
+    ``target``: None, ``"random"`` (never the label; the same for all restarts) or ``"least_likely"``. A call accepts
+    classes instead: ``attack(model, x, y, target=t)``.
+    ``restarts``: keep the worst case per image of all restarts: a wrong prediction first, then the highest loss.
+    ``keep``: each restart contributes its ``"last"`` iterate, as usual in training and in the papers' PGD-n, or its
+    ``"worst"`` iterate. ``"worst"`` and restarts cost one more forward each.
     ``momentum``: decay of the accumulated gradient (Dong et al. 2018, eq. 6).
     """
 
@@ -75,44 +76,42 @@ class PGD(Attack):
     momentum: float = 0.0
     keep: Keep = "last"
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         problems = super().problems()
         for label in ("steps", "restarts"):
-            count = getattr(self, label)
-            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                problems.append(f"{label} must be an integer of at least 1, got {count!r}")
+            problems += count_problems(label, getattr(self, label))
         if self.step_size is not None:
             problem = length_problem("step_size", self.step_size, getattr(self.threat, "norm", ""))
-            problems += [str(problem)] if problem else []
+            problems += [problem] if problem else []
             if problem is None and parse_length(self.step_size) == 0:
-                problems.append("step_size must be above 0: without a step there is no attack; leave it out")
+                message = "{field} must be above 0"
+                problems.append(Problem(code="out_of_range", field="step_size", message=message, got=self.step_size))
         if isinstance(self.start, str):
             if self.start not in get_args(Start):
-                hint = did_you_mean(self.start, get_args(Start))
-                problems.append(f"unknown start {self.start!r}{hint}, or the probability of a clean start")
+                problems.append(unknown_name("start", self.start, get_args(Start)))
         elif isinstance(self.start, bool) or not isinstance(self.start, int | float) or not 0 <= self.start <= 1:
-            problems.append(f"the probability of a clean start must lie in [0, 1], got {self.start!r}")
+            message = "{field}, the probability of a clean start, must lie in [0, 1]"
+            problems.append(Problem(code="out_of_range", field="start", message=message, got=self.start))
         if self.loss not in LOSSES:
-            problems.append(f"unknown loss {self.loss!r}{did_you_mean(self.loss, LOSSES)}")
+            problems.append(unknown_name("loss", self.loss, LOSSES))
         if self.target is not None and self.target not in get_args(Target):
-            hint = did_you_mean(self.target, get_args(Target))
-            problems.append(f"unknown target {self.target!r}{hint}; give classes to the call: attack(..., target=t)")
-        if self.loss == "kl" and self.target is not None:
-            problems.append("the kl loss has no target; leave target out or use loss='ce'")
-        if self.loss == "kl" and (self.start == "clean" or (isinstance(self.start, int | float) and self.start > 0)):
-            problems.append(
-                f"the kl loss has no gradient at the clean image, where start={self.start!r} begins; use "
-                "start='gaussian' or 'uniform'"
-            )
+            problems.append(unknown_name("target", self.target, get_args(Target)))
+        if self.loss == "kl":
+            problems += [_KL_TARGET] if self.target is not None else []
+            if self.start == "clean" or (isinstance(self.start, int | float) and self.start > 0):
+                message = "the kl loss has no gradient at the clean image, where the attack starts"
+                hint = "use start='gaussian' or 'uniform'"
+                problems.append(Problem(code="conflict", field="start", message=message, got=self.start, hint=hint))
         if not isinstance(self.momentum, int | float) or self.momentum < 0:
-            problems.append(f"momentum must be at least 0, got {self.momentum!r}")
+            message = "{field} must be at least 0"
+            problems.append(Problem(code="out_of_range", field="momentum", message=message, got=self.momentum))
         if self.keep not in get_args(Keep):
-            problems.append(f"unknown keep {self.keep!r}{did_you_mean(self.keep, get_args(Keep))}")
+            problems.append(unknown_name("keep", self.keep, get_args(Keep)))
         return problems
 
-    def misfits(self, shape: Sequence[int], classes: int) -> list[str]:
-        least = least_classes(self.loss, targeted=self.target is not None)
-        return [] if classes >= least else [too_few_classes(self.loss, least, classes)]
+    def input_problems(self, shape: Sequence[int], classes: int) -> list[Problem]:
+        least = minimum_classes(self.loss, targeted=self.target is not None)
+        return class_count_problems(self.loss, least, classes)
 
     @property
     def step(self) -> float:
@@ -122,26 +121,26 @@ class PGD(Attack):
     def __call__(
         self, model: nn.Module, x: Tensor, y: Tensor, *, index: Tensor | None = None, target: Tensor | None = None
     ) -> Tensor:
-        """Adversarial images for ``x``; with ``target``, towards these classes, one per image."""
+        """Return adversarial images for ``x``; with ``target``, towards these classes, one per image."""
         if target is None:
             return super().__call__(model, x, y, index=index)
         if target.shape != y.shape or target.dtype != torch.int64:
-            raise ConfigError(
-                f"target gives one class (int64) per image, shape {tuple(y.shape)}; "
-                f"got {target.dtype} of shape {tuple(target.shape)}"
-            )
+            message = f"{{field}} must give one class (int64) per image, shape {tuple(y.shape)}"
+            got = Description(f"{target.dtype} of shape {tuple(target.shape)}")
+            raise ConfigError("wrong_shape", message, field="target", got=got)
         if self.loss == "kl":
-            raise ConfigError("the kl loss has no target; leave target out or use loss='ce'")
+            raise_problems([_KL_TARGET])
         least, most, same = torch.stack([*target.aminmax(), (target == y).sum()]).tolist()
         if same:
-            raise ConfigError("a target must differ from the image's label; use for example (y + 1) % classes")
+            hint = "use for example (y + 1) % classes"
+            raise ConfigError("conflict", "{field} must differ from the label", field="target", hint=hint)
         if least < 0:
-            raise ConfigError(f"targets must be at least 0, got {least}")
+            raise ConfigError("out_of_range", "{field} must be at least 0", field="target", got=least)
 
         def towards(predict: Predict, x: Tensor, y: Tensor, noise: ImageNoise) -> Tensor:
-            return self.perturb(checked(predict, most, x), x, y, noise, target=target)
+            return self.perturb(validating_first_logits(predict, most, x), x, y, noise, target=target)
 
-        return self._run(model, x, y, index, towards)
+        return self._attack(model, x, y, index, towards)
 
     def perturb(
         self,
@@ -153,10 +152,10 @@ class PGD(Attack):
         target: Tensor | None = None,
         clean: Tensor | None = None,
     ) -> Tensor:
-        """See :meth:`Attack.perturb`. ``clean``: logits of ``x`` that the kl loss starts from, else ``predict(x)``."""
+        """See :meth:`Attack.perturb`. ``clean``: logits of ``x`` for the kl loss, by default ``predict(x)``."""
         objective, target = self._objective(predict, x, y, noise, target, clean)
         project = self.threat.projection(x)
-        worst = Worst(y, target)
+        worst = WorstCase(y, target)
         for restart in range(self.restarts):
             x_adv = self._started(x, noise.fold("restart").fold(restart), project)
             velocity = torch.zeros_like(x)
@@ -166,8 +165,8 @@ class PGD(Attack):
                 loss = objective(logits)
                 grad = input_gradient(loss, x_adv)
                 if self.keep == "worst":
-                    worst.see(x_adv, logits, loss)
-                grad = grad.nan_to_num(nan=0.0)  # where the model gives no number it is fooled: stay there
+                    worst.offer(x_adv, logits, loss)
+                grad = grad.nan_to_num(nan=0.0)  # a NaN output is a success: stay there
                 if self.momentum:
                     grad = velocity = self.momentum * velocity + _per_image_scale(grad)
                 x_adv = project(self.threat.ascended(x_adv.detach(), grad, self.step))
@@ -177,7 +176,7 @@ class PGD(Attack):
                 return x_adv
             with torch.no_grad():
                 logits = predict(x_adv)
-                worst.see(x_adv, logits, objective(logits))
+                worst.offer(x_adv, logits, objective(logits))
         assert worst.x is not None
         return worst.x
 
@@ -201,9 +200,9 @@ class PGD(Attack):
         target: Tensor | None,
         clean: Tensor | None = None,
     ) -> tuple[Objective, Tensor | None]:
-        """The value to ascend as a function of the logits, and the target where there is one.
+        """The values to maximize as a function of the logits, and the target classes if there are any.
 
-        What depends on the clean output (classes, its log probabilities) is computed once.
+        Whatever depends on the clean output (classes, log probabilities) is computed once.
         """
         loss = LOSSES[self.loss]
         if self.loss == "kl" or self.target is not None:
@@ -232,11 +231,36 @@ def least_likely(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def _per_image_scale(grad: Tensor) -> Tensor:
-    """Divide by each image's mean absolute gradient, so that steps of very different gradients add up."""
+    """Divide by each image's mean absolute gradient, so that gradients of different scale add up."""
     mean = grad.abs().flatten(1).mean(1).clamp_min(torch.finfo(grad.dtype).tiny)
     return grad / per_image(mean, grad)
 
 
+#: The problem of a target with the kl loss.
+_KL_TARGET = Problem(
+    code="conflict", field="target", message="the kl loss has no {field}", hint="leave target out or use loss='ce'"
+)
+
+
+def _in_255ths(number: str) -> str:
+    """The step size in a name: ``pgd10-step2`` means 2/255, as in papers A and C."""
+    float(number)  # raises ValueError for text that is not a number
+    return f"{number}/255"
+
+
+OPTIONS = {
+    "step": NameOption(setting="step_size", parse=_in_255ths, norm="Linf"),
+    **count_options("restarts"),
+    "targeted": NameOption(setting="target", value="random"),
+    "leastlikely": NameOption(setting="target", value="least_likely"),
+    "clean": NameOption(setting="start", value="clean"),
+    "worst": NameOption(setting="keep", value="worst"),
+    "momentum": NameOption(setting="momentum", parse=float),
+}
+LOSS_OPTIONS = {loss: NameOption(setting="loss", value=loss) for loss in ("cw", "dlr", "kl")}
+
+
+@register_attack("fgsm", options=OPTIONS | LOSS_OPTIONS, summary="one signed step from the clean image", paper="D")
 @dataclass(frozen=True, kw_only=True)
 class FGSM(PGD):
     """One step of size eps from the clean image: ``x + ε · sign(∇ loss)`` (Goodfellow et al. 2015)."""
@@ -249,29 +273,14 @@ class FGSM(PGD):
         return self.threat.eps if self.step_size is None else parse_length(self.step_size)
 
 
-def in_255ths(number: str) -> str:
-    """The step size that a name gives: ``pgd10-step2`` has 2/255, as papers A and C have it."""
-    float(number)  # a ValueError is explained by who reads the name
-    return f"{number}/255"
-
-
-OPTIONS = {
-    "step": Option(setting="step_size", parse=in_255ths, norm="Linf"),
-    "restarts": Option(setting="restarts", parse=int),
-    "targeted": Option(setting="target", value="random"),
-    "leastlikely": Option(setting="target", value="least_likely"),
-    "clean": Option(setting="start", value="clean"),
-    "worst": Option(setting="keep", value="worst"),
-    "momentum": Option(setting="momentum", parse=float),
-    **{loss: Option(setting="loss", value=loss) for loss in ("cw", "dlr", "kl")},
-}
-register("fgsm", FGSM, options=OPTIONS, summary="one signed step from the clean image", paper="D")
-register("pgd", PGD, steps=10, options=OPTIONS, summary="projected gradient ascent", paper="A, C, D, E")
-register(
+register_attack(
+    "pgd", steps=10, options=OPTIONS | LOSS_OPTIONS, summary="projected gradient descent", paper="A, C, D, E"
+)(PGD)
+register_attack(
     "cw",
-    partial(PGD, loss="cw"),
     steps=20,
-    options={name: option for name, option in OPTIONS.items() if option.setting != "loss"},
-    summary="projected gradient ascent on the CW margin",
+    settings={"loss": "cw"},
+    options=OPTIONS,
+    summary="projected gradient descent on the CW margin",
     paper="D",
-)
+)(PGD)

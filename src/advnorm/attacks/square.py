@@ -15,49 +15,62 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from advnorm._core.errors import raise_all
+from advnorm._core.errors import Description, Problem, raise_problems
 from advnorm._core.seeding import ImageNoise
-from advnorm.attacks.base import Option, register
-from advnorm.attacks.search import Found, Grid, Search, Victim, margin_of, near, norm_of, take
+from advnorm.attacks.base import count_problems
+from advnorm.attacks.geometry import fast_projection, threat_norm
+from advnorm.attacks.losses import label_margin
+from advnorm.attacks.names import count_options, register_attack
+from advnorm.attacks.search import CandidateGrid, Search, SearchResult, select_rows
+from advnorm.attacks.victim import VictimModel
 from advnorm.threat import ThreatModel, per_image
 
 #: Queries after which the share of the pixels that a square covers halves (Andriushchenko et al. 2020, section 5).
 HALVINGS = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)
-#: Random numbers are drawn for so many queries at a time.
+#: Number of queries for which random numbers are drawn at a time.
 BLOCK = 25
-#: Points are judged after every block up to this query, and then after every fourth: few fall so late.
+#: Points are verified after every block up to query EARLY, then every LATER queries: few images fall that late.
 EARLY, LATER = 8 * BLOCK, 4 * BLOCK
-#: On a GPU a forward costs as much as this many rows however few it has, and more than so many rows gain nothing.
+#: On a GPU a forward costs at least as much as IDLE rows, and more than ROWS rows do not increase the throughput.
 IDLE, ROWS = 64, 1024
-#: About this share of all proposals is better than the best point, from the 10th query to the last.
+#: Approximate share of proposals that improve the best point, from the 10th query to the last.
 BETTER = 0.04
-#: Steps of several queries between two looks at what is to be judged and who is done.
+#: Steps of several queries between two verifications.
 STEPS = 10
 
 
+@register_attack(
+    "square",
+    options=count_options("queries", "restarts"),
+    summary="random search with squares, without gradients",
+    paper="A, C",
+)
 @dataclass(frozen=True, kw_only=True)
 class Square(Search):
-    """Random search on the margin ``z_y - max_{j≠y} z_j``: a changed square stays where the margin falls.
+    """Random search on the margin ``z_y - max_{j≠y} z_j``: a changed square is kept if the margin falls.
 
-    ``p_init``: share of the pixels that the first squares cover; it halves after 10, 50, 200, 500, 1000, ... queries.
+    ``p_init``: share of the pixels that the first squares cover. It halves after 10, 50, 200, 500, 1000, ... queries.
     """
 
-    by_gradients = False
+    needs_gradients = False
 
     queries: int = 5000
     p_init: float = 0.8
     restarts: int = 1
 
-    def problems(self) -> list[str]:
-        problems = super().problems() + self.counted("queries", "restarts")
+    def problems(self) -> list[Problem]:
+        problems = super().problems() + count_problems("queries", self.queries)
+        problems += count_problems("restarts", self.restarts)
         if not 0 < self.p_init <= 1:
-            problems.append(f"p_init must lie in (0, 1], got {self.p_init!r}")
+            message = "{field} must lie in (0, 1]"
+            problems.append(Problem(code="out_of_range", field="p_init", message=message, got=self.p_init))
         return problems
 
-    def misfits(self, shape: Sequence[int], classes: int) -> list[str]:
+    def input_problems(self, shape: Sequence[int], classes: int) -> list[Problem]:
         if len(shape) == 3:
             return []
-        return [f"Square needs images of shape (N, channels, height, width), got {('N', *shape)}"]
+        message = "Square needs {field} of shape (N, channels, height, width)"
+        return [Problem(code="wrong_shape", field="images", message=message, got=Description(f"{('N', *shape)}"))]
 
     def variants(self, classes: int) -> int:
         return self.restarts
@@ -65,45 +78,45 @@ class Square(Search):
     def forwards(self, classes: int) -> int:
         return (self.queries + 2) * self.restarts
 
-    def search(self, victim: Victim, x: Tensor, y: Tensor, noise: ImageNoise) -> Found:
-        raise_all(self.misfits(x.shape[1:], 2), "bad batch")
-        grid = Grid(victim, self.threat, x, y, self.restarts)
-        x, y, noise = grid.rows(x), grid.rows(y), grid.noise(noise)
-        grid.see(x, margin_of(victim.strict(x), y))
-        kept = grid.settle()
+    def search(self, victim: VictimModel, x: Tensor, y: Tensor, noise: ImageNoise) -> SearchResult:
+        raise_problems(self.input_problems(x.shape[1:], 2), "bad batch")
+        grid = CandidateGrid(victim, self.threat, x, y, self.restarts)
+        x, y, noise = grid.to_rows(x), grid.to_rows(y), grid.row_noise(noise)
+        grid.offer(x, label_margin(victim.strict_logits(x), y))
+        kept = grid.verify()
         if kept is not None:
-            x, y, noise = take(x, kept), take(y, kept), take(noise, kept)
+            x, y, noise = select_rows(x, kept), select_rows(y, kept), select_rows(noise, kept)
         if not len(y):
             return grid.finish()
         start = _stripes if self.threat.norm == "Linf" else _tiles
-        point = near(self.threat, x)(start(x, noise, self.threat))
-        margin = victim.margin(victim.logits(point), y)
+        point = fast_projection(self.threat, x)(start(x, noise, self.threat))
+        margin = victim.search_margin(victim.search_logits(point), y)
         never = torch.full_like(margin, torch.inf)
-        state = _State(x=x, y=y, noise=noise, point=point, margin=margin, shown=never, query=torch.zeros_like(y))
-        state = self._settled(grid, state)
+        state = _State(x=x, y=y, noise=noise, point=point, margin=margin, offered=never, query=torch.zeros_like(y))
+        state = self._verified(grid, state)
         while len(state.y):
-            self._advance(victim, state, self._at_once(len(state.y), x.device, victim.memory.size))
-            state = self._settled(grid, state)
+            self._advance(victim, state, self._queries_per_forward(len(state.y), x.device, victim.memory.size))
+            state = self._verified(grid, state)
         return grid.finish()
 
-    def _at_once(self, rows: int, device: torch.device, memory: int | None) -> int:
-        """How many queries of each row go into one forward.
+    def _queries_per_forward(self, rows: int, device: torch.device, memory: int | None) -> int:
+        """Number of queries of each row in one forward.
 
-        Where a share b of the proposals is better, k of them take a row ``(1 - (1 - b)^k) / b`` queries further on
-        average, and cost ``idle + k rows`` rows: about ``k = sqrt(2 idle / (b rows))`` pays best.
+        If a share b of the proposals is better, k proposals advance a row by ``(1 - (1 - b)^k) / b`` queries on
+        average and cost ``idle + k rows`` rows. The optimum is about ``k = sqrt(2 idle / (b rows))``.
         """
-        if device.type == "cpu" or self.statistics != "running":  # a batch's own statistics are of one query each
+        if device.type == "cpu" or self.statistics != "running":  # batch statistics belong to one query
             return 1
         best = round(math.sqrt(2 * IDLE / (BETTER * rows)))
         return max(1, min(best, min(ROWS, memory or ROWS) // rows))
 
-    def _advance(self, victim: Victim, state: _State, k: int) -> None:
-        """Some steps, each of the next k queries of every row in one forward; a row is at a query of its own.
+    def _advance(self, victim: VictimModel, state: _State, k: int) -> None:
+        """Take some steps; each evaluates the next k queries of every row in one forward. Rows advance independently.
 
-        All k start from the row's point. The first that is better becomes the point, and those after it, which should
-        have started from there, are asked anew: k changes nothing but the time.
+        All k proposals start from the row's point. The first better one becomes the point, and the queries after it
+        are repeated from there, so k changes nothing but the time.
         """
-        # One query at a time all rows come together to where points are judged.
+        # With one query per forward all rows reach the next verification together.
         steps = min(BLOCK if k == 1 else STEPS, math.ceil((self.queries - int(state.query.min())) / k))
         propose = self._proposals(state, steps * k)
         row, ahead = (torch.arange(count, device=state.x.device) for count in (len(state.y), k))
@@ -112,18 +125,18 @@ class Square(Search):
         for _ in range(steps):
             query = state.query[:, None] + ahead
             proposals = propose(query - first)
-            margin = victim.margin(victim.logits(proposals), y)
+            margin = victim.search_margin(victim.search_logits(proposals), y)
             stop = self._stop(victim, state)
             better = (margin.view(-1, k) < state.margin[:, None]) & (query < stop[:, None])
-            refused = torch.where(better, ahead, k).amin(1)
-            some, at = refused < k, refused.clamp_max(k - 1)
+            first_better = torch.where(better, ahead, k).amin(1)
+            some, at = first_better < k, first_better.clamp_max(k - 1)
             chosen = row * k + at
             state.point = torch.where(per_image(some, state.point), proposals.index_select(0, chosen), state.point)
             state.margin = torch.where(some, margin.index_select(0, chosen), state.margin)
             state.query = torch.minimum(state.query + at + 1, stop)
 
     def _proposals(self, state: _State, count: int) -> _Propose:
-        """What is proposed at the next ``count`` queries of the first row, of the second, and so on."""
+        """Proposals for the next ``count`` queries of each row, row by row."""
         device, blocks = state.x.device, math.ceil((BLOCK - 1 + count) / BLOCK)
         row = torch.arange(len(state.y), device=device)[:, None]
         block = state.query[:, None] // BLOCK + torch.arange(blocks, device=device)
@@ -135,23 +148,23 @@ class Square(Search):
         propose = _recolour if self.threat.norm == "Linf" else _pile_up
         return propose(state, self.threat, self._sides(*state.x.shape[2:]), level, draws)
 
-    def _stop(self, victim: Victim, state: _State) -> Tensor:
-        """The query at which each row waits for its point to be judged; the end where there is nothing to judge.
+    def _stop(self, victim: VictimModel, state: _State) -> Tensor:
+        """The query at which each row waits for verification; the last query if there is nothing to verify.
 
-        So the same points are judged, and the verdicts are the same, at any pace.
+        So the same points are verified, with the same results, for any number of queries per forward.
         """
-        suspect = (state.margin <= victim.tolerance) & (state.margin < state.shown)
-        return torch.where(suspect, _judgements(self.queries, state.x.device)[state.query], self.queries)
+        suspect = (state.margin <= victim.tolerance) & (state.margin < state.offered)
+        return torch.where(suspect, _verification_queries(self.queries, state.x.device)[state.query], self.queries)
 
-    def _settled(self, grid: Grid, state: _State) -> _State:
-        """Have the points judged for which rows wait, an image's rows in turn, and leave out what is done."""
+    def _verified(self, grid: CandidateGrid, state: _State) -> _State:
+        """Verify the points of waiting rows, an image's rows in turn, and drop finished images."""
         behind = state.query.view(-1, grid.variants).amin(1)
-        waiting = (state.query == self._stop(grid.victim, state)) & (state.query == grid.rows(behind))
-        # What the grid has judged already need not be judged again.
-        grid.see(state.point, state.margin.masked_fill(~waiting | (state.margin >= state.shown), torch.inf))
-        state.shown = torch.where(waiting, state.margin, state.shown)
-        kept = grid.settle(finished=behind == self.queries)
-        return state if kept is None else take(state, kept)
+        waiting = (state.query == self._stop(grid.victim, state)) & (state.query == grid.to_rows(behind))
+        # The grid verified these points already.
+        grid.offer(state.point, state.margin.masked_fill(~waiting | (state.margin >= state.offered), torch.inf))
+        state.offered = torch.where(waiting, state.margin, state.offered)
+        kept = grid.verify(finished=behind == self.queries)
+        return state if kept is None else select_rows(state, kept)
 
     def _sides(self, height: int, width: int) -> tuple[int, ...]:
         """Sides of the squares before and after each halving: ``sqrt(p h w)``; for L2 and L1 odd and at least 3."""
@@ -162,21 +175,21 @@ class Square(Search):
         return tuple(min(side, height, width) for side in sides)
 
 
-#: Proposals ``(rows · k, ...)`` of the queries at some places ``(rows, k)``.
+#: Proposals ``(rows · k, ...)`` of the queries at positions ``(rows, k)``.
 _Propose = Callable[[Tensor], Tensor]
 
 
 @dataclass
 class _State:
-    """Of each row."""
+    """The state of each row."""
 
     x: Tensor
     y: Tensor
     noise: ImageNoise
     point: Tensor
     margin: Tensor
-    shown: Tensor  # the margin when the grid last saw the point
-    query: Tensor  # the next one
+    offered: Tensor  # the margin when the point was last offered to the grid
+    query: Tensor  # the next query
 
 
 def _stripes(x: Tensor, noise: ImageNoise, threat: ThreatModel) -> Tensor:
@@ -187,7 +200,7 @@ def _stripes(x: Tensor, noise: ImageNoise, threat: ThreatModel) -> Tensor:
 
 def _recolour(state: _State, threat: ThreatModel, sides: tuple[int, ...], level: Tensor, draws: Tensor) -> _Propose:
     """Linf: at each query a square of ±eps, of one colour."""
-    project = near(threat, state.x)
+    project = fast_projection(threat, state.x)
     low, high = project(state.x - threat.eps)[:, None], project(state.x + threat.eps)[:, None]
     windows = _Windows(state.x, sides, level, draws[..., 0], draws[..., 1])
     raised = draws[..., 5:, None, None] >= 0.5
@@ -216,9 +229,9 @@ def _tiles(x: Tensor, noise: ImageNoise, threat: ThreatModel) -> Tensor:
 
 
 def _pile_up(state: _State, threat: ThreatModel, sides: tuple[int, ...], level: Tensor, draws: Tensor) -> _Propose:
-    """L2 and L1: at each query empty a square; spend its budget, and what is left of eps, in another one.
+    """L2 and L1: at each query empty a square; spend its budget and the unused part of eps in another one.
 
-    The share of each channel follows what it spent in the two squares (Andriushchenko et al. 2020, algorithm 3).
+    Each channel gets the budget that it spent in the two squares (Andriushchenko et al. 2020, algorithm 3).
     """
     power, channels = (2 if threat.norm == "L2" else 1), state.x.shape[1]
     to, source = (_Windows(state.x, sides, level, draws[..., i], draws[..., i + 1]) for i in (0, 2))
@@ -227,7 +240,7 @@ def _pile_up(state: _State, threat: ThreatModel, sides: tuple[int, ...], level: 
     turned = draws[..., 4, None, None, None] < 0.5
 
     def spent(part: Tensor) -> Tensor:  # per channel
-        return norm_of(part.flatten(-2), threat)[..., None, None]
+        return threat_norm(part.flatten(-2), threat)[..., None, None]
 
     def propose(at: Tensor) -> Tensor:
         delta = (state.point - state.x)[:, None]
@@ -235,19 +248,19 @@ def _pile_up(state: _State, threat: ThreatModel, sides: tuple[int, ...], level: 
         pile = to.filled(at, piles, turned[at]) * signs[at]
         old = delta * filled
         fresh = (pile + old / spent(old).clamp_min(1e-12)) * filled
-        left = (threat.eps**power - per_image(norm_of(delta.flatten(1), threat), delta) ** power).clamp_min(0)
+        left = (threat.eps**power - per_image(threat_norm(delta.flatten(1), threat), delta) ** power).clamp_min(0)
         budget = left / channels + spent(delta * (filled | emptied)) ** power
         length = budget.sqrt() if power == 2 else budget * channels
         fresh = fresh / spent(fresh).clamp_min(1e-12) * length
         delta = torch.where(filled, fresh, delta.masked_fill(emptied, 0)).flatten(0, 1)
         x = state.x.repeat_interleave(at.shape[1], 0)
-        return near(threat, x)(x + (_stretched(delta, threat) if threat.norm == "L2" else delta))
+        return fast_projection(threat, x)(x + (_stretched(delta, threat) if threat.norm == "L2" else delta))
 
     return propose
 
 
 def _stretched(delta: Tensor, threat: ThreatModel) -> Tensor:
-    return threat.eps * delta / per_image(norm_of(delta.flatten(1), threat).clamp_min(1e-12), delta)
+    return threat.eps * delta / per_image(threat_norm(delta.flatten(1), threat).clamp_min(1e-12), delta)
 
 
 class _Windows:
@@ -258,7 +271,7 @@ class _Windows:
         side = torch.tensor(sides, device=x.device)[level]
         offsets, within = [], []
         for length, draw in zip(x.shape[2:], (top, left)):
-            # As in the authors' code the last place is left out, unless it is the only one; the paper has it.
+            # As in the authors' code, but not the paper, the last position is left out unless it is the only one.
             first = (draw * (length - side).clamp_min(1)).long()
             offset = torch.arange(length, device=x.device) - first[:, None]
             offsets.append(torch.minimum(offset.clamp_min(0), side[:, None] - 1))
@@ -267,18 +280,18 @@ class _Windows:
         self._down, self._across = within[0][:, None, :, None], within[1][:, None, None, :]
 
     def inside(self, at: Tensor) -> Tensor:
-        """Which pixels lie in the squares at some places."""
+        """Whether each pixel lies in the squares at some positions."""
         return self._down[at] & self._across[at]
 
     def filled(self, at: Tensor, patterns: Tensor, turned: Tensor) -> Tensor:
-        """The level's pattern in each square, transposed in some of them; outside of it anything."""
+        """The level's pattern in each square, transposed where ``turned``; arbitrary outside the square."""
         level, row, column = self._level[at], self._row[at], self._column[at]
         return torch.where(turned, patterns[level, row, column], patterns[level, column, row])
 
 
 @lru_cache(maxsize=16)
-def _judgements(queries: int, device: torch.device) -> Tensor:
-    """For each query the one, not before it, at which points are judged."""
+def _verification_queries(queries: int, device: torch.device) -> Tensor:
+    """For each query the next query at which points are verified."""
     query = torch.arange(queries + 1, device=device)
     every = torch.where(query <= EARLY, BLOCK, LATER)
     return ((query + every - 1) // every * every).clamp_max(queries)
@@ -286,7 +299,7 @@ def _judgements(queries: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _piles(sides: tuple[int, ...], norm: str, device: torch.device) -> Tensor:
-    """The piles of some sides, ``(sides, most, most)``; a smaller one lies in the corner."""
+    """The piles of all sides, ``(sides, most, most)``; smaller ones are padded."""
     most = max(sides)
     return torch.stack([F.pad(_pile(side, norm), (0, most - side, 0, most - side)) for side in sides]).to(device)
 
@@ -307,12 +320,3 @@ def _pile(side: int, norm: str) -> Tensor:
 
     both = torch.cat([rectangle(side // 2, side), -rectangle(side - side // 2, side)])
     return (both / torch.linalg.vector_norm(both, order)).float()
-
-
-register(
-    "square",
-    Square,
-    options={name: Option(setting=name, parse=int) for name in ("queries", "restarts")},
-    summary="random search with squares, without gradients",
-    paper="A, C",
-)

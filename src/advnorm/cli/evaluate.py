@@ -35,7 +35,7 @@ def evaluate(
     """
     from advnorm._core.errors import ConfigError, collect_problems
     from advnorm._core.wrappers import device_of
-    from advnorm.attacks.base import parse_name
+    from advnorm.attacks.names import parse_name
     from advnorm.evaluation.benchmark import benchmark
     from advnorm.evaluation.branches import branches
 
@@ -156,7 +156,7 @@ def printing_result(record: Path | None, show: Callable[[Any], object]) -> Itera
 
 def faster_search(attacks: Sequence[str], device: torch.device) -> str | None:
     """Return a hint at the bf16 search of AutoAttack, if one of the attacks would gain from it."""
-    from advnorm.attacks.base import ATTACKS, parse_name
+    from advnorm.attacks.names import ATTACKS, parse_name
 
     if device.type != "cuda":
         return None

@@ -46,9 +46,7 @@ def attacks(pattern: str) -> Table:
     table = Table("attack", "what it is", "options", "paper", title="attacks", title_justify="left")
     for name in _matching(ATTACKS.names(pattern), pattern, "attack"):
         family = ATTACKS.get(name)
-        options = ", ".join(
-            f"{word}{option.number or 'N'}" if option.parse else word for word, option in family.options.items()
-        )
+        options = ", ".join(f"{word}N" if option.parse else word for word, option in family.options.items())
         table.add_row(list_attacks(name)[0], family.summary, options, family.paper)
     table.caption = "a number after the name sets the steps; options follow after '-', for example pgd20-restarts5-cw"
     table.caption_justify = "left"

@@ -22,7 +22,7 @@ import advnorm.attacks as attack_names
 from advnorm._core.errors import ConfigError, Description, Problem, raise_problems
 from advnorm._core.memory import AdaptiveBatchSize
 from advnorm._core.records import digest, model_fingerprint
-from advnorm.attacks import attacked, input_gradient
+from advnorm.attacks import input_gradient, predicting
 from advnorm.attacks.losses import cross_entropy
 from advnorm.evaluation import audit_thresholds as limits
 from advnorm.evaluation.audit_ladder import (
@@ -219,7 +219,7 @@ class _Audit:
     def _probe(self, route: str | None) -> _BranchProbe:
         plan = self.plan
         x, y = (part[:PROBE_IMAGES].to(plan.device) for part in (plan.images, plan.labels))
-        with attacked(plan.model, route=route, statistics=frozen_mode(plan.statistics)) as predict:
+        with predicting(plan.model, route=route, statistics=frozen_mode(plan.statistics)) as predict:
             logits = predict(x.requires_grad_())
             try:
                 input_gradient(cross_entropy(logits, y), x)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from advnorm._core.errors import Description, Problem, collect_problems, raise_problems, unknown_name
 from advnorm._core.provenance import environment
 from advnorm._core.records import digest, model_fingerprint, writable_problems
-from advnorm.attacks.base import check_images
+from advnorm.attacks.inputs import validate_batch
 from advnorm.data import FolderData, ImageData
 from advnorm.evaluation.data_source import gather, gather_spread
 from advnorm.evaluation.jobs import AttackJob, Attacks, build_jobs
@@ -150,7 +150,7 @@ def plan_evaluation(
         else:
             x, y = gather(data, most)
             index = torch.arange(len(x))
-        check_images(x, y)
+        validate_batch(x, y)
         images, labels = x, y
     alone = mode != "running" and (batch_size == 1 or (images is not None and len(images) == 1))
     if alone:

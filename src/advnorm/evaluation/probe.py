@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from advnorm._core.devices import resolve_device
 from advnorm._core.errors import AdvnormError, ConfigError, Description, Problem, collect_problems
-from advnorm.attacks import attacked, input_gradient
+from advnorm.attacks import input_gradient, predicting
 from advnorm.evaluation.branches import branches, same_branch
 from advnorm.evaluation.jobs import AttackJob
 from advnorm.norms import Mode, domains, frozen_mode, mixture_norms
@@ -79,12 +79,12 @@ def _route_problems(
         hint += f"`with advnorm.mixture_component(model, {domains(model)[-1]!r}):`"
         message = "the norms weight their statistics by the input, and a route changes nothing at test time"
         return [Problem(code="not_supported", message=message, field="route", hint=hint)]
-    by_gradient = [job.name for job in jobs if job.attack.by_gradients]
+    by_gradient = [job.name for job in jobs if job.attack.needs_gradients]
     gradients = gradients and (bool(by_gradient) or not jobs)
     points = x.clone().requires_grad_(gradients)
     stopped: list[Problem] = []
     try:
-        with attacked(model, route=route, statistics=frozen_mode(statistics)) as predict:
+        with predicting(model, route=route, statistics=frozen_mode(statistics)) as predict:
             with torch.set_grad_enabled(gradients):
                 logits = predict(points)
             with collect_problems(stopped):
@@ -108,7 +108,7 @@ def _route_problems(
     problems = [
         Problem(code="not_supported", message=f"{job.name}: {text}", field="attacks")
         for job in jobs
-        for text in job.attack.misfits(shape, logits.shape[1])
+        for text in job.attack.input_problems(shape, logits.shape[1])
     ]
     names = ", ".join(by_gradient) or "attacks"
     return problems + [replace(problem, message=f"{names}: {problem.message}", field="attacks") for problem in stopped]

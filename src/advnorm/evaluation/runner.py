@@ -19,8 +19,8 @@ from advnorm._core.progress import ProgressDisplay, ProgressTask, show_progress
 from advnorm._core.records import write_json, writing
 from advnorm.attacks import Attack
 from advnorm.attacks.autoattack import AutoAttack
-from advnorm.attacks.autoattack_checks import square_flags
-from advnorm.attacks.autoattack_record import AutoAttackResult
+from advnorm.attacks.autoattack.checks import square_warnings
+from advnorm.attacks.autoattack.record import AutoAttackResult
 from advnorm.attacks.search import Search
 from advnorm.evaluation.jobs import AttackJob
 from advnorm.evaluation.partial_record import PartialRecord, load_finished
@@ -197,7 +197,7 @@ class EvaluationRunner:
             found = attack.evaluate(plan.model, x, y, index=index, record=folder, bar=False)
         # Relative to all images: x lacks those that are misclassified without an attack.
         flags = [flag for flag in found.warnings if flag.name not in (*_CHECKED, "square-better")]
-        for flag in flags + square_flags(found.stages, found.fooled_by, len(plan.images)):
+        for flag in flags + square_warnings(found.stages, found.fooled_by, len(plan.images)):
             self.partial.warn(job.key, f"{job.name}: {flag.message}")
         self._warn_about_memory(job.key, job.name, found, "rows")
         if attack.route == job.route:  # otherwise the stages belong to the attacked branch, not to the evaluated one

@@ -12,8 +12,8 @@ from torch import nn
 
 from advnorm._core.precision import float32_as
 from advnorm._core.records import digest
-from advnorm.attacks import attacked
-from advnorm.attacks.base import Predict
+from advnorm.attacks import predicting
+from advnorm.attacks.model_access import Predict
 from advnorm.norms import Mode, frozen_mode
 
 
@@ -41,7 +41,7 @@ class StrictForward:
     def differentiable(self, route: str | None) -> Iterator[Predict]:
         """Provide the forward through a branch; the caller decides on gradients and seeds."""
         with (
-            attacked(self.model, route=route, statistics=frozen_mode(self.statistics)) as predict,
+            predicting(self.model, route=route, statistics=frozen_mode(self.statistics)) as predict,
             float32_as("ieee", self.device),
         ):
             yield predict

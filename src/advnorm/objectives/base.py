@@ -15,20 +15,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from advnorm._core.distributed import rank
-from advnorm._core.errors import AdvnormError, ConfigError, Description, Problem, raise_all, raise_problems
+from advnorm._core.errors import AdvnormError, ConfigError, Description, Problem, raise_problems
 from advnorm._core.precision import wide
 from advnorm._core.registry import Registry, keywords
 from advnorm._core.settings import Setting, convert, convert_options
 from advnorm._core.wrappers import dtype_of
-from advnorm.attacks.base import (
-    Attack,
-    attacked,
-    check_classes,
-    ignored_problems,
-    label_problems,
-    logits_of,
-    range_problems,
-)
+from advnorm.attacks.base import Attack
+from advnorm.attacks.inputs import image_range_problems, label_problems, negative_label_problems, validate_classes
+from advnorm.attacks.model_access import extract_logits, predicting
 from advnorm.norms import Mode, domains, make_plan, route, routed_modules, statistics
 from advnorm.norms.factory import MODULE_OPTIONS
 from advnorm.norms.plan import Plan
@@ -223,10 +217,10 @@ class Objective(nn.Module):
         own = partial(self.logits, execution=execution)
         predict, clean = execution.surrogate or own, self._branch("clean")
         if getattr(attack, "loss", None) == "kl":  # the clean output, once, through the branch it is trained in
-            with attacked(self.model, route=clean, statistics=attack.statistics), torch.no_grad():
+            with predicting(self.model, route=clean, statistics=attack.statistics), torch.no_grad():
                 extra["clean"] = (predict if self._share_banks(clean, self.attack_route) else own)(x)
-        with attacked(self.model, route=self.attack_route, statistics=attack.statistics):
-            return attack.kept(attack.perturb(predict, x, y, attack.noise(index), **extra), x)
+        with predicting(self.model, route=self.attack_route, statistics=attack.statistics):
+            return attack.constrain(attack.perturb(predict, x, y, attack.noise(index), **extra), x)
 
     @property
     def attack_route(self) -> str | None:
@@ -263,10 +257,10 @@ class Objective(nn.Module):
 
     def logits(self, x: Tensor, execution: Execution = EAGER) -> Tensor:
         """Logits in float32 at least: half precision rounds small losses away."""
-        logits = wide(logits_of((execution.network or self.run_model)(x.to(self.dtype)), len(x)))
+        logits = wide(extract_logits((execution.network or self.run_model)(x.to(self.dtype)), len(x)))
         if self._largest_label is not None and self._largest_label >= logits.shape[1]:
             largest, self._largest_label = self._largest_label, None  # the next batch is checked again
-            check_classes(largest, logits)
+            validate_classes(largest, logits)
         return logits
 
     @property
@@ -341,7 +335,7 @@ class Objective(nn.Module):
         hard = y.numel() and not y.is_floating_point()
         if self._largest_label is None and hard and not torch.compiler.is_compiling():
             least, largest = (int(value) for value in y.aminmax())
-            raise_all(ignored_problems(least), "bad batch")
+            raise_problems(negative_label_problems(least), "bad batch")
             self._largest_label = largest
         if self.needs_attack:
             self.validate_images(x)
@@ -369,7 +363,7 @@ class Objective(nn.Module):
         if self._range_checked or torch.compiler.is_compiling():
             return
         if x.numel():
-            raise_all(range_problems(*(value.item() for value in x.detach().aminmax())), "bad batch")
+            raise_problems(image_range_problems(*(value.item() for value in x.detach().aminmax())), "bad batch")
         self._range_checked = True
 
     def compute_loss(self, batch: CraftedBatch, execution: Execution = EAGER) -> ObjectiveOutput:
@@ -443,4 +437,4 @@ def _validate_labels(x: Tensor, y: Tensor, *, soft: bool) -> None:
         raise ConfigError("wrong_type", "{field} must be a tensor of class numbers", field="labels", got=got)
     if soft and y.is_floating_point() and y.dim() == 2 and len(y) == len(x):
         return
-    raise_all(label_problems(x, y), "bad batch")
+    raise_problems(label_problems(x, y), "bad batch")

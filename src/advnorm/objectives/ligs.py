@@ -14,7 +14,7 @@ from advnorm._core.registry import Registry
 from advnorm._core.seeding import ImageNoise
 from advnorm._core.settings import Setting
 from advnorm._core.wrappers import unwrapped
-from advnorm.attacks.base import logits_of
+from advnorm.attacks.model_access import extract_logits
 from advnorm.attacks.pgd import FGSM, PGD
 from advnorm.norms import domains, route, routed_modules, statistics
 from advnorm.objectives.base import Objective, needs_both_domains
@@ -37,7 +37,7 @@ def shift_images(kind: Shift, x: Tensor, y: Tensor, noise: ImageNoise, size: flo
         return x + size * (2 * noise.uniform(x.shape[1:], "ligs").to(x.dtype) - 1)
     threat = ThreatModel(eps=size)
     attack = FGSM(threat=threat) if kind == "fgsm" else PGD(threat=threat, steps=7)
-    return attack.kept(attack.perturb(predict, x, y, noise), x)
+    return attack.constrain(attack.perturb(predict, x, y, noise), x)
 
 
 #: Regularizers by name, for configurations and listings.
@@ -107,7 +107,7 @@ class LIGS(Wrapper):
         stored = any(needs_both_domains(module.plan) for module in routed_modules(model).values())
 
         def predict(images: Tensor) -> Tensor:
-            logits = logits_of(model(images.to(self.innermost.dtype)), len(images))
+            logits = extract_logits(model(images.to(self.innermost.dtype)), len(images))
             return logits if logits.dtype == torch.float64 else logits.float()
 
         def gradient(images: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from advnorm._core.errors import AdvnormError, first_line
 from advnorm._core.precision import kernels
 from advnorm._core.seeding import ImageNoise
-from advnorm.attacks.base import attacked
-from advnorm.attacks.fast_copy import FastCopy, fast_copy
+from advnorm.attacks.folded_copy import FoldedCopy, make_folded_copy
+from advnorm.attacks.model_access import predicting
 from advnorm.objectives import Execution, Objective
 from advnorm.surgery import strip
 from advnorm.training.compilation import CompiledFunction, Log
@@ -40,7 +40,7 @@ def make_attack_on_copy(objective: Objective, execution: Execution, log: Log) ->
     return AttackOnCopy(objective, execution, copy, log, problem=problems[0] if problems else None)
 
 
-def copy_branch(objective: Objective, on_refusal: Callable[[str], object]) -> FastCopy | None:
+def copy_branch(objective: Objective, on_refusal: Callable[[str], object]) -> FoldedCopy | None:
     """Copy the branch that the objective attacks; None if no norm can be folded."""
     try:
         branch = strip(objective.model, objective.attack_route, linked=True).eval()
@@ -49,7 +49,7 @@ def copy_branch(objective: Objective, on_refusal: Callable[[str], object]) -> Fa
     except (RuntimeError, TypeError) as error:  # a model that cannot be copied
         on_refusal(first_line(error))
         return None
-    copy = fast_copy(branch, following=True, on_refusal=on_refusal)
+    copy = make_folded_copy(branch, following=True, on_failure=on_refusal)
     return copy if copy is not None and copy.folded else None
 
 
@@ -66,7 +66,13 @@ class AttackOnCopy:
     IMAGES = 32
 
     def __init__(
-        self, objective: Objective, execution: Execution, copy: FastCopy | None, log: Log, *, problem: str | None = None
+        self,
+        objective: Objective,
+        execution: Execution,
+        copy: FoldedCopy | None,
+        log: Log,
+        *,
+        problem: str | None = None,
     ) -> None:
         self._objective, self.execution, self.copy, self._log = objective, execution, copy, log
         self._problem, self._checked, self._locations = problem, False, TensorLocations(objective.model)
@@ -95,7 +101,7 @@ class AttackOnCopy:
         objective, surrogate, copy, few = self._objective, self.execution.surrogate, self.copy, x[: self.IMAGES]
         assert copy is not None and surrogate is not None
         once = partial(kernels, deterministic=torch.backends.cudnn.deterministic, tried=len(x) <= self.IMAGES)
-        with perturbed(objective.model), attacked(objective.model, route=objective.attack_route) as predict:
+        with perturbed(objective.model), predicting(objective.model, route=objective.attack_route) as predict:
             copy.refresh()
             try:
                 with once(), torch.autocast(x.device.type, enabled=False):

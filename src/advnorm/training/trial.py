@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import torch
 
 from advnorm._core.errors import ConfigError, first_line
-from advnorm.attacks import attacked
+from advnorm.attacks import predicting
 from advnorm.config import Config
 from advnorm.norms import Scope, domains, routed_modules
 from advnorm.objectives import CraftedBatch
@@ -51,9 +51,9 @@ def try_forwards(
         with program.scope(), autocast(program.precision, device), torch.no_grad():
             for domain in objective.trained_domains():
                 branch = domain if domain in domains(model) else None
-                with attacked(model, route=branch) as predict:
+                with predicting(model, route=branch) as predict:
                     predict(x)
-            with attacked(model, statistics="batch_frozen"), ExitStack() as stack:
+            with predicting(model, statistics="batch_frozen"), ExitStack() as stack:
                 if routed_modules(model):  # over all processes, as in training
                     stack.enter_context(Scope(model, {"local": False}))
                 objective.run_forwards(batch)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from advnorm._core.precision import float32_as
-from advnorm.attacks import attacked
+from advnorm.attacks import predicting
 from advnorm.config import Config
 from advnorm.data import FolderData, ImageData, make_loader, split_held_out
 from advnorm.norms import domains, frozen_mode
@@ -101,7 +101,7 @@ class Validation:
             with autocast(self.precision, device):
                 x_adv = attack(model, x, y, index=index)
             for position, (images, branch) in enumerate(((x, clean), (x_adv, adv))):
-                with float32_as("ieee", device), attacked(model, route=branch) as predict, torch.no_grad():
+                with float32_as("ieee", device), predicting(model, route=branch) as predict, torch.no_grad():
                     right[position] += (predict(images).argmax(1) == y).sum()
         if self.ranks.world > 1:
             dist.all_reduce(right)

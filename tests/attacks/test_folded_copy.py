@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from advnorm import create_model, route, strip
-from advnorm.attacks.fast_copy import FastConv, fast_copy
+from advnorm.attacks.folded_copy import FoldedConv, make_folded_copy
 
 X = torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
@@ -46,16 +46,16 @@ def test_norms_and_activations_go_into_the_convolutions(name, norms, fused):
     with torch.autocast("cpu", enabled=False):
         for activations in (False, True):
             # In float32, so that nothing but the order of sums differs.
-            copy = fast_copy(plain, activations=activations, dtype=torch.float32)
+            copy = make_folded_copy(plain, activations=activations, dtype=torch.float32)
             assert sum(isinstance(m, nn.BatchNorm2d) for m in copy.modules()) == norms
-            assert sum(isinstance(m, FastConv) and m.relu for m in copy.modules()) == (fused if activations else 0)
+            assert sum(isinstance(m, FoldedConv) and m.relu for m in copy.modules()) == (fused if activations else 0)
             assert copy.folded + norms == sum(isinstance(m, nn.BatchNorm2d) for m in plain.modules())
             same(copy.network, plain, tolerance=1e-4)
 
 
 def test_in_half_precision_it_is_near():
     plain = strip(branch("resnet18"), "adv")
-    logits = fast_copy(plain)(X)
+    logits = make_folded_copy(plain)(X)
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, plain(X), rtol=0.05, atol=0.05)
 
@@ -66,7 +66,7 @@ def test_in_half_precision_it_is_near():
 def test_a_fused_activation_has_the_gradients_of_its_parts(options, shortcut, bias):
     torch.manual_seed(0)
     conv = nn.Conv2d(4, 6, 3, bias=bias, **options).double()
-    fast = FastConv(conv, relu=True, dtype=torch.float64)
+    fast = FoldedConv(conv, relu=True, dtype=torch.float64)
     fast.refresh()
     x = torch.randn(2, 4, 7, 7, dtype=torch.float64, requires_grad=True)
     inputs = (x, torch.randn_like(conv(x)).requires_grad_()) if shortcut else (x,)
@@ -82,7 +82,7 @@ def test_a_folded_norm_is_the_norm(affine, bias):
     for value in (*norm.parameters(), norm.running_mean, norm.running_var):
         nn.init.uniform_(value, 0.5, 2)
     norm.eval()
-    fast = FastConv(conv, norm, relu=False, dtype=torch.float64)
+    fast = FoldedConv(conv, norm, relu=False, dtype=torch.float64)
     fast.refresh()
     torch.testing.assert_close(fast(X.double()), norm(conv(X.double())))
 
@@ -90,7 +90,7 @@ def test_a_folded_norm_is_the_norm(affine, bias):
 def test_a_copy_of_a_linked_network_follows_it():
     model = branch("resnet18")
     linked = strip(model, "adv", linked=True)
-    copy = fast_copy(linked, dtype=torch.float32)
+    copy = make_folded_copy(linked, dtype=torch.float32)
     before = strip(model, "adv")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.train()
@@ -108,7 +108,7 @@ def test_a_copy_of_a_linked_network_follows_it():
 
 def test_a_compiled_copy_follows_too():
     model = branch("small_cnn")
-    copy = fast_copy(strip(model, "adv", linked=True))
+    copy = make_folded_copy(strip(model, "adv", linked=True))
     compiled = torch.compile(copy, dynamic=False)
     gradient_of(compiled, X)
     with torch.no_grad():
@@ -121,12 +121,12 @@ def test_a_compiled_copy_follows_too():
 
 def test_what_has_hooks_or_other_activations_stays_as_it_is():
     plain = strip(branch("resnet18", activation="silu"), "adv")
-    copy = fast_copy(plain, dtype=torch.float32)
-    assert not any(isinstance(m, FastConv) and m.relu for m in copy.modules())
+    copy = make_folded_copy(plain, dtype=torch.float32)
+    assert not any(isinstance(m, FoldedConv) and m.relu for m in copy.modules())
     same(copy.network, plain, tolerance=1e-4)
     plain = strip(branch("resnet18"), "adv")
     plain.bn1.register_forward_hook(lambda module, args, out: out + 1)
-    same(fast_copy(plain, dtype=torch.float32).network, plain, tolerance=1e-4)
+    same(make_folded_copy(plain, dtype=torch.float32).network, plain, tolerance=1e-4)
 
 
 def test_a_model_that_cannot_be_traced_has_no_copy():
@@ -134,7 +134,7 @@ def test_a_model_that_cannot_be_traced_has_no_copy():
         def forward(self, x):
             return x if x.sum() > 0 else -x
 
-    assert fast_copy(Branching()) is None
+    assert make_folded_copy(Branching()) is None
 
 
 # -- networks that are written in other ways ---------------------------------------------------------------------------
@@ -301,7 +301,7 @@ def written(name):
 @pytest.mark.parametrize("name", WRITTEN)
 def test_however_a_network_is_written_the_copy_computes_and_follows_it(name):
     network = written(name)
-    copied = fast_copy(network, dtype=torch.float32, following=True)
+    copied = make_folded_copy(network, dtype=torch.float32, following=True)
     same(copied.network, network, tolerance=1e-4)
     shaken(network, 1)
     copied.refresh()
@@ -317,8 +317,8 @@ def test_what_a_usual_residual_network_is_written_of_goes_into_the_convolutions(
         out += x
         return F.relu(out)
 
-    copied = fast_copy(shaken(Written(block).eval(), 0), following=True)
-    assert copied.folded == 2 and sum(isinstance(m, FastConv) and m.relu for m in copied.modules()) == 2
+    copied = make_folded_copy(shaken(Written(block).eval(), 0), following=True)
+    assert copied.folded == 2 and sum(isinstance(m, FoldedConv) and m.relu for m in copied.modules()) == 2
     assert not any(isinstance(m, nn.BatchNorm2d) for m in copied.modules())
 
 
@@ -338,7 +338,7 @@ class Called(nn.Module):
 
 def test_a_network_with_options_that_returns_a_mapping_has_a_copy():
     network = shaken(Called().eval(), 0)
-    copied = fast_copy(network, following=True)
+    copied = make_folded_copy(network, following=True)
     assert copied.folded == 1
     expected = network(X)["logits"]
     torch.testing.assert_close(copied(X), expected, rtol=0.05, atol=0.05 * expected.abs().max().item())
@@ -347,7 +347,7 @@ def test_a_network_with_options_that_returns_a_mapping_has_a_copy():
 def kept(network, **options):
     """The copy, and why there is none."""
     reasons = []
-    return fast_copy(network, dtype=torch.float32, on_refusal=reasons.append, **options), reasons
+    return make_folded_copy(network, dtype=torch.float32, on_failure=reasons.append, **options), reasons
 
 
 @pytest.mark.parametrize("where", ["the network", "a block"])
@@ -372,7 +372,7 @@ def test_a_tensor_that_no_one_trains_stands_against_a_copy_that_follows():
 
     network = shaken(Written(moved, centre=torch.tensor(0.1)).eval(), 0)
     copied, reasons = kept(network, following=True)
-    assert copied is None and reasons[0].endswith("no parameter and no buffer: centre")
+    assert copied is None and "centre" in reasons[0]
     same(kept(network)[0].network, network, tolerance=1e-4)  # of a network that stays as it is
 
     def noisy(net, x):
@@ -398,7 +398,7 @@ FUSED = [pytest.param(shortcut, marks=on_gpu) for shortcut in (False, True)]
 def convolved(shortcut, dtype):
     torch.manual_seed(0)
     conv = nn.Conv2d(64, 64, 3, padding=1, device="cuda")
-    fast = FastConv(conv, relu=True, dtype=dtype)
+    fast = FoldedConv(conv, relu=True, dtype=dtype)
     fast.refresh()
     x = torch.randn(32, 64, 16, 16, device="cuda", dtype=dtype).contiguous(memory_format=torch.channels_last)
     return fast, (x, torch.randn_like(x)) if shortcut else (x,)

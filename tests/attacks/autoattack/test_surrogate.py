@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from advnorm import ThreatModel, create_model, route, statistics, strip
-from advnorm.attacks import AutoAttack, stand_in
-from advnorm.attacks.stand_in import CAPTURE_AFTER, MOST_ROWS, StandIn, fast_stand_in
+from advnorm.attacks import AutoAttack
+from advnorm.attacks.autoattack import surrogate
+from advnorm.attacks.autoattack.surrogate import CAPTURE_AFTER, MOST_ROWS, CapturedSurrogate, make_surrogate
 from advnorm.norms import routed_modules, zero_perturbation
 
 X = torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -22,8 +23,8 @@ def branch(name, **options):
 
 def test_there_is_none_without_a_gpu_or_stored_statistics():
     model = branch("small_cnn")
-    assert fast_stand_in(model, route="adv", statistics="running") is None or torch.cuda.is_available()
-    assert fast_stand_in(model, route="adv", statistics="batch_frozen") is None
+    assert make_surrogate(model, route="adv", statistics="running") is None or torch.cuda.is_available()
+    assert make_surrogate(model, route="adv", statistics="batch_frozen") is None
 
 
 def fails(x):
@@ -41,17 +42,17 @@ def fails(x):
     ],
 )
 def test_the_fastest_way_that_works_and_agrees_is_kept(monkeypatch, ways, kept):
-    monkeypatch.setattr(stand_in, "_Memory", object)  # which lies on a GPU
+    monkeypatch.setattr(surrogate, "_CaptureMemory", object)  # which lies on a GPU
     masked = torch.tensor([10.0, -torch.inf])
     ways = [way if callable(way) else (lambda x, way=way: x.flatten(1)[:, :1] * 0 + way * masked) for way in ways]
-    fast = StandIn(*ways)
+    fast = CapturedSurrogate(*ways)
     assert torch.equal(fast(X), ways[kept](X)) and fast.eager is ways[kept]
 
 
 def test_where_no_way_works_the_last_one_says_why(monkeypatch):
-    monkeypatch.setattr(stand_in, "_Memory", object)
+    monkeypatch.setattr(surrogate, "_CaptureMemory", object)
     with pytest.raises(RuntimeError, match="no such kernel"):
-        StandIn(fails, fails)(X)
+        CapturedSurrogate(fails, fails)(X)
 
 
 class Whole(nn.Module):
@@ -85,7 +86,7 @@ def gradient_of(network, x):
 
 def replaying(model, *sizes):
     """A stand-in that has captured forwards and gradients of these many rows."""
-    fast = fast_stand_in(model, route="adv", statistics="running")
+    fast = make_surrogate(model, route="adv", statistics="running")
     for rows in sizes:
         x = torch.rand(rows, 3, 32, 32, device="cuda")
         for _ in range(CAPTURE_AFTER + 1):
@@ -137,9 +138,9 @@ def test_a_gradient_belongs_to_its_own_forward_whatever_came_in_between():
 @on_gpu
 def test_perturbed_statistics_have_no_copy():
     model = branch("small_cnn").cuda()
-    assert fast_stand_in(model, route="adv", statistics="running") is not None
+    assert make_surrogate(model, route="adv", statistics="running") is not None
     with statistics(model, perturbation=zero_perturbation(model, requires_grad=False)):
-        assert fast_stand_in(model, route="adv", statistics="running") is None
+        assert make_surrogate(model, route="adv", statistics="running") is None
 
 
 @pytest.mark.gpu
@@ -166,7 +167,7 @@ def test_what_cannot_be_captured_is_computed_as_it_is():
         def forward(self, x):
             return self.network(x) * (1.0 if x.sum().item() > 0 else -1.0)
 
-    fast = fast_stand_in(Waiting().cuda(), route="adv", statistics="running")
+    fast = make_surrogate(Waiting().cuda(), route="adv", statistics="running")
     x = X.cuda()
     for _ in range(CAPTURE_AFTER + 3):
         torch.testing.assert_close(fast(x), fast.eager(x), rtol=0.05, atol=0.05)
@@ -178,7 +179,7 @@ def test_what_cannot_be_captured_is_computed_as_it_is():
 @pytest.mark.parametrize("name", ["resnet18", "preact_resnet18", "vgg11"])
 def test_on_a_gpu_it_agrees_for_every_size_and_for_gradients(name):
     model = branch(name).cuda()
-    fast = fast_stand_in(model, route="adv", statistics="running")
+    fast = make_surrogate(model, route="adv", statistics="running")
     plain = strip(model, "adv")
     for rows in (1, 3, 40, 40, 40, 40, 33, 300, 300, 300, MOST_ROWS + 70):
         x = X.repeat(300, 1, 1, 1)[:rows].cuda()

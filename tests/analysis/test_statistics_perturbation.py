@@ -12,8 +12,9 @@ from torch import Tensor, nn
 import advnorm
 from advnorm._core.errors import ConfigError
 from advnorm._core.seeding import ImageNoise
-from advnorm.attacks import StatisticsAttack
+from advnorm.analysis.statistics_perturbation import StatisticsPerturbation
 from advnorm.norms import RoutedNorm
+from support.problems import raises_problem
 
 CLASSES = 4
 
@@ -62,7 +63,7 @@ def assert_untouched(model: nn.Module, before: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", ["gradient", "uniform", "binary"])
 def test_the_model_is_untouched_and_the_radius_holds(trained, kind, statistics):
     before = state(trained)
-    result = StatisticsAttack(radius=0.2, kind=kind, statistics=statistics)(trained, *pictures())
+    result = StatisticsPerturbation(radius=0.2, kind=kind, statistics=statistics)(trained, *pictures())
     assert_untouched(trained, before)
     assert 0 <= result.accuracy <= 1 and result.clean_accuracy > 0.7
     sizes = torch.cat([tensor.abs().flatten() for tensor in result.perturbation.tensors])
@@ -76,10 +77,10 @@ def test_the_model_is_untouched_and_the_radius_holds(trained, kind, statistics):
 def test_it_leaves_no_trace_when_it_fails(trained):
     x, y = pictures()
     before = state(trained)
-    with pytest.raises(ConfigError, match="labels go up to"):
-        StatisticsAttack(radius=0.1)(trained, x, y + CLASSES)
-    with pytest.raises(ConfigError, match="divide by 255"):
-        StatisticsAttack(radius=0.1).accuracy(trained, [(x * 255, y)])
+    with raises_problem("out_of_range", "labels"):
+        StatisticsPerturbation(radius=0.1)(trained, x, y + CLASSES)
+    with raises_problem("out_of_range", "images"):
+        StatisticsPerturbation(radius=0.1).accuracy(trained, [(x * 255, y)])
     assert_untouched(trained, before)
 
 
@@ -90,7 +91,7 @@ def test_the_direction_is_the_sign_of_the_gradient_by_finite_differences(statist
     x, y = pictures(24)
     with torch.no_grad():
         model(x.double() + 0.1)
-    direction = StatisticsAttack(radius=0.1, statistics=statistics).direction(model, x, y)
+    direction = StatisticsPerturbation(radius=0.1, statistics=statistics).direction(model, x, y)
 
     def loss() -> float:
         with advnorm.statistics(model, mode=statistics, perturbation=probe), torch.no_grad():
@@ -117,22 +118,24 @@ def test_the_gradient_hurts_more_than_random_directions(trained):
     batch, other = pictures(seed=100), [pictures(seed=s) for s in range(101, 105)]
     accuracy = {}
     for kind in ("gradient", "binary", "uniform"):
-        attack = StatisticsAttack(radius=0.6, kind=kind)
+        attack = StatisticsPerturbation(radius=0.6, kind=kind)
         accuracy[kind] = attack.accuracy(trained, other, attack.perturbation(trained, *batch))
     assert accuracy["gradient"] < accuracy["binary"] - 0.1 and accuracy["gradient"] < accuracy["uniform"] - 0.1
-    direction = StatisticsAttack(radius=0.6).direction(trained, *batch)
+    direction = StatisticsPerturbation(radius=0.6).direction(trained, *batch)
     curve = [
-        (attack := StatisticsAttack(radius=radius)).accuracy(trained, other, attack.scaled(direction))
+        (attack := StatisticsPerturbation(radius=radius)).accuracy(trained, other, attack.scaled(direction))
         for radius in (0.0, 0.3, 0.6)
     ]
-    assert curve[0] == StatisticsAttack(radius=0.1).accuracy(trained, other) and curve[0] > curve[1] > curve[2]
+    assert curve[0] == StatisticsPerturbation(radius=0.1).accuracy(trained, other) and curve[0] > curve[1] > curve[2]
 
 
 @pytest.mark.parametrize("which", ["mean", "std"])
 def test_running_statistics_perturbed_as_in_section_4_5(trained, which):
     """``μ ← (1 + εv) μ`` or ``σ ← (1 + εv) σ``, done by hand to the buffers of a copy."""
     radius = 0.3
-    attack = StatisticsAttack(radius=radius, kind="binary", which=which, scaling="std", statistics="running", seed=5)
+    attack = StatisticsPerturbation(
+        radius=radius, kind="binary", which=which, scaling="std", statistics="running", seed=5
+    )
     direction = attack.direction(trained)
     by_hand = copy.deepcopy(trained).eval()
     for name, module in by_hand.named_modules():
@@ -153,7 +156,7 @@ def test_running_statistics_perturbed_as_in_section_4_5(trained, which):
 
 def test_only_the_chosen_statistics_move(trained):
     for which, moved in (("mean", (True, False)), ("std", (False, True)), ("both", (True, True))):
-        perturbation = StatisticsAttack(radius=0.1, kind="binary", which=which).perturbation(trained)
+        perturbation = StatisticsPerturbation(radius=0.1, kind="binary", which=which).perturbation(trained)
         for banks in perturbation.values():
             for delta in banks.values():
                 assert tuple(bool(part.any()) for part in delta) == moved
@@ -162,9 +165,9 @@ def test_only_the_chosen_statistics_move(trained):
 def test_a_gradient_on_sigma_ascends_too(trained):
     """``1/σ`` goes where the gradient points, by ``ε`` of itself or such that ``σ`` moves by ``ε`` of itself."""
     x, y = pictures(seed=100)
-    direction = StatisticsAttack(radius=0.6, which="std").direction(trained, x, y)
+    direction = StatisticsPerturbation(radius=0.6, which="std").direction(trained, x, y)
     for scaling in ("invstd", "std"):
-        attack = StatisticsAttack(radius=0.6, which="std", scaling=scaling)
+        attack = StatisticsPerturbation(radius=0.6, which="std", scaling=scaling)
         result = attack(trained, x, y)
         assert result.accuracy < result.clean_accuracy - 0.05, scaling
         for sign, delta in zip(direction.tensors[1::2], result.perturbation.tensors[1::2]):
@@ -177,7 +180,7 @@ def test_random_directions_are_shared_by_models_of_one_architecture(trained):
     torch.manual_seed(7)
     other = advnorm.create_model("small_cnn", num_classes=CLASSES, norm="bn")
     one, same, different = (
-        torch.cat(StatisticsAttack(radius=0.1, kind="binary", seed=seed).direction(model).tensors)
+        torch.cat(StatisticsPerturbation(radius=0.1, kind="binary", seed=seed).direction(model).tensors)
         for model, seed in ((trained, 0), (other, 0), (trained, 1))
     )
     assert torch.equal(one, same) and not torch.equal(one, different)
@@ -187,8 +190,8 @@ def test_random_directions_are_shared_by_models_of_one_architecture(trained):
 def test_groups_have_statistics_of_their_own(trained):
     """Evaluation in n groups is n evaluations of a n-th of the batch; the gradient is that of the whole batch."""
     x, y = pictures(48, seed=60)
-    grouped = StatisticsAttack(radius=0.2, groups=4)
-    whole = StatisticsAttack(radius=0.2)
+    grouped = StatisticsPerturbation(radius=0.2, groups=4)
+    whole = StatisticsPerturbation(radius=0.2)
     perturbation = whole.perturbation(trained, x, y)
     for a, b in zip(grouped.perturbation(trained, x, y).tensors, perturbation.tensors):
         assert torch.equal(a, b)
@@ -201,39 +204,45 @@ def test_groups_have_statistics_of_their_own(trained):
 def test_only_the_branch_under_attack_is_perturbed():
     torch.manual_seed(0)
     model = advnorm.create_model("small_cnn", num_classes=CLASSES, norm="dual_bn")
-    attack = StatisticsAttack(radius=0.1, route="adv")
+    attack = StatisticsPerturbation(radius=0.1, route="adv")
     for banks in attack.perturbation(model, *pictures()).values():
         assert not any(part.any() for part in banks["clean"]) and all(part.any() for part in banks["adv"])
 
 
 def test_repr_rebuilds_it():
-    attack = StatisticsAttack(radius=0.1, kind="binary", groups=8, route="adv")
+    attack = StatisticsPerturbation(radius=0.1, kind="binary", groups=8, route="adv")
     assert eval(repr(attack)) == attack
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "code", "field"),
     [
-        ({"radius": 1.5}, r"radius must lie in \[0, 1\)"),
-        ({"radius": float("nan")}, "radius"),
-        ({"kind": "grad"}, "unknown kind 'grad'"),
-        ({"which": "var"}, "unknown which 'var'"),
-        ({"groups": 0}, "groups must be an integer of at least 1"),
-        ({"statistics": "batch"}, "'batch_frozen' or 'running'"),
-        ({"statistics": "running", "groups": 2}, "groups belong to batch statistics"),
-        ({"radius": -1, "kind": "x"}, "radius.*; unknown kind"),
+        ({"radius": 1.5}, "out_of_range", "radius"),
+        ({"radius": float("nan")}, "out_of_range", "radius"),
+        ({"kind": "grad"}, "unknown_name", "kind"),
+        ({"which": "var"}, "unknown_name", "which"),
+        ({"scaling": "var"}, "unknown_name", "scaling"),
+        ({"groups": 0}, "out_of_range", "groups"),
+        ({"statistics": "batch"}, "unknown_name", "statistics"),
+        ({"statistics": "running", "groups": 2}, "conflict", "groups"),
     ],
 )
-def test_bad_settings_are_refused_with_the_cure(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        StatisticsAttack(**{"radius": 0.1, **settings})
+def test_a_bad_setting_raises(settings, code, field):
+    with raises_problem(code, field):
+        StatisticsPerturbation(**{"radius": 0.1, **settings})
 
 
-def test_bad_use_is_refused_with_the_cure(trained):
-    with pytest.raises(ConfigError, match="a gradient needs a batch"):
-        StatisticsAttack(radius=0.1).perturbation(trained)
-    with pytest.raises(ConfigError, match="no data to judge on"):
-        StatisticsAttack(radius=0.1).accuracy(trained, [])
+def test_all_problems_of_the_settings_are_reported_at_once():
+    with raises_problem("out_of_range", "radius") as caught:
+        StatisticsPerturbation(radius=-1, kind="x")
+    assert [problem.field for problem in caught.value.problems] == ["radius", "kind"]
+
+
+def test_missing_data_and_plain_norms_raise(trained):
+    with raises_problem("empty", "images"):
+        StatisticsPerturbation(radius=0.1).perturbation(trained)
+    with raises_problem("empty", "data"):
+        StatisticsPerturbation(radius=0.1).accuracy(trained, [])
     plain = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(192, CLASSES))
-    with pytest.raises(ConfigError, match="convert_norm"):
-        StatisticsAttack(radius=0.1)(plain, *pictures())
+    with pytest.raises(ConfigError):
+        StatisticsPerturbation(radius=0.1)(plain, *pictures())

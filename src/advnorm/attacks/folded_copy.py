@@ -1,6 +1,6 @@
-"""A copy of a network to climb on: bfloat16, channels-last, norms and activations inside the convolutions.
+"""A fast copy of a network for attacks: bfloat16, channels-last, norms and activations folded into convolutions.
 
-Made of a network whose tensors it shares, it follows a training: ``refresh()`` takes weights and statistics anew.
+The copy of a network in training is updated by ``refresh()``, which reads the current weights and statistics.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node, Proxy, Tracer
 
 from advnorm._core.errors import ConfigError, first_line
-from advnorm.attacks.base import logits_of
+from advnorm.attacks.model_access import extract_logits
 
 aten: Any = torch.ops.aten
 
@@ -38,9 +38,9 @@ def conv_relu(
     dilation: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """``relu(conv(x) + z)``, by one kernel of cuDNN on a GPU; gradients for x and z alone."""
+    """``relu(conv(x) + z)``, one cuDNN kernel on a GPU; gradients for x and z only."""
     settings: Any = (stride, padding, dilation, groups)
-    if not x.is_cuda or torch.backends.cudnn.deterministic:  # which the kernels below do not heed
+    if not x.is_cuda or torch.backends.cudnn.deterministic:  # which the kernels below ignore
         return _conv_relu(x, z, weight, bias, *settings)
     if z is None:
         return torch.cudnn_convolution_relu(x, weight, bias, *settings)
@@ -52,7 +52,7 @@ def _conv_relu(x: Tensor, z: Tensor | None, weight: Tensor, bias: Tensor | None,
     return (out if z is None else out + z).relu()
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, z, weight, _, *ctx.settings = inputs
     ctx.shortcut = z is not None
     ctx.save_for_backward(x, weight, output)
@@ -62,27 +62,27 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, out = ctx.saved_tensors
     stride, padding, dilation, groups = ctx.settings
     grad = aten.threshold_backward(grad, out, 0)
-    asked = (True, False, False)  # of x alone
-    of_x = aten.convolution_backward(grad, x, weight, None, stride, padding, dilation, False, [0, 0], groups, asked)[0]
+    wanted = (True, False, False)  # for x only
+    of_x = aten.convolution_backward(grad, x, weight, None, stride, padding, dilation, False, [0, 0], groups, wanted)[0]
     return of_x, grad if ctx.shortcut else None, *(None,) * 6
 
 
 conv_relu.register_fake(_conv_relu)
-conv_relu.register_autograd(_gradients, setup_context=_keep)
+conv_relu.register_autograd(_gradients, setup_context=_save_context)
 
 
-class FastConv(nn.Module):
-    """A convolution, the norm after it with stored statistics, a shortcut and the ReLU, in as few passes as may be."""
+class FoldedConv(nn.Module):
+    """A convolution with the norm after it (running statistics), shortcut and ReLU, in as few passes as possible."""
 
     weight: Tensor
     bias: Tensor | None
 
     def __init__(self, conv: nn.Conv2d, norm: nn.BatchNorm2d | None = None, *, relu: bool, dtype: torch.dtype) -> None:
         super().__init__()
-        self._sources = (conv, norm)  # a tuple, since they are no parts of it
+        self._sources = (conv, norm)  # a tuple, so that they do not become submodules
         self.relu, self.groups = relu, conv.groups
         self.stride, self.padding, self.dilation = list(conv.stride), list(map(int, conv.padding)), list(conv.dilation)
-        # Tensor cores read 8 channels at once: images get empty ones.
+        # Tensor cores read 8 channels at once: pad the channels of images.
         self.added = -conv.in_channels % 8 if conv.groups == 1 else 0
         out, inside, *kernel = conv.weight.shape
         weight = torch.zeros((out, inside + self.added, *kernel), dtype=dtype, device=conv.weight.device)
@@ -92,7 +92,7 @@ class FastConv(nn.Module):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take weights and statistics anew: ``γ / √(σ² + ε) · w``, and ``β - γ μ / √(σ² + ε)`` for the bias."""
+        """Fold the current weights and statistics: ``γ / √(σ² + ε) · w``, and ``β - γ μ / √(σ² + ε)`` for the bias."""
         conv, norm = self._sources
         weight = self.weight[:, : conv.weight.shape[1]]
         if norm is None:
@@ -120,18 +120,17 @@ class FastConv(nn.Module):
         settings: Any = (self.stride, self.padding, self.dilation, self.groups)
         if not self.relu:
             return torch.conv2d(x, self.weight, self.bias, *settings)
-        if z is not None and z.shape != self._shape(x):  # a kernel broadcasts nothing
+        if z is not None and z.shape != self._output_shape(x):  # the kernel does not broadcast
             return _conv_relu(x, z, self.weight, self.bias, *settings)
         return conv_relu(x, z, self.weight, self.bias, *settings)
 
-    def _shape(self, x: Tensor) -> tuple[int, ...]:
-        """Of the output for ``x``."""
+    def _output_shape(self, x: Tensor) -> tuple[int, ...]:
         out, _, *kernel = self.weight.shape
         sides = zip(x.shape[2:], kernel, self.stride, self.padding, self.dilation)
         return len(x), out, *((n + 2 * pad - gap * (k - 1) - 1) // by + 1 for n, k, by, pad, gap in sides)
 
 
-class FastLinear(nn.Module):
+class CastLinear(nn.Module):
     """A linear layer in another precision."""
 
     weight: Tensor
@@ -158,57 +157,56 @@ class FastLinear(nn.Module):
 # -- the network -------------------------------------------------------------------------------------------------------
 
 
-class FastCopy(nn.Module):
-    """Images to float32 logits by the copy of a traced network, with weights as they were at the last refresh."""
+class FoldedCopy(nn.Module):
+    """Images to float32 logits by a copy of a traced network, with the weights of the last refresh."""
 
     def __init__(self, network: GraphModule) -> None:
         super().__init__()
         self.network = network
-        self._parts = [part for part in network.modules() if isinstance(part, FastConv | FastLinear)]
+        self._parts = [part for part in network.modules() if isinstance(part, FoldedConv | CastLinear)]
         self.refresh()
 
     @property
     def folded(self) -> int:
-        """How many norms went into convolutions."""
-        return sum(isinstance(part, FastConv) and part._sources[1] is not None for part in self._parts)
+        """Number of norms that were folded into convolutions."""
+        return sum(isinstance(part, FoldedConv) and part._sources[1] is not None for part in self._parts)
 
     def refresh(self) -> None:
-        """Take weights and statistics of the network anew, as it is now."""
+        """Read the current weights and statistics of the network."""
         for part in self._parts:
             part.refresh()
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() == 4:
             x = x.contiguous(memory_format=torch.channels_last)
-        # Without the cache of weights: what the copy shares with a network in training changes.
+        # Without the weight cache, since a network in training changes the weights that the copy shares.
         with torch.autocast(x.device.type, torch.bfloat16, cache_enabled=False):
-            return logits_of(self.network(x), len(x)).float()
+            return extract_logits(self.network(x), len(x)).float()
 
 
-def fast_copy(
+def make_folded_copy(
     network: nn.Module,
     *,
     activations: bool = True,
     dtype: torch.dtype = torch.bfloat16,
     following: bool = False,
-    on_refusal: Callable[[str], object] = lambda reason: None,
-) -> FastCopy | None:
-    """The copy of a plain network in eval mode, which stays as it is; None where it cannot be traced.
+    on_failure: Callable[[str], object] = lambda reason: None,
+) -> FoldedCopy | None:
+    """Return a fast copy of a plain network in eval mode, or None if the network cannot be traced.
 
-    ``activations``: whether ReLUs and the sums before them go into the convolutions too. ``following``: the network is
-    being trained, so that a tensor which the trace would keep as it is now stands against a copy. ``on_refusal`` is
-    told why there is none.
+    ``activations``: also fold ReLUs and the sums before them. ``following``: the network is being trained, so a tensor
+    that the trace would freeze prevents the copy. ``on_failure`` is called with the reason if there is no copy.
     """
     try:
-        # Called by another module it gets its image alone: an optional argument is what it is by default.
-        copy = _traced(root := nn.Sequential(network), following=following)
-    except Exception as error:  # tracing fails in as many ways as there are models
-        on_refusal(first_line(error))
+        # Inside another module the network gets one argument, so that optional arguments keep their defaults.
+        copy = _trace(root := nn.Sequential(network), following=following)
+    except Exception as error:  # tracing can fail in any way
+        on_failure(first_line(error))
         return None
     graph, modules = copy.graph, dict(root.named_modules())
 
     def module_of(node: Any, kind: type) -> Any:
-        """The module that a node calls with one tensor, if it is a plain one of this kind without hooks."""
+        """The module that a node calls with one tensor, if it has exactly this type and no hooks."""
         if not isinstance(node, Node) or node.op != "call_module" or len(node.args) != 1 or node.kwargs:
             return None
         module = modules.get(str(node.target))
@@ -222,7 +220,7 @@ def fast_copy(
         return None if conv is None or isinstance(conv.padding, str) or conv.padding_mode != "zeros" else conv
 
     def replace(nodes: Sequence[Node], part: nn.Module, *inputs: Any) -> None:
-        """Put a part in place of some nodes, the last one first."""
+        """Replace nodes, listed from last to first, by one module."""
         name = f"fast_{nodes[0].name}"
         copy.add_submodule(name, part)
         with graph.inserting_before(nodes[0]):
@@ -231,7 +229,7 @@ def fast_copy(
             graph.erase_node(node)
 
     def convolution(node: Any) -> tuple[nn.Conv2d, nn.BatchNorm2d | None, Node, list[Node]] | None:
-        """A convolution, the norm after it, its input, and the nodes it consists of, the last one first."""
+        """A convolution, the norm after it, its input, and its nodes, listed from last to first."""
         norm: Any = module_of(node, nn.BatchNorm2d)
         inner: Any = node.args[0] if norm is not None else node
         conv = conv_of(inner)
@@ -240,7 +238,7 @@ def fast_copy(
         return conv, norm, inner.args[0], [node, inner] if norm is not None else [node]
 
     for node in list(graph.nodes):
-        source: Any = _activated(node, module_of)
+        source: Any = _relu_input(node, module_of)
         if not activations or source is None or not alone(source):
             continue
         parts: list[Any] = [source]
@@ -248,7 +246,7 @@ def fast_copy(
             parts = list(source.args)
         if not all(isinstance(part, Node) for part in parts) or len(set(parts)) < len(parts):
             continue
-        # ``a += b`` changes a: what else reads it afterwards reads the sum.
+        # ``a += b`` changes a: other readers of a read the sum.
         candidates = parts[:1] if source.target is operator.iadd else parts
         found = next((part for part in candidates if convolution(part) is not None and alone(part)), None)
         if found is None:
@@ -256,32 +254,32 @@ def fast_copy(
         conv, norm, x, inner = convolution(found)  # pyright: ignore[reportGeneralTypeIssues]
         rest = [part for part in parts if part is not found]
         nodes = [node, *([source] if rest else []), *inner]
-        replace(nodes, FastConv(conv, norm, relu=True, dtype=dtype), x, *rest)
+        replace(nodes, FoldedConv(conv, norm, relu=True, dtype=dtype), x, *rest)
     for kind in (nn.BatchNorm2d, nn.Conv2d):  # norms first, with their convolutions
         for node in list(graph.nodes):
             if module_of(node, kind) is not None and (found := convolution(node)) is not None:
                 conv, norm, x, nodes = found
-                replace(nodes, FastConv(conv, norm, relu=False, dtype=dtype), x)
+                replace(nodes, FoldedConv(conv, norm, relu=False, dtype=dtype), x)
     for node in list(graph.nodes):
         linear = module_of(node, nn.Linear)
         if linear is not None:
-            replace([node], FastLinear(linear, dtype=dtype), *node.args)
+            replace([node], CastLinear(linear, dtype=dtype), *node.args)
     copy.recompile()
     copy.delete_all_unused_submodules()
-    return FastCopy(copy)
+    return FoldedCopy(copy)
 
 
 # -- the trace ---------------------------------------------------------------------------------------------------------
 
 RELUS, SUMS = (F.relu, torch.relu), (operator.add, torch.add, operator.iadd)
-#: What Python calls for ``a += b`` and its like.
+#: In-place operators such as ``a += b``.
 IN_PLACE = tuple(getattr(operator, name) for name in ("iadd", "isub", "imul", "itruediv", "ipow", "imatmul"))
-#: What users hang on a module to see or change what it computes.
+#: Attributes with the hooks of a module.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class _Proxy(Proxy):
-    """Operations on a tensor, those in place too: torch's own proxy makes ``a + b`` of ``a += b``."""
+    """Records in-place operations too; torch's own proxy turns ``a += b`` into ``a + b``."""
 
 
 for _function in IN_PLACE:
@@ -295,24 +293,25 @@ for _function in IN_PLACE:
 
 
 class _Tracer(Tracer):
-    proxy_buffer_attributes = True  # what is computed from statistics is computed anew in every forward
+    proxy_buffer_attributes = True  # values computed from statistics are computed in every forward
 
     def proxy(self, node: Node) -> Proxy:
         return _Proxy(node, self)
 
 
-def _traced(root: nn.Module, *, following: bool) -> GraphModule:
-    """A network as a graph of built-in modules and functions; raises where that would compute something else."""
+def _trace(root: nn.Module, *, following: bool) -> GraphModule:
+    """Trace a network into built-in modules and functions; raise if the trace would compute something else."""
     tracer = _Tracer()
     for name, module in root.named_modules():
         if _hooked(module) and not tracer.is_leaf_module(module, name):
-            raise ConfigError(f"a {type(module).__name__} has hooks, which a trace runs once")
+            message = f"a {type(module).__name__} has hooks, which a trace would run once"
+            raise ConfigError("not_supported", message, field="network")
     graph = tracer.trace(root)
     own = dict([*root.named_parameters(), *root.named_buffers()])
     fixed = [str(node.target) for node in graph.nodes if node.op == "get_attr" and node.target not in own]
     if following and fixed:
-        name = fixed[0].removeprefix("0.")
-        raise ConfigError(f"a trace keeps a tensor as it is that is no parameter and no buffer: {name}")
+        message = f"a trace would freeze {fixed[0].removeprefix('0.')}, a tensor that is neither parameter nor buffer"
+        raise ConfigError("not_supported", message, field="network")
     return GraphModule(root, graph)
 
 
@@ -320,7 +319,7 @@ def _hooked(module: nn.Module) -> bool:
     return any(getattr(module, name) for name in HOOKS)
 
 
-def _activated(node: Node, module_of: Callable[[Any, type], Any]) -> Node | None:
-    """What a ReLU is taken of, if the node is one."""
+def _relu_input(node: Node, module_of: Callable[[Any, type], Any]) -> Node | None:
+    """The input of a ReLU node, or None."""
     is_relu = module_of(node, nn.ReLU) is not None or (node.op == "call_function" and node.target in RELUS)
     return node.args[0] if is_relu and node.args and isinstance(node.args[0], Node) else None

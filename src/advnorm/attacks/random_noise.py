@@ -1,19 +1,20 @@
-"""Random noise as an attack: what a perturbation does that does not know the model (paper D, B.4)."""
+"""Random noise as an attack: the effect of a perturbation that ignores the model (paper D, B.4)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from advnorm._core.errors import did_you_mean
+from advnorm._core.errors import Problem, unknown_name
 from advnorm._core.seeding import ImageNoise
-from advnorm.attacks.base import Attack, Option, Predict, register
+from advnorm.attacks.base import Attack, count_problems
 from advnorm.attacks.losses import cross_entropy
-from advnorm.attacks.pgd import Worst
+from advnorm.attacks.model_access import Predict
+from advnorm.attacks.names import count_options, register_attack
+from advnorm.attacks.pgd import WorstCase
 
 Kind = Literal["uniform", "gaussian", "binary"]
 
@@ -22,33 +23,31 @@ Kind = Literal["uniform", "gaussian", "binary"]
 class RandomNoise(Attack):
     """Noise inside the ball: ``uniform`` in it, ``gaussian``, or ``binary`` (a random corner).
 
-    Linf: U[-ε, ε], N(0, (ε/2)²) cut off at ±ε, or ±ε. L2 and L1: uniform in the ball, or Gaussian or ±1 noise scaled to
-    length eps. With ``restarts`` the worst of several draws per image.
+    Linf: U[-ε, ε], N(0, (ε/2)²) clipped at ±ε, or ±ε. L2 and L1: uniform in the ball, or Gaussian or ±1 noise scaled to
+    length eps. ``restarts``: keep the worst of several draws per image.
     """
 
-    by_gradients = False
+    needs_gradients = False
 
     kind: Kind = "uniform"
     restarts: int = 1
 
-    def problems(self) -> list[str]:
-        problems = super().problems()
+    def problems(self) -> list[Problem]:
+        problems = super().problems() + count_problems("restarts", self.restarts)
         if self.kind not in get_args(Kind):
-            problems.append(f"unknown kind of noise {self.kind!r}{did_you_mean(self.kind, get_args(Kind))}")
-        if isinstance(self.restarts, bool) or not isinstance(self.restarts, int) or self.restarts < 1:
-            problems.append(f"restarts must be an integer of at least 1, got {self.restarts!r}")
+            problems.append(unknown_name("kind of noise", self.kind, get_args(Kind), field="kind"))
         return problems
 
     def perturb(self, predict: Predict, x: Tensor, y: Tensor, noise: ImageNoise) -> Tensor:
         noise = noise.fold(self.kind)
         if self.restarts == 1:
             return self._draw(x, noise.fold(0))
-        worst = Worst(y)
+        worst = WorstCase(y)
         for restart in range(self.restarts):
             x_adv = self._draw(x, noise.fold(restart))
             with torch.no_grad():
                 logits = predict(x_adv)
-            worst.see(x_adv, logits, cross_entropy(logits, y))
+            worst.offer(x_adv, logits, cross_entropy(logits, y))
             if self.progress is not None:
                 self.progress(restart + 1, self.restarts)
         assert worst.x is not None
@@ -66,10 +65,10 @@ class RandomNoise(Attack):
 
 
 for _kind in get_args(Kind):
-    register(
+    register_attack(
         f"noise-{_kind}",
-        partial(RandomNoise, kind=_kind),
-        options={"restarts": Option(setting="restarts", parse=int)},
+        settings={"kind": _kind},
+        options=count_options("restarts"),
         summary=f"{_kind} noise in the ball",
         paper="D",
-    )
+    )(RandomNoise)

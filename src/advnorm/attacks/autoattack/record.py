@@ -1,4 +1,4 @@
-"""The answer of AutoAttack, and the folder that a killed evaluation continues from."""
+"""The result of AutoAttack, and the folder from which a killed evaluation resumes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,15 +16,13 @@ from torch import Tensor
 
 from advnorm._core.errors import ConfigError
 from advnorm._core.records import digest, interrupted_write, write_atomic, write_json
-from advnorm.attacks.search import Found
-
-if TYPE_CHECKING:
-    from advnorm.attacks.autoattack import AutoAttack
+from advnorm.attacks.autoattack.settings import AutoAttackSettings
+from advnorm.attacks.search import SearchResult
 
 
 @dataclass(frozen=True)
-class Flag:
-    """A reason to doubt the number."""
+class ReliabilityWarning:
+    """A reason to doubt the robust accuracy."""
 
     name: str
     message: str
@@ -32,25 +30,25 @@ class Flag:
 
 @dataclass(frozen=True, kw_only=True)
 class AutoAttackResult:
-    """The answer of an evaluation, with its conditions."""
+    """The result of an evaluation, with its conditions."""
 
-    attack: AutoAttack
-    #: Adversarial images; for robust ones the point nearest to one that was seen.
+    attack: AutoAttackSettings
+    #: Adversarial images; for robust images the candidate nearest to the decision boundary.
     x_adv: Tensor
-    #: Which attack fooled an image: the position in ``stages``; 0 for ``clean``: wrong without attack; -1: robust.
+    #: The attack that fooled each image, as a position in ``stages``; 0 (``clean``): wrong without attack; -1: robust.
     fooled_by: Tensor
     stages: tuple[str, ...]
     seconds: dict[str, float]
-    #: Forwards in images, backwards not counted.
+    #: Number of forwards in images, without backwards.
     forwards: dict[str, int]
-    warnings: tuple[Flag, ...]
+    warnings: tuple[ReliabilityWarning, ...]
     batch_size: int
-    #: Batch sizes for which memory did not suffice.
+    #: Batch sizes that ran out of memory.
     halved: tuple[int, ...] = ()
 
     @property
     def robust(self) -> Tensor:
-        """The verdict on each image."""
+        """Whether each image resists all attacks."""
         return self.fooled_by < 0
 
     @property
@@ -70,13 +68,13 @@ class AutoAttackResult:
         return self.robust.double().mean().item()
 
     def summary(self) -> dict[str, Any]:
-        """What a record keeps as JSON, but for the time it took."""
+        """The JSON of a record, without seconds."""
         return {
             "attack": repr(self.attack),
             "images": len(self.x_adv),
             "accuracy": self.accuracy,
             "forwards": self.forwards,
-            "warnings": [dataclasses.asdict(flag) for flag in self.warnings],
+            "warnings": [dataclasses.asdict(warning) for warning in self.warnings],
             "batch_size": self.batch_size,
             "halved": list(self.halved),
         }
@@ -86,36 +84,37 @@ class AutoAttackResult:
         width = max(map(len, self.stages))
         for name, accuracy in self.accuracy.items():
             lines.append(f"  {name:{width}} {100 * accuracy:6.2f} %  {self.seconds.get(name, 0):8.1f} s")
-        return "\n".join([*lines, *(f"  warning ({flag.name}): {flag.message}" for flag in self.warnings)])
+        return "\n".join([*lines, *(f"  warning ({warning.name}): {warning.message}" for warning in self.warnings)])
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
-    """What an attack of the cascade found for some of the images; ``images`` are their places."""
+class StageBatch:
+    """The result of one stage for some of the images; ``images`` are their positions."""
 
     stage: str
     images: Tensor
-    found: Found
+    found: SearchResult
     seconds: float
     forwards: int
 
 
-class Record:
-    """A folder: ``record.json`` (what was asked, at the end the answer), and the images in ``answer.safetensors``.
+class CascadeRecord:
+    """A folder: ``record.json`` (the request, finally also the answer), and the images in ``answer.safetensors``.
 
-    While the evaluation runs it holds a file for each finished batch. Every file is written whole or not at all.
+    While the evaluation runs, the folder holds a file for each finished batch. Every file is written atomically.
     """
 
     FORMAT = 2
 
-    def __init__(self, folder: Path, asked: dict[str, Any]) -> None:
-        self.folder, self.asked = folder, asked
+    def __init__(self, folder: Path, request: dict[str, Any]) -> None:
+        self.folder, self.request = folder, request
         self._json = folder / "record.json"
         self._count = 0
         if not self._json.exists():
             if folder.exists() and not (folder.is_dir() and all(map(interrupted_write, folder.iterdir()))):
-                raise ConfigError(f"{folder} is there and is no record of AutoAttack; give record= a folder of its own")
-            write_json(self._json, {"format": self.FORMAT, "asked": asked})
+                message, hint = f"{folder} is not a record of AutoAttack", "give record= a folder of its own"
+                raise ConfigError("already_exists", message, field="record", hint=hint)
+            write_json(self._json, {"format": self.FORMAT, "asked": request})
         self._data = self._read()
 
     def __str__(self) -> str:
@@ -126,29 +125,26 @@ class Record:
             data = json.loads(self._json.read_text(encoding="utf-8"))
             found, known = dict(data["asked"]), data["format"] == self.FORMAT
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{self._json} is corrupt ({error!r}); remove the folder to start anew") from None
+            raise _damaged(self._json, repr(error)) from None
+        hint = "give record= another folder, or remove this one"
         if not known:
-            raise ConfigError(
-                f"{self._json} is of another version of advnorm (format {data['format']!r}, here {self.FORMAT}); "
-                "give record= another folder, or remove this one"
-            )
-        differing = [name for name in self.asked if name != "logits" and found.get(name) != self.asked[name]]
+            message = f"{self._json} must have format {self.FORMAT}; another version of advnorm wrote it"
+            raise ConfigError("wrong_format", message, field="record", got=data["format"], hint=hint)
+        differing = [name for name in self.request if name != "logits" and found.get(name) != self.request[name]]
         if not differing:
             ours, theirs = (
-                torch.tensor([[float(v) for v in row] for row in asked["logits"]]) for asked in (self.asked, found)
+                torch.tensor([[float(v) for v in row] for row in asked["logits"]]) for asked in (self.request, found)
             )
-            # A tolerance, since another device or batch size rounds differently.
+            # With a tolerance, since another device or batch size rounds differently.
             if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=1e-2, atol=1e-3):
                 differing.append("model")
         if differing:
-            raise ConfigError(
-                f"{self._json} belongs to another evaluation (different: {', '.join(differing)}); "
-                "give record= another folder, or remove this one"
-            )
+            message = f"{self._json} belongs to another evaluation (different: {', '.join(differing)})"
+            raise ConfigError("conflict", message, field="record", hint=hint)
         return data
 
-    def add(self, batch: Batch) -> None:
-        """Keep a finished batch."""
+    def add(self, batch: StageBatch) -> None:
+        """Write a finished batch."""
         found = batch.found
         tensors = {
             "images": batch.images,
@@ -161,16 +157,17 @@ class Record:
         self._count += 1
         _write_tensors(self.folder / f"batch-{self._count:06}.safetensors", tensors, facts)
 
-    def batches(self, stages: tuple[str, ...], device: torch.device) -> Iterator[Batch]:
-        """The batches that an earlier process finished, in order."""
+    def batches(self, stages: tuple[str, ...], device: torch.device) -> Iterator[StageBatch]:
+        """Yield the batches that an earlier process finished, in order."""
         for path in sorted(self.folder.glob("batch-*.safetensors")):
             tensors, facts = _read_tensors(path, device)
             stage = facts.pop("stage", None)
             if stage not in stages:
-                raise ConfigError(f"{path} holds a batch of {stage!r}; this evaluation has {', '.join(stages)}")
+                message = f"{path} must hold a batch of one of the stages {', '.join(stages)}"
+                raise ConfigError("conflict", message, field="record", got=stage)
             images = tensors.pop("images")
             self._count = int(path.stem.removeprefix("batch-"))
-            yield Batch(stage=stage, images=images, found=Found(**tensors), **facts)
+            yield StageBatch(stage=stage, images=images, found=SearchResult(**tensors), **facts)
 
     def finish(self, result: AutoAttackResult) -> None:
         """Write the answer and remove the batches."""
@@ -181,26 +178,27 @@ class Record:
         for path in self.folder.glob("batch-*.safetensors"):
             path.unlink()
 
-    def answer(self, device: torch.device) -> dict[str, Any] | None:
-        """What :class:`AutoAttackResult` needs, of an evaluation that is finished."""
+    def load_result(self, attack: AutoAttackSettings, device: torch.device) -> AutoAttackResult | None:
+        """Return the result of a finished evaluation, else None."""
         answer = self._data.get("answer")
         if answer is None:
             return None
         tensors, _ = _read_tensors(self.folder / "answer.safetensors", device)
         summary = answer["result"]
-        return {
+        return AutoAttackResult(
+            attack=attack,
             **tensors,
-            "stages": tuple(answer["stages"]),
-            "seconds": answer["seconds"],
-            "forwards": summary["forwards"],
-            "warnings": tuple(Flag(**flag) for flag in summary["warnings"]),
-            "batch_size": summary["batch_size"],
-            "halved": tuple(summary["halved"]),
-        }
+            stages=tuple(answer["stages"]),
+            seconds=answer["seconds"],
+            forwards=summary["forwards"],
+            warnings=tuple(ReliabilityWarning(**warning) for warning in summary["warnings"]),
+            batch_size=summary["batch_size"],
+            halved=tuple(summary["halved"]),
+        )
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """A safetensors file with facts and hashes in its header, whole or not at all."""
+    """Write a safetensors file with facts and hashes in its header, atomically."""
     tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     header = {"facts": json.dumps(facts), "digests": json.dumps({name: digest(v) for name, v in tensors.items()})}
     write_atomic(path, save(tensors, metadata=header))
@@ -212,8 +210,13 @@ def _read_tensors(path: Path, device: torch.device) -> tuple[dict[str, Tensor], 
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             header = file.metadata()
         if json.loads(header["digests"]) != {name: digest(value) for name, value in tensors.items()}:
-            raise ValueError("its content does not match its hash")
+            raise ValueError("the content does not match the hash")
         facts = json.loads(header["facts"])
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is corrupt ({error}); remove the folder {path.parent} to start anew") from None
+        raise _damaged(path, str(error)) from None
     return {name: value.to(device) for name, value in tensors.items()}, facts
+
+
+def _damaged(path: Path, reason: str) -> ConfigError:
+    hint = f"remove the folder {path.parent} to start again"
+    return ConfigError("damaged_file", f"{path} is damaged ({reason})", field="record", hint=hint)

@@ -1,0 +1,241 @@
+"""One evaluation by AutoAttack: stages that run in turn on the images that are still robust."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from advnorm._core.errors import ConfigError
+from advnorm._core.memory import AdaptiveBatchSize
+from advnorm._core.precision import ContextFactory, kernels
+from advnorm._core.seeding import ImageNoise
+from advnorm.attacks.autoattack.checks import warnings_after, warnings_before
+from advnorm.attacks.autoattack.record import AutoAttackResult, CascadeRecord, ReliabilityWarning, StageBatch
+from advnorm.attacks.autoattack.settings import AutoAttackSettings
+from advnorm.attacks.autoattack.surrogate import CapturedSurrogate
+from advnorm.attacks.fab import FAB
+from advnorm.attacks.losses import cross_entropy, label_margin
+from advnorm.attacks.model_access import Predict, never_alone, pad_rows, padded_size
+from advnorm.attacks.search import Search, SearchResult
+from advnorm.attacks.victim import VictimModel
+
+#: The stage that decides close calls of a fast search. A margin is close if it is at most CLOSE times the tolerance.
+FINISH, CLOSE = "float32", 8
+#: Value of ``fooled_by`` for an image that no attack fooled.
+ROBUST = -1
+#: Number of images for the checks before the attack.
+PROBE = 64
+#: Rows of a forward: on a CPU, and at most on a GPU, where more rows do not increase the throughput.
+CPU_ROWS, GPU_ROWS = 512, 4096
+#: On a GPU a strict forward is padded to a multiple of DECISION_ROWS, or in a search of 1 / SEARCH_PARTS of all rows.
+DECISION_ROWS, SEARCH_PARTS = 32, 8
+
+
+class Cascade:
+    """One evaluation. Values of all images stay on the images' device; batches move to the model's device."""
+
+    def __init__(
+        self,
+        attack: AutoAttackSettings,
+        predict: Predict,
+        x: Tensor,
+        y: Tensor,
+        noise: ImageNoise,
+        *,
+        device: torch.device,
+        surrogate: Predict | None,
+        precision: ContextFactory,
+        given: bool = False,
+    ) -> None:
+        self.attack, self.x, self.y, self.noise, self.device = attack, x, y, noise, device
+        self.given = given
+        self.memory = AdaptiveBatchSize(attack.batch_size or (CPU_ROWS if device.type == "cpu" else GPU_ROWS))
+        self.padded = device.type == "cuda" and attack.statistics == "running"
+        if self.padded:
+            predict = _padded(predict, self.memory, searches=surrogate is None)
+        if attack.statistics == "batch_frozen":
+            predict, surrogate = never_alone(predict), surrogate and never_alone(surrogate)
+        self.strict = self.victim = VictimModel(predict, memory=self.memory)
+        if surrogate is not None:
+            self.victim = VictimModel(predict, search_predict=surrogate, precision=precision, memory=self.memory)
+        self.record: CascadeRecord | None = None
+        self.reports: list[Callable[[str, float], None]] = []
+        if attack.progress is not None:
+            whole, progress = 1000, attack.progress
+            self.reports.append(lambda _name, share: progress(round(whole * share), whole))
+        self.warnings: list[ReliabilityWarning] = []
+        self.fooled_by = torch.full_like(y, ROBUST)
+        self.best, self.margin = x.clone(), torch.full(y.shape, torch.inf, device=x.device)
+        self.no_gradient: dict[str, int] = {}
+        self.seconds: dict[str, float] = {}
+        self.forwards: dict[str, int] = {}
+
+    def run(self) -> AutoAttackResult:
+        finished = self.record.load_result(self.attack, self.x.device) if self.record else None
+        if finished is not None:
+            return finished
+        classes, stages = self._prepare()
+        names = ("clean", *stages)
+        done = {name: torch.zeros_like(self.y, dtype=torch.bool) for name in stages}
+        for batch in self.record.batches(names, self.x.device) if self.record else ():
+            self._merge(names.index(batch.stage), batch)
+            done[batch.stage][batch.images] = True
+        for place, name in enumerate(stages, 1):
+            left = (self.fooled_by == ROBUST) & ~done[name]
+            if name == FINISH:
+                left &= self.margin <= CLOSE * self.victim.tolerance
+            self._stage(place, names, stages[name], left.nonzero()[:, 0], classes)
+        result = AutoAttackResult(
+            attack=self.attack,
+            x_adv=self.best,
+            fooled_by=self.fooled_by,
+            stages=names,
+            seconds=self.seconds,
+            forwards=self.forwards,
+            warnings=(*self.warnings, *warnings_after(names, self.fooled_by, self.no_gradient)),
+            batch_size=self.memory.size or 1,
+            halved=tuple(self.memory.halved),
+        )
+        if self.record:
+            self.record.finish(result)
+        return result
+
+    def _prepare(self) -> tuple[int, dict[str, Search]]:
+        """Check the model, choose the batch size and predict clean images; return the class count and the stages."""
+        started = time.perf_counter()
+        probe, labels = (v[:PROBE].to(self.device) for v in (self.x, self.y))
+        stages = self.attack.stages()
+        logits = self.strict.strict_logits(probe)
+        self.warnings += warnings_before(self.strict, self.attack, stages, probe, logits)
+        try:
+            self.victim.gradient(probe, lambda z, part: cross_entropy(z, labels[part]))
+        except ConfigError as error:
+            stages = {name: stages[name] for name in stages if name == "square"}
+            if not stages:
+                raise
+            self.warnings.append(ReliabilityWarning("no-gradients", f"{error}; only Square ran"))
+        if self.victim is not self.strict:
+            self._compare(probe, labels, logits)
+        if self.victim is not self.strict and set(stages) - {"square"} and self.attack.version != "rand":
+            stages[FINISH] = FAB(threat=self.attack.threat, targets=3, steps=20)
+        if self.attack.batch_size is None and self.device.type == "cuda":
+            self.memory.size = _fitting_rows(self.victim, probe, labels)
+        for part in torch.arange(len(self.x), device=self.x.device).split(self.memory.size or len(self.x)):
+            wrong = self.strict.misclassifies(self.x[part].to(self.device), self.y[part].to(self.device))
+            self.fooled_by[part[wrong.to(part.device)]] = 0
+        self.seconds["clean"] = time.perf_counter() - started
+        self.forwards["clean"] = len(self.x)
+        return logits.shape[1], stages
+
+    def _compare(self, probe: Tensor, labels: Tensor, logits: Tensor) -> None:
+        """Set the tolerance from images with finite margins in both precisions; without any, search in float32."""
+        gap = (label_margin(self.victim.search_logits(probe), labels) - label_margin(logits, labels)).abs()
+        gap = gap[gap.isfinite()]
+        if len(gap):
+            self.victim.tolerance = 2 * gap.max().item()
+            return
+        problem = (
+            f"for none of the first {len(probe)} images the search has a finite margin to compare with the model's; "
+            "check its logits for overflow and NaN"
+        )
+        if self.given:
+            raise ConfigError("not_finite", f"{{field}}= cannot guide an attack: {problem}", field="search")
+        self.victim = self.strict
+        self.warnings.append(
+            ReliabilityWarning("float32-search", f"the search ran in float32: {problem} in {self.attack.precision}")
+        )
+
+    def _stage(self, place: int, names: tuple[str, ...], search: Search, left: Tensor, classes: int) -> None:
+        """Run one attack on the remaining images, batch by batch."""
+        name, variants = names[place], search.variants(classes)
+        self.seconds.setdefault(name, 0.0)
+        self.forwards.setdefault(name, 0)
+        batches = AdaptiveBatchSize((self.memory.size or 1) // variants or 1)
+
+        def show(images: float) -> None:
+            for report in self.reports:
+                report(name, (place - 1 + images / max(len(left), 1)) / (len(names) - 1))
+
+        def attack_part(part: slice) -> None:
+            images, before, started = left[part], self._counted(), time.perf_counter()
+            most = search.forwards(classes) * len(images)
+
+            def on_call() -> None:
+                show(part.start + len(images) * min((self._counted() - before) / most, 1))
+
+            self.strict.on_call = self.victim.on_call = on_call if self.reports else None
+            found = self._attack(name, search, images).to(self.x.device)
+            seconds, forwards = time.perf_counter() - started, self._counted() - before
+            batch = StageBatch(stage=name, images=images, found=found, seconds=seconds, forwards=forwards)
+            if self.record:
+                self.record.add(batch)
+            self._merge(place, batch)
+            batches.size = min(batches.size or 1, (self.memory.size or 1) // variants or 1)
+
+        show(0)
+        with self._kernels():
+            batches.map(len(left), attack_part)
+        self.memory.halved += [images * variants for images in batches.halved]
+        show(len(left))
+
+    def _kernels(self) -> AbstractContextManager[None]:
+        """Scope: cuDNN benchmarks its kernels for a strict search of few sizes; its default can be 3 times slower."""
+        if self.padded and self.victim is self.strict:
+            return kernels(deterministic=torch.backends.cudnn.deterministic)
+        return nullcontext()
+
+    def _attack(self, name: str, search: Search, images: Tensor) -> SearchResult:
+        x, y = self.x[images].to(self.device), self.y[images].to(self.device)
+        noise = self.noise.select(images.to(self.device)).fold(name)
+        if name == FINISH:
+            assert isinstance(search, FAB)
+            return search.search(self.strict, x, y, noise, start=self.best[images].to(self.device))
+        return search.search(self.victim, x, y, noise)
+
+    def _merge(self, place: int, batch: StageBatch) -> None:
+        images, found = batch.images, batch.found
+        closer = found.fooled | (found.margin < self.margin[images])
+        self.best[images[closer]] = found.x_adv[closer]
+        self.margin[images[closer]] = found.margin[closer]
+        self.fooled_by[images[found.fooled]] = place
+        self.no_gradient[batch.stage] = self.no_gradient.get(batch.stage, 0) + int(found.zero_gradient.sum())
+        self.seconds[batch.stage] = self.seconds.get(batch.stage, 0.0) + batch.seconds
+        self.forwards[batch.stage] = self.forwards.get(batch.stage, 0) + batch.forwards
+
+    def _counted(self) -> int:
+        return sum(victim.forwards for victim in {self.strict, self.victim})
+
+
+def _padded(predict: Predict, memory: AdaptiveBatchSize, *, searches: bool) -> Predict:
+    """Pad batches to few sizes, none above the batch size: the number of candidates varies from call to call."""
+
+    def forward(x: Tensor) -> Tensor:
+        step = max(DECISION_ROWS, (memory.size or 1) // SEARCH_PARTS) if searches else DECISION_ROWS
+        rows = min(padded_size(len(x), step), max(len(x), memory.size or 1))
+        return predict(pad_rows(x, rows))[: len(x)]
+
+    return forward
+
+
+def _fitting_rows(victim: VictimModel, x: Tensor, y: Tensor) -> int:
+    """Number of rows whose forward, backward and search state fit into the GPU's free memory."""
+    surrogate = victim.search_predict
+    if isinstance(surrogate, CapturedSurrogate):  # a replay would not show its memory use
+        victim = VictimModel(victim.predict, search_predict=surrogate.eager, precision=victim.precision)
+
+    def peak(rows: int) -> int:
+        torch.cuda.reset_peak_memory_stats(x.device)
+        before = torch.cuda.memory_allocated(x.device)
+        points, labels = (v.repeat(-(-rows // len(v)), *(1,) * (v.dim() - 1))[:rows] for v in (x, y))
+        victim.gradient(points, lambda z, part: cross_entropy(z, labels[part]))
+        return torch.cuda.max_memory_allocated(x.device) - before
+
+    peak(64)  # allocates the libraries' own workspace
+    each = max(peak(128) - peak(64), 1) / 64 + 160 * x[0].numel()
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(x.device)
+    return max(1, min(GPU_ROWS, int(0.7 * free / each)))
