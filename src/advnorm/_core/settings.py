@@ -199,8 +199,7 @@ def range_words(interval: str) -> str:
 def _declared(kind: type) -> Mapping[str, Any]:
     """Type hints of the fields that are declared with a :class:`Setting`."""
     hints = get_type_hints(kind, include_extras=True)
-    declared = {f.name: hints[f.name] for f in fields(kind) if _split(hints[f.name])[1] is not None}
-    return declared or hints
+    return {f.name: hints[f.name] for f in fields(kind) if _split(hints[f.name])[1] is not None}
 
 
 def convert_fields(settings: Any) -> list[Problem]:
