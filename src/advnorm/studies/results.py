@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from advnorm._core.errors import ConfigError, Problem
 from advnorm.config import Config
@@ -17,20 +16,17 @@ from advnorm.studies.study import Cell, Conclusion, Protocol, Study, Values
 from advnorm.training.cost import training_flops
 
 
-class StudyEvaluation(NamedTuple):
-    """The values of a study for its table, the conclusion from current records only, and problems with records."""
+def evaluate_study(
+    study: Study, store: RecordStore, *, seeds: Iterable[int], protocol: Protocol
+) -> tuple[Values, Conclusion, list[Problem]]:
+    """Return the values of a study, the conclusion on its claim, and the problems with its records.
 
-    values: Values
-    conclusion: Conclusion
-    problems: list[Problem]
-
-
-def evaluate_study(study: Study, store: RecordStore, *, seeds: Iterable[int], protocol: Protocol) -> StudyEvaluation:
-    """Collect the values of a study and evaluate its claim. Outdated records are shown but never evaluated."""
+    Outdated records contribute values but never decide the claim.
+    """
     records, problems = store.read_study(study, protocol, seeds)
     conclusion = study.evaluate_claim(values_by_cell(current_records(records, study.by_name())))
     problems += [conclusion.problem] if conclusion.problem else []
-    return StudyEvaluation(values_by_cell(shown_records(records, study.by_name())), conclusion, problems)
+    return values_by_cell(shown_records(records, study.by_name())), conclusion, problems
 
 
 def collect_values(

@@ -5,16 +5,17 @@ Runs are stored by their configuration and measurements beside them, so that stu
 
 from __future__ import annotations
 
+import sys
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from advnorm._core.devices import resolve_device
 from advnorm._core.errors import AdvnormError, ConfigError, Problem
 from advnorm._core.locks import Busy, is_held
+from advnorm._core.progress import show_progress
 from advnorm._core.provenance import environment
 from advnorm._core.records import writable_problems
 from advnorm.data import data_problems
@@ -114,9 +115,8 @@ def run_task(task: Task, store: RecordStore | None = None, *, progress: bool = F
         raise TrainingStopped("stopped", f"{cell.name} was stopped before its end", field=cell.name, hint=hint)
     values: dict[str, float] = {}
     for measure in cell.measures:
-        if progress:
-            with suppress(OSError, ValueError):  # a closed standard output must not stop the run
-                print(f"{cell.name}: {describe_measure(asdict(measure))}", flush=True)
+        with show_progress(progress, stream=sys.stdout) as display:  # closed again: a benchmark opens its own
+            display.print(f"{cell.name}: {describe_measure(asdict(measure))}")
         values |= take_measurement(run, measure, task, progress=progress)
     record = {
         "format": FORMAT,
