@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,9 @@ from advnorm.attacks.inputs import validating_first_logits
 from advnorm.attacks.losses import LOSSES, class_count_problems, minimum_classes
 from advnorm.attacks.model_access import Predict, input_gradient
 from advnorm.attacks.names import NameOption, count_options, register_attack
+from advnorm.attacks.pgd_settings import Keep, PGDSettings, Start, Target
 from advnorm.threat import length_problem, parse_length, per_image
 
-Start = Literal["uniform", "clean", "gaussian"]
-Keep = Literal["last", "worst"]
-Target = Literal["random", "least_likely"]
 #: Logits to the values that are maximized, one per image.
 Objective = Callable[[Tensor], Tensor]
 
@@ -52,7 +50,7 @@ class WorstCase:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PGD(Attack):
+class PGD(PGDSettings, Attack):
     """``x ← P(x + α · steepest(∇ loss))`` (Madry et al. 2018).
 
     ``step_size``: a number or ``"2/255"``; by default ``2.5 · eps / steps`` (paper D, B.2).
@@ -66,15 +64,6 @@ class PGD(Attack):
     ``"worst"`` iterate. ``"worst"`` and restarts cost one more forward each.
     ``momentum``: decay of the accumulated gradient (Dong et al. 2018, eq. 6).
     """
-
-    steps: int = 10
-    step_size: float | str | None = None
-    restarts: int = 1
-    start: Start | float = "uniform"
-    loss: str = "ce"
-    target: Target | None = None
-    momentum: float = 0.0
-    keep: Keep = "last"
 
     def problems(self) -> list[Problem]:
         problems = super().problems()

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from advnorm._core.errors import raise_problems
 from advnorm._core.settings import Named, Setting, convert_fields
 from advnorm.attacks import PGD
-from advnorm.attacks.pgd import Keep, Start, Target
+from advnorm.attacks.pgd_settings import PGDSettings
 from advnorm.norms import Mode
 from advnorm.threat import Norm, ThreatModel
 
@@ -19,21 +19,9 @@ TRAINING = "training"
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttackConfig:
+class AttackConfig(PGDSettings):
     """The attack of training: settings of :class:`advnorm.attacks.PGD`."""
 
-    steps: Annotated[int, Setting("Number of gradient steps.")] = PGD.steps
-    step_size: Annotated[
-        float | str | None, Setting("Step size in pixel scale; none: 2.5 · eps / steps (paper D, B.2).")
-    ] = PGD.step_size
-    start: Annotated[
-        Start | float, Setting("Start; a number is the probability of a clean start, otherwise uniform (paper E).")
-    ] = PGD.start
-    loss: Annotated[str, Setting("`ce`, `cw` margin, `dlr`, or `kl` to the clean output.")] = PGD.loss
-    target: Annotated[Target | None, Setting("Class to attack towards; none: any wrong class.")] = PGD.target
-    restarts: Annotated[int, Setting("Number of restarts; the worst case per image counts.")] = PGD.restarts
-    momentum: Annotated[float, Setting("Decay of the accumulated gradient (Dong et al. 2018).")] = PGD.momentum
-    keep: Annotated[Keep, Setting("Iterate that a restart contributes.")] = PGD.keep
     statistics: Annotated[Mode, Setting("Statistics of batch norms during the attack.")] = PGD.statistics
 
     def __post_init__(self) -> None:
