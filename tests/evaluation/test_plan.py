@@ -53,7 +53,7 @@ def nan(z):
         ({"attacks": {"clean": PGD(threat=THREAT)}}, "conflict", "attacks"),
         ({"attacks": {"strong": PGD(threat=advnorm.ThreatModel(eps=0.5))}}, "conflict", "attacks"),
         ({"statistics": "frozen"}, "unknown_name", "statistics"),
-        ({"route": "adv"}, None, None),  # a model without routed norms
+        ({"route": "adv"}, "wrong_route", "route"),  # a model without routed norms
         ({"route": []}, "empty", "route"),
         ({"batch_size": 0}, "out_of_range", "batch_size"),
         ({"limit": 0}, "out_of_range", "limit"),

@@ -218,7 +218,7 @@ def test_images_outside_of_the_attacks_box_are_rejected_at_the_first_batch(chang
         (lambda y: y[:3], "(3,)"),
         (lambda y: y.tolist(), "list"),
         (lambda y: 0 * y - 100, "-100"),
-        (lambda y: y + 7, "the model has"),
+        (lambda y: y + 7, "the model's 4 classes"),
     ],
 )
 def test_wrong_labels_are_rejected(name, change, words):
