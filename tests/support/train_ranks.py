@@ -28,7 +28,7 @@ from advnorm.training import checkpoint, loop, step_program
 from advnorm.training.validation import Validation
 from support.train_worker import EVERY_STEP, NEVER, SMALL, patched
 
-WORLD, STEPS = 2, 20
+WORLD, STEPS = 2, 12
 LONG: dict[str, Any] = {
     **SMALL,
     "data": {**SMALL["data"], "size": 16 * STEPS // 2 + 16},
@@ -41,14 +41,15 @@ SYNCHRONIZED = {
     f"{objective}-{norm}-{layout}": Config.from_dict(
         {**LONG, "norm": norm, "objective": {"name": objective, "layout": layout}}
     )
-    for objective in ("hybrid", "trades")
-    for norm, layouts in {
-        "dual_bn": ("concatenated", "sequential"),
-        "dual_affine_bn": ("concatenated", "sequential"),
-        "cross_bn": ("concatenated",),
-        "gmm_bn": ("concatenated",),
-    }.items()
-    for layout in layouts
+    for objective, norm, layout in (
+        ("hybrid", "dual_bn", "concatenated"),
+        ("hybrid", "dual_affine_bn", "sequential"),
+        ("hybrid", "cross_bn", "concatenated"),
+        ("hybrid", "gmm_bn", "concatenated"),
+        ("trades", "dual_bn", "sequential"),
+        ("trades", "dual_affine_bn", "concatenated"),
+        ("trades", "gmm_bn", "concatenated"),
+    )
 }
 SYNCHRONIZED["share"] = Config.from_dict(
     {**LONG, "norm": "dual_bn", "objective": {"name": "hybrid", "clean_share": 0.25}}

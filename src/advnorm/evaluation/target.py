@@ -22,7 +22,7 @@ from advnorm.attacks import Attack
 from advnorm.data import FolderData, ImageData
 from advnorm.evaluation.data_source import gather, spread_rows
 from advnorm.threat import Norm, ThreatModel
-from advnorm.training.run import Run, Which
+from advnorm.training.run import CheckpointName, Run
 
 EvaluationData = ImageData | FolderData | tuple[Tensor, Tensor]
 #: Names of the images and of the labels in a file.
@@ -92,7 +92,7 @@ class EvaluationTarget:
 def open_run(
     run: Run | Path | str,
     *,
-    checkpoint: Which | None = None,
+    checkpoint: CheckpointName | None = None,
     data: str | None = None,
     data_dir: Path | str | None = None,
     attack: str | None = None,
@@ -129,7 +129,7 @@ def open_run(
     assert model is not None and crafted is not None and images is not None
     origin = {
         "run": run.folder.resolve().name,
-        "checkpoint": run.judged(checkpoint),
+        "checkpoint": run.checkpoint_name(checkpoint),
         "training": config.to_dict(),
         "trained_on": run.description["data"]["name"],
         "data": describe_data(data or config.data.name),

@@ -1,4 +1,4 @@
-"""What a training costs, estimated from its settings: nothing is built in memory and nothing is read."""
+"""Operations of a training, estimated from its settings on the meta device; no data are read."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from advnorm.data import DATASETS
 from advnorm.models import create_model
 from advnorm.objectives import OBJECTIVES
 
-#: Of a forward: an attack's step goes forward and back to the image, a training pass to the weights too.
+#: Cost in forwards: an attack's step goes forward and back to the image, a training pass also to the weights.
 ATTACK_PASSES, TRAINING_PASSES = 2, 3
-#: Of LIGS: two gradients of the image, and the gradient of each.
+#: Cost of LIGS: two gradients of the image, and the gradient of each.
 LIGS_PASSES = 2 * (ATTACK_PASSES + TRAINING_PASSES)
 
 
 def forward_flops(
     model: str, image_shape: tuple[int, ...], num_classes: int, *, norms: bool = True, **options: Any
 ) -> float:
-    """Operations of one image's forward through a network by name; those of norms are none of them."""
+    """Operations of one image's forward through a named network, without those of its norms."""
     return _forward_flops(json.dumps([model, "bn" if norms else "none", options]), image_shape, num_classes)
 
 
@@ -38,7 +38,7 @@ def _forward_flops(spec: str, image_shape: tuple[int, ...], num_classes: int) ->
 
 
 def training_flops(config: Config) -> float | None:
-    """Operations of a whole training; None where it depends on files how many images there are."""
+    """Operations of a whole training; None if the number of images depends on files."""
     data = DATASETS.get("cifar10" if config.data.name == "features" else config.data.name)
     if data.size is None:
         return None
@@ -50,7 +50,7 @@ def training_flops(config: Config) -> float | None:
 
 
 def passes(config: Config) -> float:
-    """Forwards that an image costs in each epoch, what goes back counted as forwards."""
+    """Cost of an image per epoch in forwards; backward passes count as forwards."""
     kind = OBJECTIVES.get(config.objective.name)
     share = config.objective.options.get("clean_share", 1.0)
     domains = sum(share if domain == "clean" else 1.0 for domain in kind.domains)

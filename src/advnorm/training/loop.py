@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from enum import IntEnum
 from typing import Any
 
@@ -327,7 +328,8 @@ class TrainingLoop:
                         hint="use that",
                     )
             except ConfigError as error:
-                raise ConfigError(f"{error}. Deleting {folder} starts the run from the beginning") from error
+                hint = f"delete {folder} to start the run from the beginning"
+                raise ConfigError.listing([replace(problem, hint=hint) for problem in error.problems]) from error
             state.restore(tensors, meta, f"the checkpoint of {folder}")
             self.ranks.lead_does(lambda: (self.journal.restore(meta["metrics"]), self._keep_best_and_snapshot(tensors)))
             # A kill may have come before the last cleanup.

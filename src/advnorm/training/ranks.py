@@ -1,4 +1,4 @@
-"""The processes of a training: which one this is, where it computes, and how they agree."""
+"""The processes of a training: rank, device, and agreement."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from advnorm._core.errors import AdvnormError
 
 
 class TrainingError(AdvnormError, RuntimeError):
-    """A training that cannot go on; the last checkpoint is intact."""
+    """A training that cannot continue; the last checkpoint is intact."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """This process among all of them; alone, every question is answered at once."""
+    """The rank and device of this process; with one process no call communicates."""
 
     device: torch.device
     rank: int = 0
@@ -34,16 +34,16 @@ class Ranks:
         """Whether this process writes and shows."""
         return self.rank == 0
 
-    def agreed(self, wish: int) -> int:
-        """The greatest wish of all processes. Waits for all of them."""
+    def agreed(self, value: int) -> int:
+        """The largest value of all processes. Waits for all of them."""
         if self.world == 1:
-            return wish
-        flag = torch.tensor(wish, device=self.device)
+            return value
+        flag = torch.tensor(value, device=self.device)
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         return int(flag)
 
     def lead_does(self, action: Callable[[], object]) -> None:
-        """What only the first process does; the others wait for it, and fail with it."""
+        """Run an action in the first process; the others wait for it and fail with it."""
         error = None
         if self.lead:
             try:
@@ -54,7 +54,7 @@ class Ranks:
             raise error or TrainingError("first_process_failed", "the first process failed", hint="see its message")
 
     def gathered(self, values: Tensor) -> Tensor:
-        """Every process's values: shape ``(world, *values.shape)``."""
+        """The values of every process: shape ``(world, *values.shape)``."""
         rows = values.new_zeros((self.world, *values.shape))
         rows[self.rank] = values
         if self.world > 1:
@@ -62,17 +62,16 @@ class Ranks:
         return rows
 
     def as_lead(self, tensors: list[Tensor]) -> None:
-        """Give tensors the values that they have in the first process."""
+        """Copy the first process's values into the tensors of the others."""
         for tensor in tensors if self.world > 1 else ():
             dist.broadcast(tensor, 0)
 
 
 @contextmanager
 def placed(device: str | torch.device | None) -> Iterator[Ranks]:
-    """Scope: this process with its device, under torchrun inside a process group; the random state is as before.
+    """Scope: this process on its device, under torchrun in a process group; the caller's random state is restored.
 
-    The group lasts as long as the process: one that is made anew for each training can meet the last one's store, and
-    hang.
+    The group lasts as long as the process: a new group for each training can meet the store of the last one and hang.
     """
     place = resolve_device(device)
     with ExitStack() as stack:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,17 @@ from advnorm.training import checkpoint
 from advnorm.training.build import build_model
 
 FORMAT = "advnorm.run/1"
-#: A checkpoint of a run: ``best``, ``last``, or ``epoch5`` where ``snapshots`` kept it.
-Which = str
+#: A checkpoint of a run: ``best``, ``last``, or ``epoch5`` if ``snapshots`` contains that epoch.
+CheckpointName = str
 
 
 @dataclass(frozen=True)
 class Run:
     """The folder of a training run.
 
-    ``config.yaml`` and ``run.json`` say what it is, ``metrics.jsonl`` has a line per epoch (the same bits whenever the
-    run was killed and continued), ``log.txt`` and ``timing.jsonl`` what happened when, ``checkpoints`` the state;
-    ``record.json`` is there when it is finished. ``.lock`` is held by the process that trains.
+    ``config.yaml`` and ``run.json`` describe it. ``metrics.jsonl`` has a line per epoch, with the same bits after a
+    resume. ``log.txt`` and ``timing.jsonl`` tell what happened when. ``checkpoints`` holds the state. A finished run
+    has a ``record.json``. The training process holds ``.lock``.
     """
 
     folder: Path
@@ -40,10 +40,11 @@ class Run:
 
     @classmethod
     def open(cls, folder: Path | str) -> Run:
-        """A run that exists; anything else is refused with the reason."""
+        """Open an existing run."""
         run = cls(Path(folder))
         if not run._description.is_file():
-            raise ConfigError(f"{folder} is no training run (no run.json in it); name a folder that `train` made")
+            message, hint = f"{folder} is not a training run (it has no run.json)", "name a folder that `train` made"
+            raise ConfigError("missing_file", message, field="run", hint=hint)
         return run
 
     @property
@@ -59,8 +60,11 @@ class Run:
         data = read_json(self._description)
         if data.get("format") != FORMAT:
             raise ConfigError(
-                f"{self.folder} is a run of {_version(data)}, in the format {data.get('format')!r}; this version reads "
-                f"{FORMAT!r}: use that one, or choose another folder"
+                "not_supported",
+                f"{self.folder} is a run of {_version(data)} in the format {data.get('format')!r}; this version reads "
+                f"{FORMAT!r}",
+                field="run",
+                hint="use the version that wrote it, or choose another folder",
             )
         return data
 
@@ -70,11 +74,14 @@ class Run:
         try:
             return Config.from_dict(data["config"])
         except ConfigError as error:
-            own = "; where code of your own registers it: advnorm --import FILE.py, or import it first"
-            raise ConfigError(
-                f"{self.folder} is a run of {_version(data)}, which cannot be read here: {error}"
-                + (own if "unknown " in str(error) else "")
-            ) from None
+            problems = [
+                replace(problem, hint="if your own code registers it: advnorm --import FILE.py, or import it first")
+                if problem.code == "unknown_name" and not problem.hint
+                else problem
+                for problem in error.problems
+            ]
+            heading = f"{self.folder} is a run of {_version(data)}, which cannot be read here"
+            raise ConfigError.listing(problems, heading) from None
 
     @property
     def finished(self) -> bool:
@@ -84,53 +91,58 @@ class Run:
     def record(self) -> dict[str, Any]:
         """Conditions and results of a finished run."""
         if not self.finished:
-            raise ConfigError(f"{self.folder} is not finished; the same train command goes on from where it is")
+            message, hint = f"{self.folder} is not finished", "run the same train command to resume it"
+            raise ConfigError("not_finished", message, field="run", hint=hint)
         return read_json(self.folder / "record.json")
 
     def metrics(self) -> list[dict[str, Any]]:
         """A row per epoch so far."""
         path = self.folder / "metrics.jsonl"
         *whole, _ = path.read_text(encoding="utf-8").split("\n") if path.exists() else [""]
-        return [json.loads(line) for line in whole]  # what follows the last line's end was cut short by a full disk
+        return [json.loads(line) for line in whole]  # a line without its end was cut short by a full disk
 
-    def model(self, which: Which | None = None, device: str | torch.device = "cpu") -> nn.Module:
-        """The model of the ``best`` checkpoint (by held-out accuracy), the ``last``, or that of a snapshot, ``epoch5``.
+    def model(self, which: CheckpointName | None = None, device: str | torch.device = "cpu") -> nn.Module:
+        """Load the model of the ``best`` checkpoint (by held-out accuracy), the ``last``, or a snapshot (``epoch5``).
 
-        By default the best where there is one. With an EMA it is the averaged one. It comes in eval mode.
+        By default the best if there is one, else the last. With an EMA it is the averaged model. It is in eval mode.
         """
         weights = self.weights(which)
         with torch.random.fork_rng([]):  # the weights are drawn, then overwritten; the caller's random state stays
             model = build_model(self.config, self.description["data"])
-        checkpoint.restore_model(model, weights, f"the checkpoint {self.judged(which)!r} of {self.folder}")
+        checkpoint.restore_model(model, weights, f"the checkpoint {self.checkpoint_name(which)!r} of {self.folder}")
         return model.to(device).eval()
 
-    def weights(self, which: Which | None = None) -> dict[str, Tensor]:
+    def weights(self, which: CheckpointName | None = None) -> dict[str, Tensor]:
         """The tensors of :meth:`model`, by their names in its state dict."""
-        tensors, _ = checkpoint.load(self.checkpoints, self.judged(which))
+        tensors, _ = checkpoint.load(self.checkpoints, self.checkpoint_name(which))
         return checkpoint.select(tensors, "model.") | checkpoint.select(tensors, "ema.")
 
     @property
-    def snapshots(self) -> dict[int, Which]:
-        """The checkpoints that are kept along training, by their epochs; all of them where the run is finished."""
+    def snapshots(self) -> dict[int, CheckpointName]:
+        """The checkpoints that are kept along training, by their epochs; a finished run has all of them."""
         return {epoch: snapshot(epoch) for epoch in self.config.scaled().snapshots}
 
-    def judged(self, which: Which | None = None) -> Which:
-        """The checkpoint that counts: the given one, else the best where there is one."""
+    def checkpoint_name(self, which: CheckpointName | None = None) -> CheckpointName:
+        """The given checkpoint, else the best if there is one, else the last."""
         return which or ("best" if checkpoint.exists(self.checkpoints, "best") else "last")
 
-    # -- taking possession -----------------------------------------------------------------------------------------
+    # -- for the process that trains -------------------------------------------------------------------------------
 
     def check(self, config: Config, data: Mapping[str, Any]) -> None:
-        """Refuse a folder that holds something else than this configuration on these data; changes nothing."""
+        """Reject a folder that holds something else than this configuration on these data; write nothing."""
         if self.folder.exists() and not self.folder.is_dir():
-            raise ConfigError(f"{self.folder} is a file; choose another out or name")
+            raise ConfigError(
+                "already_exists", f"{self.folder} is a file", field="out", hint="choose another out or name"
+            )
         if not self._description.exists():
             found = self.folder.iterdir() if self.folder.exists() else ()
             foreign = sorted(path.name for path in found if path.name[0] != ".")
             if foreign:
                 raise ConfigError(
-                    f"{self.folder} holds no training run, but {', '.join(foreign[:3])}; choose another out or "
-                    "name, or empty it"
+                    "already_exists",
+                    f"{self.folder} is not a training run and holds {', '.join(foreign[:3])}",
+                    field="out",
+                    hint="choose another out or name, or empty it",
                 )
             return
         found = self.description
@@ -145,17 +157,20 @@ class Run:
             differ += [f"data {key}" for key in data if found["data"].get(key) != data[key]]
         if differ:
             raise ConfigError(
-                f"{self.folder} holds another run, which differs in {', '.join(differ)}; choose another out or name, "
-                "or delete it"
+                "already_exists",
+                f"{self.folder} holds another run, which differs in {', '.join(differ)}",
+                field="out",
+                hint="choose another out or name, or delete it",
             )
 
     @contextmanager
     def claimed(self, config: Config, data: Mapping[str, Any], **more: Any) -> Iterator[None]:
-        """Scope: the folder is this process's, and says what is in it. A second process is refused."""
+        """Scope: this process alone writes to the folder, which describes the run. A second process raises."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"cannot make {self.folder}: {error.strerror or error}; choose another out") from None
+            message = f"cannot create {self.folder}: {error.strerror or error}"
+            raise ConfigError("not_writable", message, field="out", hint="choose another out") from None
         with exclusive(self.folder):
             self.check(config, data)
             if not self._description.exists():
@@ -167,14 +182,16 @@ class Run:
                 self.description.get("weights_fingerprint"),
             ):
                 raise ConfigError(
-                    f"{self.folder} was started from other weights than {config.weights} holds now ({started}); choose "
-                    "another out or name, or delete it"
+                    "already_exists",
+                    f"{self.folder} was started from other weights than {config.weights} holds now ({started})",
+                    field="weights",
+                    hint="choose another out or name, or delete it",
                 )
             write_atomic(self.folder / "config.yaml", self.config.to_yaml().encode())
             yield
 
 
-def snapshot(epoch: int) -> Which:
+def snapshot(epoch: int) -> CheckpointName:
     """The name of the checkpoint that is kept after an epoch."""
     return f"epoch{epoch}"
 

@@ -1,4 +1,4 @@
-"""Accuracy on held-out images, by which the best checkpoint is chosen: never the test set."""
+"""Accuracy on held-out images, which chooses the best checkpoint; the test set plays no part."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ BATCH = {"cpu": 250, "cuda": 1000}
 
 
 class _Stopped(Exception):
-    """Told to stop before all images are judged."""
+    """A stop before all images are evaluated."""
 
 
 class Validation:
     """Clean and attacked accuracy on held-out images; their sum is the ``score`` (paper C, app. B).
 
-    Images of a domain that was trained go through its branch, others through the branch that was: classical training
-    on ``dual_bn`` leaves the clean banks as they were made. The attack is searched in the precision of training, and
-    every verdict is a forward in float32.
+    Images of a domain that is not trained go through the branch that is: classical training on ``dual_bn`` never
+    updates the clean banks. The attack runs in the precision of training; accuracies are forwards in float32.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class Validation:
         self.name = config.validation_attack
         self.attack = config.build_validation_attack()
         if config.validation_images is not None and config.validation_images < len(data):
-            # Not the first ones: a folder's images lie class by class.
+            # Not the first ones: the images of a folder are sorted by class.
             data = split_held_out(data, config.validation_images, config.seed)[1]  # pyright: ignore[reportArgumentType]
         self.images = len(data)
         self.loader = make_loader(
@@ -67,35 +66,34 @@ class Validation:
         )
 
     def branch(self, model: nn.Module, domain: str) -> str | None:
-        """The branch that judges a domain's images; None for a model without branches."""
+        """The branch that evaluates a domain's images; None for a model without branches."""
         known = domains(model)
         return next((name for name in (domain, *self.trained) if name in self.trained and name in known), None)
 
     @torch.no_grad()
     def __call__(self, model: nn.Module, stopped: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
-        """Shares of right answers by ``clean`` and by the name of the attack, and the ``score``.
+        """Accuracies named ``clean`` and by the attack, and the ``score``; None if ``stopped`` returned True.
 
-        ``stopped`` is asked before each batch, by all processes alike, and by one alone between the attack's steps;
-        then there is no answer.
+        ``stopped`` is called before each batch, and between the attack's steps if there is one process.
         """
         with suppress(_Stopped):
-            return self._judged(model, stopped)
+            return self._evaluate(model, stopped)
         return None
 
-    def _judged(self, model: nn.Module, stopped: Callable[[], bool]) -> dict[str, float]:
+    def _evaluate(self, model: nn.Module, stopped: Callable[[], bool]) -> dict[str, float]:
         device = self.ranks.device
         clean, adv = self.branch(model, "clean"), self.branch(model, "adv")
         attack = dataclasses.replace(self.attack, route=adv, statistics=frozen_mode(self.attack.statistics))
 
-        def go_on(*_: int) -> None:
+        def raise_if_stopped(*_: int) -> None:
             if stopped():
                 raise _Stopped
 
         if self.ranks.world == 1:
-            attack = dataclasses.replace(attack, progress=go_on)
+            attack = dataclasses.replace(attack, progress=raise_if_stopped)
         right = torch.zeros(2, dtype=torch.float64, device=device)
         for x, y, index in self.loader.epoch(0):
-            go_on()
+            raise_if_stopped()
             if not len(x):
                 continue
             with autocast(self.precision, device):

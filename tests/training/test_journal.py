@@ -1,0 +1,74 @@
+"""The clock, the log, metrics files and TensorBoard events."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from advnorm import Run
+from advnorm.training.journal import Clock, Journal, format_epoch, wrap_pairs
+from support.small_runs import small, train
+
+
+def test_the_clock_keeps_the_first_steps_apart(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("advnorm.training.journal.time.perf_counter", lambda: now[0])
+    clock = Clock(torch.device("cpu"))
+    for seconds in (10, 2, 2, 2, 2, 1, 1, 1):
+        now[0] += seconds
+        clock.step()
+    clock.stop()
+    now[0] += 100  # validation
+    clock.start()
+    now[0] += 1
+    clock.step()
+    clock.stop()
+    assert clock.first_step == 10 and clock.total == 22 and clock.steps_per_second() == 1.0
+
+
+def test_tensorboard_gets_the_numbers_of_every_epoch(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = train(small(epochs=2), tmp_path, tensorboard=True)
+    events = EventAccumulator(str(run.folder / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1, 2]
+    assert "held_out/clean" in events.Tags()["scalars"]
+
+
+def test_later_events_of_a_resumed_run_are_dropped(tmp_path, monkeypatch):
+    class Board:
+        def __init__(self, _folder, purge_step):
+            purged.append(purge_step)
+
+        def add_scalar(self, name, _value, epoch):
+            epochs.extend([epoch] if name == "loss" else [])
+
+        def close(self):
+            pass
+
+    purged, epochs, run = [], [], None
+    monkeypatch.setattr("advnorm.training.journal._summary_writer", lambda: Board)
+    config = small(objective="standard", epochs=2, validate_every=0)
+    while run is None or not run.finished:
+        run = train(config, tmp_path, tensorboard=True, max_minutes=0)
+    assert purged == [1, 1, 1, 1, 2, 2, 2, 2] and epochs == [1, 2]
+
+
+def test_the_log_line_of_an_epoch_is_readable():
+    row = {"epoch": 7, "step": 70, "lr": 0.1, "loss": 1.23456, "adv_ce": 2.0, "adv_accuracy": 0.5}
+    assert format_epoch(row, 5.25) == "epoch   7  loss 1.235  adv_ce 2.000  adv 50.0%  | 5.2 s"
+    row["held_out"] = {"clean": 0.9, "pgd10": 0.4, "score": 1.3}
+    assert wrap_pairs("loss 1.0  adv 2.0  | end", 17) == "loss 1.0  adv 2.0\n| end"
+    assert format_epoch(row, 5.25).endswith("adv 50.0%  | held out: clean 90.0%  pgd10 40.0%  | 5.2 s")
+
+
+def test_metrics_that_were_cut_short_are_left_out(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"epoch": 1}\n{"epo')
+    assert Run(tmp_path).metrics() == [{"epoch": 1}]
+    assert Run(tmp_path / "none").metrics() == []
+    journal = Journal(tmp_path, active=True)
+    (tmp_path / "timing.jsonl").write_text('{"epoch": 1}\n{"ep')
+    journal.restore([{"epoch": 1}])
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"epoch": 1}\n'
+    assert (tmp_path / "timing.jsonl").read_text() == '{"epoch": 1}\n'
