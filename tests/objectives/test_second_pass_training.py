@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import advnorm
-from advnorm.attacks import StatisticsAttack
+from advnorm.analysis.statistics_perturbation import StatisticsPerturbation
 from advnorm.data.digits import digits
 from advnorm.objectives import (
     APART,
@@ -202,7 +202,7 @@ def test_the_attack_on_statistics_hurts_far_more_than_chance_and_more_in_groups(
     model, everything = train(6, seed=seed), batches("train")
 
     def under(radius: float, kind: str = "gradient", groups: int = 1, draw: int = 0) -> float:
-        attack = StatisticsAttack(radius=radius, kind=kind, groups=groups, seed=draw)
+        attack = StatisticsPerturbation(radius=radius, kind=kind, groups=groups, seed=draw)
         return attack.accuracy(model, everything, attack.perturbation(model, *everything[0]))
 
     clean = under(0.0)
@@ -227,7 +227,9 @@ def test_a_network_trained_with_apart_keeps_more_accuracy_under_perturbed_statis
 
     def under(model: nn.Module, which: Any, radius: float) -> float:
         attacks = [
-            StatisticsAttack(radius=radius, kind="binary", which=which, scaling="std", statistics="running", seed=draw)
+            StatisticsPerturbation(
+                radius=radius, kind="binary", which=which, scaling="std", statistics="running", seed=draw
+            )
             for draw in range(5)
         ]
         return sum(attack.accuracy(model, [(x, y)], attack.perturbation(model)) for attack in attacks) / 5

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from advnorm import Run
-from advnorm.training.journal import Clock, Journal, format_epoch, wrap_pairs
+from advnorm.training.journal import Clock, Journal, format_epoch
 from support.small_runs import small, train
 
 
@@ -59,7 +59,6 @@ def test_the_log_line_of_an_epoch_is_readable():
     row = {"epoch": 7, "step": 70, "lr": 0.1, "loss": 1.23456, "adv_ce": 2.0, "adv_accuracy": 0.5}
     assert format_epoch(row, 5.25) == "epoch   7  loss 1.235  adv_ce 2.000  adv 50.0%  | 5.2 s"
     row["held_out"] = {"clean": 0.9, "pgd10": 0.4, "score": 1.3}
-    assert wrap_pairs("loss 1.0  adv 2.0  | end", 17) == "loss 1.0  adv 2.0\n| end"
     assert format_epoch(row, 5.25).endswith("adv 50.0%  | held out: clean 90.0%  pgd10 40.0%  | 5.2 s")
 
 

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from advnorm import ConfigError, Run
+from advnorm import Run
 from advnorm._core.exit_codes import PREEMPTED
 from advnorm.training import TrainingError, checkpoint
 from advnorm.training import loop as loop_module
 from advnorm.training.loop import TrainingLoop
 from support import train_worker
+from support.problems import raises_problem
 from support.small_runs import ENVIRONMENT, ON_DISK, images_on_disk, small, tensors, train
 from support.train_worker import PAIRS, patched, state
 
@@ -85,7 +86,7 @@ def test_max_minutes_stops_at_a_checkpoint_and_the_same_call_resumes(tmp_path):
         codes.append(run.finished)
         if run.finished:
             break
-        with pytest.raises(ConfigError, match="not finished; the same train command"):
+        with raises_problem("not_finished", "run"):
             _ = run.record
     assert codes == [False] * 14 + [True], "a step at a time, or an epoch that is judged: 12 steps and 3 epochs"
     alone = train(config, tmp_path / "alone")

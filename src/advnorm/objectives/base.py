@@ -372,7 +372,7 @@ class Objective(nn.Module):
 
     def run_forwards(self, batch: CraftedBatch) -> None:
         """Run the forwards of a step, for the errors of a network that cannot take such a batch."""
-        self.compute_loss(batch)
+        self.compute_loss(batch, EAGER)
 
     @property
     def class_names(self) -> tuple[str, ...]:

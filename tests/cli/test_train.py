@@ -40,7 +40,7 @@ def test_the_printed_evaluate_command_works(tmp_path):
     trained = arguments(tmp_path, "--data-dir", str(folder), "--workers", "0", "--set", *settings)
     done = CliRunner().invoke(app, list(trained))
     assert done.exit_code == 0, done.output
-    words = shlex.split(done.output[done.output.index("judge it: ") :])[2:]
+    words = shlex.split(done.output[done.output.index("evaluate it: ") :])[2:]
     assert words[:2] == ["advnorm", "evaluate"] and words[-2:] == ["--data-dir", str(folder)]
     judged = CliRunner().invoke(app, [*words[1:], "--attacks", "fgsm", "--device", "cpu"])
     assert judged.exit_code == 0, judged.output
@@ -54,14 +54,17 @@ def test_errors_of_the_command_name_its_options(tmp_path):
         assert words in str(out.exception)
     run = train(small(epochs=1), tmp_path)
     out = CliRunner().invoke(app, ["train", str(run.folder)])
-    assert f"{run.folder} is a folder; its configuration is {run.folder}/config.yaml" in str(out.exception)
+    assert f"{run.folder}/config.yaml" in str(out.exception)
 
 
 def test_a_bad_command_is_one_line_with_status_2_and_writes_nothing(tmp_path):
     command = [sys.executable, "-m", "advnorm", "train", "--set", "norm=dualbn", "epochs=0", "--out", "runs"]
     done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: bad configuration: unknown norm 'dualbn', did you mean 'dual_bn'?; epochs")
+    assert done.stderr.startswith("error: bad configuration: ")
+    assert (
+        "unknown norm 'dualbn', did you mean 'dual_bn'?" in done.stderr and "epochs must be at least 1" in done.stderr
+    )
     assert done.stderr.count("\n") == 1 and list(tmp_path.iterdir()) == []
 
 
@@ -101,9 +104,12 @@ def test_the_bar_fits_into_80_columns_and_an_interrupt_leaves_the_terminal_fine(
     assert text.count("\x1b[?25h") == text.count("\x1b[?25l") == 1, "the cursor is hidden and shown again"
     lines = re.split(r"[\r\n]+", plain(text))
     assert max(map(len, lines)) <= 80 and "…" not in text
-    bars = [part for part in lines if "images/s" in part]
-    assert re.search(r"epoch \d+/400 .* +\d+/1600 [\d,]+ images/s \d:\d\d:\d\d left", bars[-1]), bars[-1]
-    assert re.search(r"loss \d\.\d{3}  clean_ce \d\.\d{3}  adv_ce \d\.\d{3}  kl \d\.\d{3}  clean \d+\.\d%", plain(text))
+    bars = [part for part in lines if "left" in part]
+    assert re.search(r"epoch \d+/400 .* +\d+/1600 \d:\d\d:\d\d left", bars[-1]), bars[-1]
+    assert re.search(
+        r"[\d,]+ images/s  loss \d\.\d{3}  clean_ce \d\.\d{3}  adv_ce \d\.\d{3}  kl \d\.\d{3}  clean \d+\.\d%",
+        plain(text),
+    )
     assert not [part for part in lines if re.fullmatch(r".*[a-z_]+ *", part) and "loss" in part], "a name at its end"
     assert "interrupted; " in text
 
