@@ -28,7 +28,7 @@ from advnorm.training import checkpoint, loop, step_program
 from advnorm.training.validation import Validation
 from support.train_worker import EVERY_STEP, NEVER, SMALL, patched
 
-WORLD, STEPS = 2, 12
+WORLD, STEPS = 2, 20
 LONG: dict[str, Any] = {
     **SMALL,
     "data": {**SMALL["data"], "size": 16 * STEPS // 2 + 16},
