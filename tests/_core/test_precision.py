@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from advnorm._core.precision import as_set, float32_as
+from advnorm._core.precision import float32_as, snapshot_precision
 
 CPU = torch.device("cpu")
 CUDNN = cast(Any, torch.backends.cudnn)
@@ -22,7 +22,7 @@ def switches() -> list[str]:
 
 @pytest.fixture(autouse=True)
 def as_before():
-    with as_set(CPU)():
+    with snapshot_precision(CPU)():
         yield
 
 

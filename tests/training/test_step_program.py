@@ -9,7 +9,7 @@ import torch
 
 import advnorm
 from advnorm import Config
-from advnorm._core.precision import kernels
+from advnorm._core.precision import choose_kernels
 from advnorm.objectives import LIGS, SAM, Objective, Standard
 from advnorm.training.attack_copy import AttackOnCopy
 from advnorm.training.compilation import CompiledFunction
@@ -106,12 +106,12 @@ def test_a_record_says_whether_the_network_ran_compiled(tmp_path, monkeypatch, w
     assert ("cannot be compiled" in (run.folder / "log.txt").read_text()) is not works
 
 
-@pytest.mark.parametrize(("deterministic", "tried"), [(False, True), (False, False), (True, True)])
-def test_the_choice_of_kernels_is_left_as_it_was(deterministic, tried):
+@pytest.mark.parametrize(("deterministic", "benchmark"), [(False, True), (False, False), (True, True)])
+def test_the_choice_of_kernels_is_left_as_it_was(deterministic, benchmark):
     cudnn = torch.backends.cudnn
     before = cudnn.benchmark, cudnn.deterministic
-    with suppress(KeyError), kernels(deterministic=deterministic, tried=tried):
-        assert (cudnn.benchmark, cudnn.deterministic) == (tried and not deterministic, deterministic)
+    with suppress(KeyError), choose_kernels(deterministic=deterministic, benchmark=benchmark):
+        assert (cudnn.benchmark, cudnn.deterministic) == (benchmark and not deterministic, deterministic)
         raise KeyError
     assert (cudnn.benchmark, cudnn.deterministic) == before
 

@@ -57,10 +57,8 @@ class AdvnormError(Exception):
     heading: str
 
     def __init__(
-        self, code: str, message: str = "", *, field: str = "", got: Any = NOTHING, hint: str = "", heading: str = ""
+        self, code: str, message: str, *, field: str = "", got: Any = NOTHING, hint: str = "", heading: str = ""
     ) -> None:
-        if not message:  # a text alone, until every caller names its code
-            code, message = "unnamed", code
         self._set((Problem(code=code, message=message, field=field, got=got, hint=hint),), heading)
 
     @classmethod
@@ -154,10 +152,3 @@ class Description(str):
 def first_line(error: BaseException) -> str:
     """Return the first line of another library's error message, or the error's name if it has no message."""
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def raise_all(problems: Iterable[str | Problem], heading: str, kind: type[AdvnormError] = ConfigError) -> None:
-    """Raise one error for problems that are texts; superseded by :func:`raise_problems`."""
-    raise_problems(
-        [p if isinstance(p, Problem) else Problem(code="unnamed", message=p) for p in problems], heading, kind
-    )

@@ -22,6 +22,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def hooks_run() -> AbstractContextManager[None]:
+def running_eagerly() -> AbstractContextManager[None]:
     """Run compiled models eagerly: a graph that was compiled before a hook was added does not call the hook."""
     return torch.compiler.set_stance("force_eager")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-def wide(value: Tensor) -> Tensor:
+def at_least_float32(value: Tensor) -> Tensor:
     """Return at least float32: half precision holds neither small steps nor the squares of small numbers."""
     return value.to(torch.promote_types(value.dtype, torch.float32))
 
@@ -31,7 +31,7 @@ def float32_as(precision: Literal["ieee", "tf32"], device: torch.device) -> Abst
     return _products(settings, torch.autocast(device.type, enabled=False))
 
 
-def as_set(device: torch.device) -> ContextFactory:
+def snapshot_precision(device: torch.device) -> ContextFactory:
     """Return a factory of scopes that restore the present precision switches and autocast state."""
     kind, settings = device.type, _settings()
     on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
@@ -81,14 +81,14 @@ def _set(settings: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def kernels(*, deterministic: bool, tried: bool = True) -> Iterator[None]:
+def choose_kernels(*, deterministic: bool, benchmark: bool = True) -> Iterator[None]:
     """Let cuDNN benchmark its convolutions and use the fastest, or use only those that always give the same bits.
 
-    Benchmarking takes seconds; with ``tried=False`` cuDNN chooses by its heuristics.
+    Benchmarking takes seconds; with ``benchmark=False`` cuDNN chooses by its heuristics.
     """
     cudnn: Any = torch.backends.cudnn
     before = cudnn.benchmark, cudnn.deterministic
-    cudnn.benchmark, cudnn.deterministic = tried and not deterministic, deterministic
+    cudnn.benchmark, cudnn.deterministic = benchmark and not deterministic, deterministic
     try:
         yield
     finally:

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrap_model(model: nn.Module) -> nn.Module:
     """Return the model inside ``torch.compile``, DDP and DataParallel wrappers, in any order."""
     while True:
         if isinstance(model, DistributedDataParallel | DataParallel):

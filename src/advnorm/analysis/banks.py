@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError, raise_problems, unknown_name
-from advnorm._core.wrappers import unwrapped
+from advnorm._core.wrappers import unwrap_model
 from advnorm.norms import RoutedNorm
 from advnorm.norms.norm_layers import NORM_LAYERS
 from advnorm.norms.plan import SHARED
@@ -34,7 +34,7 @@ Bank = TypeVar("Bank", Gaussian, AffineBank)
 
 def norm_layers(model: nn.Module, layers: str | Sequence[str] | None = None) -> dict[str, nn.Module]:
     """Return the norm layers of a model by name, or the named ones; a model with ``norm="none"`` has them, too."""
-    found = {name: module for name, module in unwrapped(model).named_modules() if isinstance(module, NORM_LAYERS)}
+    found = {name: module for name, module in unwrap_model(model).named_modules() if isinstance(module, NORM_LAYERS)}
     if not found:
         message = f"{type(model).__name__} has no norm layers"
         raise ConfigError("not_supported", message, field="model", hint="build it with norm='none' to measure there")

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from advnorm._core.errors import ConfigError, Problem, raise_problems, unknown_name
 from advnorm._core.settings import Setting
-from advnorm._core.wrappers import device_of, unwrapped
+from advnorm._core.wrappers import device_of, unwrap_model
 from advnorm.analysis.base import (
     BatchSize,
     EveryRouteSetting,
@@ -169,7 +169,7 @@ def has_batch_statistics(model: nn.Module) -> bool:
 
 def recalibratable_copy(model: nn.Module) -> nn.Module:
     """Return a copy whose statistics can be re-estimated: routed norms replace built-in ones, with the same output."""
-    twin = copy.deepcopy(unwrapped(model))
+    twin = copy.deepcopy(unwrap_model(model))
     if any(isinstance(module, _BatchNorm) for module in twin.modules()):
         convert_norm(twin, "bn")
     return twin

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError, Problem, raise_problems, unknown_name
-from advnorm._core.modes import hooks_run
+from advnorm._core.modes import running_eagerly
 from advnorm._core.provenance import environment
 from advnorm._core.records import model_fingerprint
 from advnorm._core.seeding import ImageNoise
 from advnorm._core.settings import Setting, convert_fields
-from advnorm._core.wrappers import device_of, unwrapped
+from advnorm._core.wrappers import device_of, unwrap_model
 from advnorm.analysis.base import Seed, as_tuple, setting_problems, track
 from advnorm.attacks import PGD, input_gradient, predicting
 from advnorm.attacks.base import Progress
@@ -163,11 +163,11 @@ def towards_class(
 @contextmanager
 def _activations(model: nn.Module, layer: str | None, route: str | None) -> Iterator[Predict]:
     """Scope: a function from images to the input of the classifier, through the model in eval mode."""
-    model = unwrapped(model)
+    model = unwrap_model(model)
     captured: list[Tensor] = []
     handle = _find_head(model, layer).register_forward_pre_hook(lambda _module, args: captured.append(args[0]))
     try:
-        with predicting(model, route=route) as predict, hooks_run():
+        with predicting(model, route=route) as predict, running_eagerly():
 
             def g(x: Tensor) -> Tensor:
                 captured.clear()
@@ -238,7 +238,7 @@ def extract_features(
         problems.append(Problem(code="out_of_range", message=message, field="part", got=part))
     raise_problems(problems, f"bad feature data set {name}")
     if layer is not None:
-        _find_head(unwrapped(model), layer)  # raises before any work
+        _find_head(unwrap_model(model), layer)  # raises before any work
     folder = FeatureFolder(Path(root) / data.split)
     about = {
         "name": name,
@@ -249,7 +249,7 @@ def extract_features(
         "recipe": dataclasses.asdict(chosen),
         "seed": seed,
         "source": {"name": data.name, "split": data.split, "fingerprint": data.fingerprint},
-        "model": {"fingerprint": model_fingerprint(unwrapped(model)), "route": route, "layer": layer},
+        "model": {"fingerprint": model_fingerprint(unwrap_model(model)), "route": route, "layer": layer},
         "made_with": environment(device_of(model)),
     }
     folder.check_recipe(about)

@@ -15,7 +15,7 @@ from torch.func import functional_call
 from advnorm._core.errors import ConfigError, raise_problems
 from advnorm._core.precision import float32_as
 from advnorm._core.settings import Setting
-from advnorm._core.wrappers import device_of, unwrapped
+from advnorm._core.wrappers import device_of, unwrap_model
 from advnorm.analysis.base import (
     EveryRouteSetting,
     Finding,
@@ -103,7 +103,7 @@ def landscape(
     steps = as_tuple(steps)
     raise_problems(problems + empty_problems(steps, "steps", str(STEPS)), "bad landscape")
     validate_batch(x, y)
-    model, device = unwrapped(model), device_of(model)
+    model, device = unwrap_model(model), device_of(model)
     start = {name: value.detach() for name, value in model.named_parameters() if value.requires_grad}
     if not start:
         hint = "set requires_grad on the parameters to move"

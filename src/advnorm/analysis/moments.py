@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError, Description, Problem, raise_problems
-from advnorm._core.modes import hooks_run
+from advnorm._core.modes import running_eagerly
 from advnorm._core.precision import float32_as
-from advnorm._core.wrappers import device_of, unwrapped
+from advnorm._core.wrappers import device_of, unwrap_model
 from advnorm.analysis.banks import Gaussian, norm_layers
 from advnorm.analysis.base import (
     BatchSize,
@@ -87,7 +87,7 @@ def observe_norm_inputs(
     error.
     """
     problems = setting_problems(observe_norm_inputs, locals())
-    model = unwrapped(model)
+    model = unwrap_model(model)
     problems += model_problems(model, route, statistics, any_bank=pair is not None)
     if route is not None and pair is not None:
         message = "{field} cannot be combined with a pair of banks"
@@ -103,7 +103,7 @@ def observe_norm_inputs(
             stack.enter_context(pair_banks(model, statistics=pair[0], affine=pair[1]))
         stack.enter_context(float32_as("ieee", device))
         stack.enter_context(torch.no_grad())
-        stack.enter_context(hooks_run())
+        stack.enter_context(running_eagerly())
         for name, norm in norm_layers(model, layers).items():
             hook = norm.register_forward_pre_hook(_observing_hook(observer, name))
             stack.callback(hook.remove)

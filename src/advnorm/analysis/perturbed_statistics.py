@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from advnorm._core.errors import ConfigError, Description, raise_problems
 from advnorm._core.precision import float32_as
 from advnorm._core.settings import Setting
-from advnorm._core.wrappers import device_of, unwrapped
+from advnorm._core.wrappers import device_of, unwrap_model
 from advnorm.analysis.base import (
     BatchSize,
     EveryRouteSetting,
@@ -95,7 +95,7 @@ def perturbed_accuracy(
 
 def _to_perturbable(model: nn.Module) -> nn.Module:
     """Return the model, or a copy with routed norms if it has plain ones."""
-    model = unwrapped(model)
+    model = unwrap_model(model)
     if any(isinstance(module, _BatchNorm) for module in model.modules()):
         model = recalibratable_copy(model)
     norms = routed_modules(model).values()

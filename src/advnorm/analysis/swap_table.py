@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from advnorm._core.errors import Problem, raise_problems
 from advnorm._core.settings import Setting
-from advnorm._core.wrappers import device_of, unwrapped
+from advnorm._core.wrappers import device_of, unwrap_model
 from advnorm.analysis.base import BatchSize, Finding, format_percent, register_analysis
 from advnorm.analysis.moments import ns_name
 from advnorm.analysis.plots import formula, grouped_bars, legend_below, new_figure
@@ -115,7 +115,7 @@ def swap_table(
     for ap in reversed(domains):
         evaluate("swapped", (other[ap], other[ap]), ap, model, pair_banks(model, statistics=other[ap], affine=ap))
     for ap in reversed(domains):
-        fresh = copy.deepcopy(unwrapped(model))
+        fresh = copy.deepcopy(unwrap_model(model))
         recalibrate(fresh, images[other[ap]], route=ap, batch_size=batch_size)
         evaluate("re-calibrated", (ap, other[ap]), ap, fresh, route(fresh, ap))
     conditions = {"attacks": {name: repr(attack) for name, attack in attacks.items()}, "images": len(x)}

@@ -10,19 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from advnorm._core.errors import Problem, raise_problems
-from advnorm._core.precision import wide
+from advnorm._core.precision import at_least_float32
 
 _TINY = 1e-12
 
 
 def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
     """``-log softmax(z)_y``."""
-    return F.cross_entropy(wide(logits), y, reduction="none")
+    return F.cross_entropy(at_least_float32(logits), y, reduction="none")
 
 
 def cw_margin(logits: Tensor, y: Tensor) -> Tensor:
     """``max_{j≠y} z_j - z_y``, above 0 if and only if y does not win (Carlini & Wagner 2017, without their bound)."""
-    logits = wide(logits)
+    logits = at_least_float32(logits)
     return logits.scatter(1, y[:, None], -torch.inf).amax(1) - _at(logits, y)
 
 
@@ -40,13 +40,13 @@ def dlr(logits: Tensor, y: Tensor) -> Tensor:
 def dlr_targeted(logits: Tensor, y: Tensor, target: Tensor) -> Tensor:
     """``-(z_y - z_t) / (z_π1 - (z_π3 + z_π4) / 2)`` (Croce & Hein 2020, eq. 7)."""
     top = _top(logits, 4, "targeted dlr")
-    logits = wide(logits)
+    logits = at_least_float32(logits)
     return (_at(logits, target) - _at(logits, y)) / (top[:, 0] - 0.5 * (top[:, 2] + top[:, 3])).clamp_min(_TINY)
 
 
 def kl_to_clean(logits: Tensor, clean_log_probs: Tensor) -> Tensor:
     """``KL(p(clean) || p(adv))`` (TRADES), from log probabilities, so that an underflow to 0 gives no NaN."""
-    return F.kl_div(wide(logits).log_softmax(1), clean_log_probs, reduction="none", log_target=True).sum(1)
+    return F.kl_div(at_least_float32(logits).log_softmax(1), clean_log_probs, reduction="none", log_target=True).sum(1)
 
 
 def _at(logits: Tensor, y: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def class_count_problems(loss: str, least: int, classes: int) -> list[Problem]:
 
 def _top(logits: Tensor, count: int, loss: str) -> Tensor:
     raise_problems(class_count_problems(loss, count, logits.shape[1]))
-    return wide(logits).topk(count, dim=1).values
+    return at_least_float32(logits).topk(count, dim=1).values
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from advnorm._core.errors import Problem, raise_problems, unknown_name
-from advnorm._core.precision import float32_as, kernels
+from advnorm._core.precision import choose_kernels, float32_as
 from advnorm._core.records import write_json
 from advnorm.bench.conditions import MeasuredConditions, device_name, minimum_problems
 from advnorm.bench.profile import step_parts
@@ -362,7 +362,7 @@ def _plain_steps(config: Config, data: ImageData, ranks: Ranks) -> Steps:
         optimizer.step()
 
     def run(steps: int) -> None:
-        with float32_as("tf32", device), kernels(deterministic=False):
+        with float32_as("tf32", device), choose_kernels(deterministic=False):
             for _ in range(steps):
                 step()
 

@@ -86,11 +86,9 @@ class _Checks:
     def reject(self, field: str, message: str, hint: str = "", *, got: Any = NOTHING, code: str = "conflict") -> None:
         self.problems.append(Problem(code=code, message=message, field=field, got=got, hint=hint))
 
-    def add(self, parent: str, found: Iterable[Problem | str]) -> None:
+    def add(self, parent: str, found: Iterable[Problem]) -> None:
         """Add problems of a part of the setting ``parent``."""
-        for problem in found:
-            problem = problem if isinstance(problem, Problem) else Problem(code="conflict", message=problem)
-            self.problems.append(problem.inside(parent))
+        self.problems += (problem.inside(parent) for problem in found)
 
     # -- names ---------------------------------------------------------------------------------------------------------
 

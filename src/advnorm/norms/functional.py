@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from advnorm._core.precision import wide
+from advnorm._core.precision import at_least_float32
 
 
 def accumulate_dtype(x: Tensor) -> torch.dtype:
@@ -37,7 +37,7 @@ def channelwise(value_GC: Tensor, ndim: int) -> Tensor:
 def moments(x_GNC: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and biased variance per group and channel (paper C, eq. 8 and 9; paper A, eq. 3)."""
     dims = [1, *range(3, x_GNC.ndim)]
-    var_GC, mean_GC = torch.var_mean(wide(x_GNC), dim=dims, correction=0)
+    var_GC, mean_GC = torch.var_mean(at_least_float32(x_GNC), dim=dims, correction=0)
     return mean_GC, var_GC
 
 

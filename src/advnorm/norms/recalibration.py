@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from advnorm._core.distributed import all_gather_rows
 from advnorm._core.errors import ConfigError, Description
-from advnorm._core.modes import evaluating, hooks_run
+from advnorm._core.modes import evaluating, running_eagerly
 from advnorm._core.wrappers import device_of, dtype_of
 from advnorm.norms import functional
 from advnorm.norms.perturbation import no_statistics_bank
@@ -55,7 +55,7 @@ def recalibrate(
     device, dtype = device_of(model), dtype_of(model)
     samples = batches = 0
     try:
-        with evaluating(model), hooks_run(), banks, plain:
+        with evaluating(model), running_eagerly(), banks, plain:
             for images in _batches(data, batch_size):
                 samples, batches = samples + len(images), batches + 1
                 model(images.to(device, dtype))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from advnorm._core.errors import ConfigError, Description, RouteError
-from advnorm._core.wrappers import unwrapped
+from advnorm._core.wrappers import unwrap_model
 from advnorm.norms.plan import Plan
 from advnorm.norms.segments import Segment, split_batch
 from advnorm.norms.state import UNSCOPED, ScopeState
@@ -79,7 +79,7 @@ def validate_module(model: Any) -> None:
 def routed_modules(model: nn.Module) -> dict[str, RoutedModule]:
     """The routed modules of a model by name. A module that the model holds twice is listed once."""
     validate_module(model)
-    return {name: module for name, module in unwrapped(model).named_modules() if isinstance(module, RoutedModule)}
+    return {name: module for name, module in unwrap_model(model).named_modules() if isinstance(module, RoutedModule)}
 
 
 def list_routed(model: nn.Module) -> list[RoutedModule]:

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from advnorm._core.distributed import rank
 from advnorm._core.errors import AdvnormError, ConfigError, Description, Problem, raise_problems
-from advnorm._core.precision import wide
+from advnorm._core.precision import at_least_float32
 from advnorm._core.registry import Registry, keywords
 from advnorm._core.settings import Setting, convert, convert_options
 from advnorm._core.wrappers import dtype_of
@@ -257,7 +257,7 @@ class Objective(nn.Module):
 
     def logits(self, x: Tensor, execution: Execution = EAGER) -> Tensor:
         """Logits in float32 at least: half precision rounds small losses away."""
-        logits = wide(extract_logits((execution.network or self.run_model)(x.to(self.dtype)), len(x)))
+        logits = at_least_float32(extract_logits((execution.network or self.run_model)(x.to(self.dtype)), len(x)))
         if self._largest_label is not None and self._largest_label >= logits.shape[1]:
             largest, self._largest_label = self._largest_label, None  # the next batch is checked again
             validate_classes(largest, logits)

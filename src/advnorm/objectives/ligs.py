@@ -13,7 +13,7 @@ from advnorm._core.errors import ConfigError, Problem
 from advnorm._core.registry import Registry
 from advnorm._core.seeding import ImageNoise
 from advnorm._core.settings import Setting
-from advnorm._core.wrappers import unwrapped
+from advnorm._core.wrappers import unwrap_model
 from advnorm.attacks.model_access import extract_logits
 from advnorm.attacks.pgd import FGSM, PGD
 from advnorm.norms import domains, route, routed_modules, statistics
@@ -102,7 +102,7 @@ class LIGS(Wrapper):
 
         Random numbers of the network, such as dropout's, are the same at both points.
         """
-        model = unwrapped(self.model)
+        model = unwrap_model(self.model)
         branch = next((domain for domain in self.trained_domains() if domain in domains(model)), None)
         stored = any(needs_both_domains(module.plan) for module in routed_modules(model).values())
 

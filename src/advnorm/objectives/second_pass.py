@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from advnorm._core.distributed import mean_over_ranks, world_size
 from advnorm._core.errors import ConfigError, Problem
-from advnorm._core.precision import wide
+from advnorm._core.precision import at_least_float32
 from advnorm._core.registry import Registry
 from advnorm._core.seeding import ImageNoise
 from advnorm._core.settings import Setting
@@ -302,9 +302,9 @@ class AWP(SecondPass):
         moved = {id(p) for p in self._perturbed_weights()}
         steps = []
         for parameter, gradient in zip(parameters, gradients):
-            length, own = wide(gradient).norm(), wide(parameter.detach()).norm()
+            length, own = at_least_float32(gradient).norm(), at_least_float32(parameter.detach()).norm()
             scale = torch.where(length > 0, self.gamma * own / length.clamp_min(_tiny(length)), 0)
-            step = scale * wide(gradient) if id(parameter) in moved else torch.zeros_like(gradient)
+            step = scale * at_least_float32(gradient) if id(parameter) in moved else torch.zeros_like(gradient)
             steps.append(step.to(gradient.dtype))
         return steps
 
@@ -329,9 +329,9 @@ def rows_of_second_pass(batch_size: int, samples: int | float, groups: int) -> i
 
 def _sam_step(gradients: Sequence[Tensor], rho: float) -> list[Tensor]:
     """``ρ g / ||g||_2`` over all parameters together; 0 if the gradient is 0."""
-    length = torch.stack([wide(gradient).norm() for gradient in gradients]).norm()
+    length = torch.stack([at_least_float32(gradient).norm() for gradient in gradients]).norm()
     scale = torch.where(length > 0, rho / length.clamp_min(_tiny(length)), 0)
-    return [(scale.to(wide(gradient).dtype) * gradient).to(gradient.dtype) for gradient in gradients]
+    return [(scale.to(at_least_float32(gradient).dtype) * gradient).to(gradient.dtype) for gradient in gradients]
 
 
 def _tiny(value: Tensor) -> float:

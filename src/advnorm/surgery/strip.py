@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from advnorm._core.errors import Problem, SurgeryError, raise_problems, unknown_name
-from advnorm._core.wrappers import unwrapped
+from advnorm._core.wrappers import unwrap_model
 from advnorm.norms.mixture import MixtureNorm
 from advnorm.norms.routed_linear import RoutedLinear
 from advnorm.norms.routed_module import RoutedModule, validate_module
@@ -32,7 +32,7 @@ def strip(
     tensors to share.
     """
     validate_module(model)
-    model = unwrapped(model)
+    model = unwrap_model(model)
     routed = [module for module in model.modules() if isinstance(module, RoutedModule)]
     mixtures = [module for module in routed if module.plan.mixture]
     raise_problems(_problems(routed, route, component, linked), "cannot strip")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from advnorm._core.errors import AdvnormError, first_line
-from advnorm._core.precision import kernels
+from advnorm._core.precision import choose_kernels
 from advnorm._core.seeding import ImageNoise
 from advnorm.attacks.folded_copy import FoldedCopy, make_folded_copy
 from advnorm.attacks.model_access import predicting
@@ -100,7 +100,9 @@ class AttackOnCopy:
         """
         objective, surrogate, copy, few = self._objective, self.execution.surrogate, self.copy, x[: self.IMAGES]
         assert copy is not None and surrogate is not None
-        once = partial(kernels, deterministic=torch.backends.cudnn.deterministic, tried=len(x) <= self.IMAGES)
+        once = partial(
+            choose_kernels, deterministic=torch.backends.cudnn.deterministic, benchmark=len(x) <= self.IMAGES
+        )
         with perturbed(objective.model), predicting(objective.model, route=objective.attack_route) as predict:
             copy.refresh()
             try:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from advnorm._core.errors import Problem, raise_problems, unknown_name
-from advnorm._core.precision import wide
-from advnorm._core.wrappers import unwrapped
+from advnorm._core.precision import at_least_float32
+from advnorm._core.wrappers import unwrap_model
 from advnorm.training.checkpoint import differences
 
 BUFFERS = ("copy", "average")
@@ -35,12 +35,12 @@ class EMA:
         raise_problems(problems, "bad moving average")
         self.decay, self.buffers, self.updates = decay, buffers, 0
         live = self._averaged(model)
-        averages = {value: wide(value.detach()).clone() for value in live.values()}
+        averages = {value: at_least_float32(value.detach()).clone() for value in live.values()}
         self._average = {name: averages[value] for name, value in live.items()}
 
     def _averaged(self, model: nn.Module) -> dict[str, Tensor]:
         """The tensors that are averaged, by their names in the state dict; a shared tensor has several names."""
-        state = unwrapped(model).state_dict(keep_vars=True)
+        state = unwrap_model(model).state_dict(keep_vars=True)
         return {
             name: value
             for name, value in state.items()
@@ -60,7 +60,7 @@ class EMA:
         """Add the live model, after each step of the optimizer, without waiting for the device."""
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         average, live = self._matched(model)
-        live = [wide(value) for value in live]
+        live = [at_least_float32(value) for value in live]
         torch._foreach_lerp_(average, live, 1 - decay)  # pyright: ignore[reportPrivateImportUsage]
         self.updates += 1
 
@@ -68,7 +68,7 @@ class EMA:
     def swapped(self, model: nn.Module) -> Iterator[None]:
         """Scope: the model holds the average in its own tensors; afterwards it has its own bits again, buffers too."""
         average, live = self._matched(model)
-        inner = unwrapped(model)
+        inner = unwrap_model(model)
         everything = [*inner.parameters(), *inner.buffers()]
         kept = [value.detach().clone() for value in everything]
         try:

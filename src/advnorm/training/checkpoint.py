@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from advnorm._core.errors import AdvnormError, ConfigError, Description, Problem, did_you_mean, raise_problems
 from advnorm._core.records import interrupted_write, read_json, write_atomic, write_json
-from advnorm._core.wrappers import unwrapped
+from advnorm._core.wrappers import unwrap_model
 
 FORMAT = "advnorm.checkpoint/1"
 
@@ -250,7 +250,7 @@ def _as_before(value: Any, live: Any) -> Any:
 
 def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
     """Copy tensors into a model in place; memory format, device and dtype stay. One error lists all mismatches."""
-    model = unwrapped(model)
+    model = unwrap_model(model)
     problems = differences(tensors, model.state_dict(), "the file", "the model")
     raise_problems(problems, f"{source} does not fit the model")
     model.load_state_dict(dict(tensors))
@@ -261,7 +261,7 @@ def save_weights(path: Path | str, model: nn.Module, meta: Mapping[str, Any]) ->
     path = _weights_path(path)
     raise_problems(_meta_problems(meta), "bad weights file")
     try:
-        write_atomic(path, _pack(unwrapped(model).state_dict(), meta))
+        write_atomic(path, _pack(unwrap_model(model).state_dict(), meta))
     except OSError as error:
         raise _write_error(str(path), error) from error
     return path

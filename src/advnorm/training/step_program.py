@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from advnorm._core.precision import float32_as, kernels
+from advnorm._core.precision import choose_kernels, float32_as
 from advnorm.objectives import Execution, Objective, ObjectiveOutput
 from advnorm.objectives.second_pass import SecondPass
 from advnorm.training.attack_copy import make_attack_on_copy
@@ -85,7 +85,7 @@ class StepProgram:
             if self.precision != "bf16":
                 stack.enter_context(float32_as("tf32" if self.precision == "tf32" else "ieee", self.device))
             if self.device.type == "cuda":
-                stack.enter_context(kernels(deterministic=self.deterministic))
+                stack.enter_context(choose_kernels(deterministic=self.deterministic))
             yield
 
     @property

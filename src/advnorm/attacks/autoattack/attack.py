@@ -16,7 +16,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from advnorm._core.precision import as_set, float32_as
+from advnorm._core.precision import float32_as, snapshot_precision
 from advnorm._core.progress import show_progress
 from advnorm._core.records import digest, model_fingerprint
 from advnorm._core.seeding import ImageNoise
@@ -81,7 +81,7 @@ class AutoAttack(AutoAttackSettings):
         validate_index(index, x)
         tensors = (*model.parameters(), *model.buffers()) if isinstance(model, nn.Module) else ()
         device = next((tensor.device for tensor in tensors), x.device)
-        callers_precision = as_set(device)
+        callers_precision = snapshot_precision(device)
         with ExitStack() as stack:
             stack.enter_context(float32_as("ieee", device))
             predict = stack.enter_context(predicting(model, route=self.route, statistics=self.statistics))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from advnorm._core.errors import ConfigError
 from advnorm._core.memory import AdaptiveBatchSize
-from advnorm._core.precision import ContextFactory, kernels
+from advnorm._core.precision import ContextFactory, choose_kernels
 from advnorm._core.seeding import ImageNoise
 from advnorm.attacks.autoattack.checks import warnings_after, warnings_before
 from advnorm.attacks.autoattack.record import AutoAttackResult, CascadeRecord, ReliabilityWarning, StageBatch
@@ -185,7 +185,7 @@ class Cascade:
     def _kernels(self) -> AbstractContextManager[None]:
         """Scope: cuDNN benchmarks its kernels for a strict search of few sizes; its default can be 3 times slower."""
         if self.padded and self.victim is self.strict:
-            return kernels(deterministic=torch.backends.cudnn.deterministic)
+            return choose_kernels(deterministic=torch.backends.cudnn.deterministic)
         return nullcontext()
 
     def _attack(self, name: str, search: Search, images: Tensor) -> SearchResult:
