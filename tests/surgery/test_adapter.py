@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from advnorm import convert_norm, route, strip
+from advnorm import SurgeryError, convert_norm, route, strip
 from advnorm.norms import RoutedNorm
 from advnorm.surgery import register_adapter
-from advnorm.surgery.adapter import ADAPTERS
-from advnorm.surgery.torch_norms import BatchNormAdapter
+from advnorm.surgery.adapters import ADAPTERS, BatchNormAdapter
+from support.problems import raises_problem
 
 
 class BatchNormAct(nn.BatchNorm2d):
@@ -41,14 +41,6 @@ def adapted(monkeypatch):
         routed_class = RoutedNormAct
         parts = ("act",)
 
-        def finish(self, norm, routed):
-            routed.act = norm.act
-
-        def restore(self, settings, routed):
-            plain = super().restore(settings, routed)
-            plain.act = routed.act
-            return plain
-
     yield
     del ADAPTERS[BatchNormAct]
 
@@ -64,3 +56,10 @@ def test_a_registered_class_becomes_a_routed_norm_with_its_other_parts_and_comes
     plain = strip(model, "adv")
     assert type(plain[0]) is BatchNormAct and torch.equal(plain(x), expected)
     assert list(plain.state_dict()) == list(nn.Sequential(BatchNormAct(3)).state_dict())
+
+
+def test_a_class_that_does_more_than_normalize_stays_a_norm_of_its_kind(adapted):
+    model = nn.Sequential(nn.BatchNorm2d(3), BatchNormAct(3))
+    with raises_problem("not_supported", "1", SurgeryError):
+        convert_norm(model, "dual_affine_ln")
+    assert type(model[0]) is nn.BatchNorm2d

@@ -1,51 +1,50 @@
-"""Put new modules in the place of old ones, with their mode, hooks and shared tensors."""
+"""Put new modules in the place of old ones, with their mode and hooks, and report the changes."""
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-import torch
 from torch import nn
 
 from advnorm._core.errors import SurgeryError
 from advnorm._core.wrappers import parallel_wrappers
 from advnorm.norms.routed_module import validate_module
-from advnorm.surgery.report import SurgeryReport
+
+#: Names of the tensors of the built-in norms and of ``nn.Linear``.
+AFFINE, STATISTICS = ("weight", "bias"), ("running_mean", "running_var", "num_batches_tracked")
 
 #: Hooks of a module. Their dictionaries move as they are, so that a handle still removes its hook.
 _HOOKS = tuple(name for name in vars(nn.Module()) if "_hook" in name)
 
 
-class BankCopies:
-    """Copies of a tensor, one per bank. The first bank keeps the original; tensors that were shared stay shared."""
+@dataclass(frozen=True, kw_only=True)
+class SurgeryReport:
+    """The modules that a conversion replaced, and those that it kept with the reason."""
 
-    def __init__(self) -> None:
-        self._copies: dict[tuple[int, int], torch.Tensor] = {}
+    norm: str
+    domains: tuple[str, ...]
+    replaced: Mapping[str, str] = field(default_factory=dict)
+    kept: Mapping[str, str] = field(default_factory=dict)
+    new_parameters: int = 0
+    notes: Sequence[str] = ()
 
-    def get(self, tensor: Any, bank: int) -> Any:
-        """The tensor of bank number ``bank``."""
-        if tensor is None or bank == 0:
-            return tensor
-        key = (id(tensor), bank)
-        if key not in self._copies:
-            copy = tensor.detach().clone()
-            is_parameter = isinstance(tensor, nn.Parameter)
-            self._copies[key] = nn.Parameter(copy, requires_grad=tensor.requires_grad) if is_parameter else copy
-        return self._copies[key]
-
-
-class Replacement(NamedTuple):
-    """How to build a new module, and the change in words."""
-
-    build: Callable[[BankCopies], nn.Module]
-    change: str = ""
-    changes_outputs: bool = False
+    def __str__(self) -> str:
+        width = max((len(name) for name in [*self.replaced, *self.kept]), default=0)
+        return "\n".join(
+            [
+                f"{self.norm}: {len(self.replaced)} replaced, {len(self.kept)} kept; "
+                f"domains: {', '.join(self.domains)}; {self.new_parameters:+,} parameters",
+                *(f"  {name:<{width}}  {change}" for name, change in self.replaced.items()),
+                *(f"  {name:<{width}}  kept: {reason}" for name, reason in self.kept.items()),
+                *(f"  note: {note}" for note in self.notes),
+            ]
+        )
 
 
-def validate_convertible(model: nn.Module) -> None:
+def validate_model(model: nn.Module) -> None:
     """Raise if ``model`` is not a module, or inside a wrapper that keeps a list of its parameters."""
     validate_module(model)
     wrappers = parallel_wrappers(model)
@@ -54,52 +53,35 @@ def validate_convertible(model: nn.Module) -> None:
         raise SurgeryError("not_supported", message, field="model", hint="convert first, then wrap")
 
 
-def find_additions(module: nn.Module, parts: Sequence[str] = ()) -> str | None:
-    """What a module has beyond its class and the known ``parts``, and what a replacement would lose."""
-    if "forward" in vars(module):
-        return "has its own forward and may do more than its class"
-    known = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
-    tensors = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
-    names = (*tensors, *dict(module.named_children()))
-    more = [name for name in names if name not in known and name.split(".")[0] not in parts]
-    return f"has {', '.join(more)}, which its class does not have, and may do more" if more else None
+def validate_class(module: nn.Module, parts: Sequence[str] = (), *, field: str = "") -> None:
+    """Raise if a module has more than its class and the known ``parts``, which a replacement would lose."""
+    names = [name for name, _ in (*module.named_parameters(), *module.named_buffers(), *module.named_children())]
+    more = [name for name in names if name not in AFFINE + STATISTICS and name.split(".")[0] not in parts]
+    if more or "forward" in vars(module):
+        message = f"{type(module).__name__} has {', '.join(more) or 'its own forward'} and may do more than its class"
+        raise SurgeryError("not_supported", message, field=field, hint="make it a plain module of its class first")
 
 
-def move_hooks(old: nn.Module, new: nn.Module) -> nn.Module:
-    """Give ``new`` the mode and the hooks of ``old``."""
-    new.training = old.training
-    for name in _HOOKS:
-        setattr(new, name, getattr(old, name))
-    return new
-
-
-def rebind_hooks(module: nn.Module) -> nn.Module:
-    """Let hooks that receive their module receive ``module``."""
-    hooks: Any = module._load_state_dict_pre_hooks.values()
-    for hook in hooks:
-        if getattr(hook, "with_module", False):
-            hook.module = weakref.ref(module)
-    return module
-
-
-def replace_modules(
-    model: nn.Module, replacements: Mapping[nn.Module, Replacement], report: SurgeryReport
-) -> SurgeryReport:
-    """Build every new module, then put all of them in place, also where a module is held twice."""
+def replace_modules(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> int:
+    """Put new modules in the place of old ones, also where a module is held twice; return the added parameters."""
     if model in replacements:
         message = f"the model itself is a {type(model).__name__} and cannot be replaced in place"
         raise SurgeryError("not_supported", message, field="model", hint="wrap it in nn.Sequential")
-    before = _count_parameters(model)
-    copies = BankCopies()
-    built = {old: replacement.build(copies) for old, replacement in replacements.items()}
-    changes = {name: replacements[module].change for name, module in model.named_modules() if module in built}
+    before = sum(parameter.numel() for parameter in model.parameters())
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
-            if child in built:
-                parent._modules[name] = rebind_hooks(built[child])
-    after = _count_parameters(model)
-    return dataclasses.replace(report, replaced=changes, parameters_before=before, parameters_after=after)
+            if child is not None and child in replacements:
+                parent._modules[name] = move_hooks(child, replacements[child])
+    return sum(parameter.numel() for parameter in model.parameters()) - before
 
 
-def _count_parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+def move_hooks(old: nn.Module, new: nn.Module) -> nn.Module:
+    """Give ``new`` the mode and the hooks of ``old``; hooks that receive their module receive ``new``."""
+    new.training = old.training
+    for name in _HOOKS:
+        setattr(new, name, getattr(old, name))
+    hooks: Any = new._load_state_dict_pre_hooks.values()
+    for hook in hooks:
+        if getattr(hook, "with_module", False):
+            hook.module = weakref.ref(new)
+    return new

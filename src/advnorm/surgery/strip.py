@@ -12,11 +12,10 @@ from advnorm._core.errors import Problem, SurgeryError, raise_problems, unknown_
 from advnorm._core.wrappers import unwrap_model
 from advnorm.norms.mixture import MixtureNorm
 from advnorm.norms.routed_linear import RoutedLinear
-from advnorm.norms.routed_module import RoutedModule, validate_module
+from advnorm.norms.routed_module import RoutedModule, list_routed, validate_module
 from advnorm.norms.routed_norm import RoutedNorm
-from advnorm.surgery.adapter import adapter_of, branch_settings
-from advnorm.surgery.replace import Replacement, move_hooks, rebind_hooks, replace_modules
-from advnorm.surgery.report import SurgeryReport
+from advnorm.surgery.adapters import adapter_of
+from advnorm.surgery.replace import move_hooks, replace_modules
 
 
 def strip(
@@ -33,46 +32,37 @@ def strip(
     """
     validate_module(model)
     model = unwrap_model(model)
-    routed = [module for module in model.modules() if isinstance(module, RoutedModule)]
+    routed = list_routed(model)
     mixtures = [module for module in routed if module.plan.mixture]
-    raise_problems(_problems(routed, route, component, linked), "cannot strip")
     if component is None and mixtures:
         component = mixtures[0].state.component
+    raise_problems(_problems(routed, route, component, linked), "cannot strip")
     shared = (*model.parameters(), *model.buffers()) if linked else ()
     model = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+    plain = {module: _plain_module(module, route, component) for module in list_routed(model)}
     if isinstance(model, RoutedModule):
-        return rebind_hooks(_plain_module(model, route, component))
-    replacements: dict[nn.Module, Replacement] = {
-        module: Replacement(lambda _copies, module=module: _plain_module(module, route, component))
-        for module in model.modules()
-        if isinstance(module, RoutedModule)
-    }
-    replace_modules(model, replacements, SurgeryReport(norm="", domains=()))
+        return move_hooks(model, plain[model])
+    replace_modules(model, {**plain})
     return model
 
 
 def _problems(routed: list[RoutedModule], route: str | None, component: str | None, linked: bool) -> list[Problem]:
-    def problem(code: str, field: str, message: str, hint: str) -> Problem:
-        return Problem(code=code, field=field, message=message, hint=hint)
-
     problems = []
-    mixtures = [module for module in routed if module.plan.mixture]
-    if component is not None and not mixtures:
-        problems.append(problem("no_mixture_norm", "component", "the model has no mixture norm", "leave {field} out"))
-    for module in mixtures:
-        if component is not None and component not in module.plan.domains:
-            problems.append(unknown_name("component", component, module.plan.domains))
-    if linked and any(component is None and module.state.component is None for module in mixtures[:1]):
-        hint = "choose a component, or leave linked out"
-        problems.append(problem("not_supported", "linked", "the copy of a mixture cannot be linked", hint))
+    plans = dict.fromkeys(module.plan for module in routed)
+    mixtures = [plan for plan in plans if plan.mixture]
+    components = {domain for plan in mixtures for domain in plan.domains}
+    if component is not None and component not in components:
+        problems.append(unknown_name("component", component, sorted(components)))
+    if component is None and linked and mixtures:
+        message, hint = "the copy of a mixture cannot be linked", "choose a component, or leave linked out"
+        problems.append(Problem(code="not_supported", message=message, field="linked", hint=hint))
     if route is not None and not routed:
-        message = f"the model has no routed modules and no {{field}} {route!r}"
-        problems.append(problem("no_routed_norm", "route", message, "convert it first, or leave route out"))
-    for plan in {module.plan for module in routed}:
+        message, hint = f"the model has no routed modules and no {{field}} {route!r}", "convert it, or leave route out"
+        problems.append(Problem(code="no_routed_norm", message=message, field="route", hint=hint))
+    for plan in plans:
         if route is None and plan.routed and not plan.mixture:
-            message = f"{plan.name} has several branches"
-            hint = f"choose one: strip(model, route={plan.domains[-1]!r})"
-            problems.append(problem("missing_route", "route", message, hint))
+            message, hint = f"{plan.name} has several branches", f"choose one: strip(model, route={plan.domains[-1]!r})"
+            problems.append(Problem(code="missing_route", message=message, field="route", hint=hint))
         elif route is not None and route not in plan.domains:
             problems.append(unknown_name("domain", route, plan.domains, field="route"))
     return list(dict.fromkeys(problems))
@@ -80,20 +70,28 @@ def _problems(routed: list[RoutedModule], route: str | None, component: str | No
 
 def _plain_module(module: RoutedModule, route: str | None, component: str | None) -> nn.Module:
     """The plain module that computes the same as ``module`` for ``route`` with stored statistics."""
-    plan = module.plan
+    plan, domain = module.plan, component if module.plan.mixture else route
+    index = 0 if domain is None else plan.index(domain)
+    plain: Any
     if isinstance(module, RoutedLinear):
-        weight, bias = module.bank(plan.affine[0 if route is None else plan.index(route)])
-        plain: Any = nn.Linear(module.in_features, module.out_features, bias=bias is not None, device="meta")
-        plain.weight, plain.bias = weight, bias
-        return move_hooks(module, plain)
+        plain = nn.Linear(module.in_features, module.out_features, device="meta")
+        plain.weight, plain.bias = module.bank(plan.affine[index])
+        return plain
     assert isinstance(module, RoutedNorm)
     if plan.statistics == "none":
-        return move_hooks(module, nn.Identity())
+        return nn.Identity()
+    weight, bias = module.affine_bank(plan.affine[index])
     if plan.mixture and component is None:
         if not module.track_running_stats:
             raise SurgeryError("not_supported", f"{plan.name} has no running statistics", field="model")
-        weight, bias = module.affine_bank(plan.affine[0])
         means, variances, _ = zip(*(module.statistics_bank(bank) for bank in plan.statistics_banks))
-        return move_hooks(module, MixtureNorm(torch.stack(means), torch.stack(variances), weight, bias, module.eps))
-    settings = branch_settings(module, component if plan.mixture else route)
-    return move_hooks(module, adapter_of(module).restore(settings, module))
+        return MixtureNorm(torch.stack(means), torch.stack(variances), weight, bias, module.eps)
+    adapter = adapter_of(module)
+    plain = adapter.create(module)
+    plain.weight, plain.bias = weight, bias
+    if module.track_running_stats:
+        bank = plan.normalized_by[index]
+        plain.running_mean, plain.running_var, plain.num_batches_tracked = module.statistics_bank(bank)
+    for name in adapter.parts:
+        setattr(plain, name, getattr(module, name))
+    return plain
