@@ -218,7 +218,7 @@ def test_repr_rebuilds_it():
     ("settings", "code", "field"),
     [
         ({"radius": 1.5}, "out_of_range", "radius"),
-        ({"radius": float("nan")}, "out_of_range", "radius"),
+        ({"radius": float("nan")}, "wrong_type", "radius"),
         ({"kind": "grad"}, "unknown_name", "kind"),
         ({"which": "var"}, "unknown_name", "which"),
         ({"scaling": "var"}, "unknown_name", "scaling"),

@@ -75,4 +75,4 @@ def test_an_index_of_another_length_raises():
 def test_all_problems_of_the_settings_are_reported_at_once():
     with raises_problem("wrong_type", "threat") as caught:
         attacks.PGD(threat="8/255", seed=0.5, route=1, statistics="eval")  # type: ignore[arg-type]
-    assert [problem.field for problem in caught.value.problems] == ["threat", "seed", "route", "statistics"]
+    assert {problem.field for problem in caught.value.problems} == {"threat", "seed", "route", "statistics"}

@@ -9,6 +9,7 @@ import torch
 
 from advnorm import attacks
 from advnorm._core.errors import ConfigError
+from advnorm._core.settings import describe
 from advnorm.attacks.base import Attack
 from advnorm.attacks.names import ATTACKS, NameOption, parse_name, register_attack
 from advnorm.threat import ThreatModel
@@ -46,6 +47,18 @@ def test_a_name_creates_the_attack(name, expected):
 def test_keywords_set_what_the_name_leaves_open():
     attack = attacks.get("pgd10", threat=LINF, step_size="2/255", route="adv", seed=3)
     assert attack == attacks.PGD(threat=LINF, steps=10, step_size="2/255", route="adv", seed=3)
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_every_setting_declares_its_help_and_rejects_nan(name):
+    attack = ATTACKS.get(name).attack
+    settings = {row.name: row for row in describe(attack)}
+    assert all(row.help.endswith(".") for row in settings.values())
+    assert {field.name for field in dataclasses.fields(attack)} == {*settings, "threat", "progress"}
+    for setting in settings:
+        for value in (float("nan"), float("inf")):
+            with raises_problem("wrong_type", setting):
+                attack(threat=LINF, **{setting: value})
 
 
 @pytest.mark.parametrize(

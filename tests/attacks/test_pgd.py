@@ -420,11 +420,11 @@ def test_the_kl_attack_leaves_the_clean_output_and_ignores_the_labels():
     assert torch.equal(x_adv, attack(net, x, (y + 1) % CLASSES))
 
 
-def test_progress_is_told_at_every_step():
-    heard: list[tuple[int, int]] = []
-    attack = PGD(threat=LINF, steps=3, restarts=2, progress=lambda done, total: heard.append((done, total)))
+def test_progress_is_reported_at_every_step():
+    reported: list[tuple[int, int]] = []
+    attack = PGD(threat=LINF, steps=3, restarts=2, progress=lambda done, total: reported.append((done, total)))
     attack(Net(), *pictures())
-    assert heard == [(k, 6) for k in range(1, 7)]
+    assert reported == [(k, 6) for k in range(1, 7)]
     assert "progress" not in repr(attack) and attack == PGD(threat=LINF, steps=3, restarts=2)
 
 
@@ -439,13 +439,16 @@ def test_progress_is_told_at_every_step():
         ({"step_size": "0/255"}, "out_of_range", "step_size"),
         ({"start": "unifrom"}, "unknown_name", "start"),
         ({"start": 1.5}, "out_of_range", "start"),
-        ({"start": None}, "out_of_range", "start"),
+        ({"start": None}, "wrong_type", "start"),
         ({"loss": "cwe"}, "unknown_name", "loss"),
         ({"target": "rand"}, "unknown_name", "target"),
         ({"loss": "kl", "target": "random"}, "conflict", "target"),
         ({"loss": "kl", "start": "clean"}, "conflict", "start"),
         ({"loss": "kl", "start": 0.2}, "conflict", "start"),
         ({"momentum": -1}, "out_of_range", "momentum"),
+        ({"momentum": float("nan")}, "wrong_type", "momentum"),
+        ({"start": float("inf")}, "wrong_type", "start"),
+        ({"step_size": float("nan")}, "wrong_type", "step_size"),
         ({"keep": "best"}, "unknown_name", "keep"),
     ],
 )

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
 
-from advnorm._core.errors import ConfigError, Problem, raise_problems, unknown_name
+from advnorm._core.errors import ConfigError, Problem, raise_problems
 from advnorm._core.seeding import ImageNoise
-from advnorm.attacks.base import count_problems
+from advnorm._core.settings import Setting, convert_fields
 from advnorm.attacks.inputs import validate_batch, validating_first_logits
 from advnorm.attacks.losses import cross_entropy
 from advnorm.attacks.model_access import predicting
@@ -20,10 +20,7 @@ from advnorm.norms import Perturbation, zero_perturbation
 from advnorm.norms import statistics as statistics_scope
 from advnorm.norms.plan import SHARED
 
-Kind = Literal["gradient", "uniform", "binary"]
 Which = Literal["both", "mean", "std"]
-Scaling = Literal["invstd", "std"]
-Statistics = Literal["batch_frozen", "running"]
 Batches = Iterable[tuple[Tensor, Tensor]]
 
 
@@ -45,32 +42,25 @@ class StatisticsPerturbation:
     ``kind``: ``gradient`` is the sign of the gradient over one batch (algorithm 1, line 5; fig. 1). ``uniform`` and
     ``binary`` are random; they depend on the seed and the norm's name, so that models of one architecture share a
     direction (sec. 4.5).
-    ``which``: both statistics, or one of them.
     ``scaling``: δ_σ multiplies ``invstd`` as in eq. 3, or ``std`` as in sec. 4.5: ``σ ← (1 + ε v) σ``.
-    ``statistics``: perturb the statistics of the batch or the running ones.
-    ``groups``: number of parts of the batch with their own statistics in the evaluation, as in APART's second pass. The
-    gradient is that of the whole batch, as in its first pass.
+    ``groups`` apply to the evaluation, as in APART's second pass. The gradient is that of the whole batch, as in its
+    first pass.
     """
 
-    radius: float
-    kind: Kind = "gradient"
-    which: Which = "both"
-    scaling: Scaling = "invstd"
-    groups: int = 1
-    statistics: Statistics = "batch_frozen"
-    route: str | None = None
-    seed: int = 0
+    radius: Annotated[float, Setting("Largest change, as a share of the statistics.", "[0, 1)")]
+    kind: Annotated[Literal["gradient", "uniform", "binary"], Setting("How the direction is chosen.")] = "gradient"
+    which: Annotated[Which, Setting("Perturbed statistics.")] = "both"
+    scaling: Annotated[Literal["invstd", "std"], Setting("Quantity that the perturbation multiplies.")] = "invstd"
+    groups: Annotated[int, Setting("Number of parts of the batch with their own statistics.", "[1, inf)")] = 1
+    statistics: Annotated[
+        Literal["batch_frozen", "running"], Setting("Statistics of the batch, or the running ones.")
+    ] = "batch_frozen"
+    route: Annotated[str | None, Setting("Evaluated branch; none: the branch of an enclosing `advnorm.route`.")] = None
+    seed: Annotated[int, Setting("Seed of random directions.")] = 0
 
     def __post_init__(self) -> None:
-        problems = []
-        if isinstance(self.radius, bool) or not isinstance(self.radius, int | float) or not 0 <= self.radius < 1:
-            message = "{field} must lie in [0, 1), as a share of the statistics"
-            problems.append(Problem(code="out_of_range", field="radius", message=message, got=self.radius))
-        for name, allowed in (("kind", Kind), ("which", Which), ("scaling", Scaling), ("statistics", Statistics)):
-            if getattr(self, name) not in get_args(allowed):
-                problems.append(unknown_name(name, getattr(self, name), get_args(allowed)))
-        problems += count_problems("groups", self.groups)
-        if self.statistics == "running" and self.groups != 1:
+        problems = convert_fields(self)
+        if not problems and self.statistics == "running" and self.groups != 1:
             message, hint = "{field} need batch statistics", "use statistics='batch_frozen'"
             problems.append(Problem(code="conflict", field="groups", message=message, got=self.groups, hint=hint))
         raise_problems(problems, "bad statistics perturbation")

@@ -10,13 +10,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from advnorm._core.errors import Problem, unknown_name
 from advnorm._core.seeding import ImageNoise
-from advnorm.attacks.base import count_problems
+from advnorm._core.settings import Setting
+from advnorm.attacks.base import Restarts, Steps
 from advnorm.attacks.geometry import fast_projection, threat_norm
 from advnorm.attacks.losses import LOSSES, label_margin, minimum_classes
 from advnorm.attacks.names import count_options, register_attack
@@ -34,29 +35,15 @@ VERIFY_EVERY = 5
 class APGD(Search):
     """Gradient ascent with momentum and a step size that halves at checkpoints without enough progress.
 
-    ``loss``: ``ce``, ``cw`` or ``dlr``. ``targets``: 0 (untargeted), or the number of most likely other classes.
-    ``samples``: forwards per gradient, for randomized models (expectation over transformation).
     L1: sparse steps whose sparsity adapts, in balls of ``3·eps``, ``2·eps`` and ``eps`` for 30, 30, 40 % of the steps.
     """
 
-    steps: int = 100
-    loss: str = "ce"
-    targets: int = 0
-    restarts: int = 1
-    samples: int = 1
-    rho: float = 0.75
-
-    def problems(self) -> list[Problem]:
-        problems = super().problems() + count_problems("targets", self.targets, 0)
-        for name in ("steps", "restarts", "samples"):
-            problems += count_problems(name, getattr(self, name))
-        allowed = [name for name, loss in LOSSES.items() if loss.targeted is not None]
-        if self.loss not in allowed:
-            problems.append(unknown_name("loss", self.loss, allowed))
-        if not isinstance(self.rho, float) or not 0 < self.rho < 1:
-            message = "{field} must lie between 0 and 1"
-            problems.append(Problem(code="out_of_range", field="rho", message=message, got=self.rho))
-        return problems
+    steps: Steps = 100
+    loss: Annotated[Literal["ce", "cw", "dlr"], Setting("`ce`, `cw` margin or `dlr`.")] = "ce"
+    targets: Annotated[int, Setting("Number of most likely other classes to target; 0: untargeted.", "[0, inf)")] = 0
+    restarts: Restarts = 1
+    samples: Annotated[int, Setting("Forwards per gradient, for randomized models.", "[1, inf)")] = 1
+    rho: Annotated[float, Setting("Share of rising steps below which the step size halves.", "(0, 1)")] = 0.75
 
     def variants(self, classes: int) -> int:
         return self.restarts * max(1, min(self.targets, classes - 1))

@@ -5,21 +5,24 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from advnorm._core.errors import ConfigError, Problem, raise_problems, unknown_name
+from advnorm._core.errors import ConfigError, Problem, raise_problems
 from advnorm._core.precision import float32_as
 from advnorm._core.seeding import ImageNoise
+from advnorm._core.settings import Setting, convert_fields
 from advnorm.attacks.inputs import validate_batch, validating_first_logits
 from advnorm.attacks.model_access import Predict, never_alone, predicting
-from advnorm.norms import MODES, Mode
+from advnorm.norms import Mode
 from advnorm.threat import ThreatModel
 
 #: Called with the amount of finished work and the total amount.
 Progress = Callable[[int, int], None]
+Steps = Annotated[int, Setting("Number of gradient steps.", "[1, inf)")]
+Restarts = Annotated[int, Setting("Number of restarts; the worst case per image counts.", "[1, inf)")]
 
 
 class AttackResult(NamedTuple):
@@ -38,38 +41,31 @@ class Attack(ABC):
     for bit (parameters, ``requires_grad``, ``.grad``, statistics, the training flag of each module), and so is the
     global random state. This also holds if an attack raises.
 
-    ``route`` is the attacked branch and ``statistics`` what its batch norms use, see :func:`predicting`. ``progress``
-    is called during long runs with the finished and the total amount of work.
+    Settings are declared as ``Annotated[type, Setting(help, range)]`` and converted on creation. ``progress`` is called
+    during long runs with the finished and the total amount of work.
     """
 
     #: Whether the attack needs gradients of the logits with respect to the images.
     needs_gradients: ClassVar[bool] = True
 
     threat: ThreatModel
-    seed: int = 0
-    route: str | None = None
-    statistics: Mode = "running"
+    seed: Annotated[int, Setting("Seed of the random numbers of each image.")] = 0
+    route: Annotated[str | None, Setting("Attacked branch; none: the branch of an enclosing `advnorm.route`.")] = None
+    statistics: Annotated[Mode, Setting("Statistics of batch norms during the attack.")] = "running"
     progress: Progress | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        raise_problems(self.problems(), f"bad attack {type(self).__name__}")
+        problems = convert_fields(self)
+        invalid = {problem.field for problem in problems}
+        problems += [problem for problem in self.problems() if problem.field not in invalid]
+        raise_problems(problems, f"bad attack {type(self).__name__}")
 
     def problems(self) -> list[Problem]:
-        """Problems with the settings; subclasses add theirs to ``super().problems()``."""
-        problems = []
-        if not isinstance(self.threat, ThreatModel):
-            message, hint = "{field} must be a ThreatModel", "for example ThreatModel(eps='8/255')"
-            problems.append(Problem(code="wrong_type", field="threat", message=message, got=self.threat, hint=hint))
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            problems.append(
-                Problem(code="wrong_type", field="seed", message="{field} must be an integer", got=self.seed)
-            )
-        if self.route is not None and not isinstance(self.route, str):
-            message = "{field} must be the name of a domain, such as 'adv', or None"
-            problems.append(Problem(code="wrong_type", field="route", message=message, got=self.route))
-        if self.statistics not in MODES:
-            problems.append(unknown_name("statistics mode", self.statistics, MODES, field="statistics"))
-        return problems
+        """Problems that no declared range covers; subclasses add theirs to ``super().problems()``."""
+        if isinstance(self.threat, ThreatModel):
+            return []
+        message, hint = "{field} must be a ThreatModel", "for example ThreatModel(eps='8/255')"
+        return [Problem(code="wrong_type", field="threat", message=message, got=self.threat, hint=hint)]
 
     def input_problems(self, shape: Sequence[int], classes: int) -> list[Problem]:
         """Problems of this attack with images of this shape and with this number of classes."""
@@ -143,11 +139,3 @@ def validate_index(index: Tensor, x: Tensor) -> None:
     if len(index) != len(x):
         message = f"{{field}} must identify each of {len(x)} images"
         raise ConfigError("wrong_shape", message, field="index", got=len(index))
-
-
-def count_problems(field: str, value: object, least: int = 1) -> list[Problem]:
-    """The problem of a setting that must be an integer of at least ``least``, if it is not."""
-    message = f"{{field}} must be an integer of at least {least}"
-    if isinstance(value, bool) or not isinstance(value, int):
-        return [Problem(code="wrong_type", field=field, message=message, got=value)]
-    return [] if value >= least else [Problem(code="out_of_range", field=field, message=message, got=value)]

@@ -6,14 +6,15 @@ Source: Croce & Hein 2020, "Minimally distorted adversarial examples with a fast
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from advnorm._core.errors import Problem
 from advnorm._core.seeding import ImageNoise
+from advnorm._core.settings import Setting
 from advnorm.attacks.apgd import VERIFY_EVERY, on_sphere
-from advnorm.attacks.base import count_problems
+from advnorm.attacks.base import Restarts, Steps
 from advnorm.attacks.geometry import threat_norm
 from advnorm.attacks.losses import label_margin
 from advnorm.attacks.names import count_options, register_attack
@@ -27,28 +28,19 @@ class FAB(Search):
     """``x ← (1 - α) (x + η d) + α (x_0 + η d_0)``, and back by ``β`` where it is adversarial (algorithm 1).
 
     ``d`` and ``d_0`` are the shortest steps from the point and from the image to the linearized boundary within the
-    box; ``α = min(|d| / (|d| + |d_0|), alpha_max)``. A success is an adversarial point within eps.
-    ``targets``: the number of most likely other classes to target; 0: in each step the nearest boundary of all
-    classes, at one backward pass per class. The first restart starts at the image, the others at random within eps / 2.
-    ``minimal``: continue after a success, to the smallest distance (``search(...).distance``).
+    box; ``α = min(|d| / (|d| + |d_0|), alpha_max)``. A success is an adversarial point within eps. Without targets each
+    step takes one backward pass per class. The first restart starts at the image, the others at random within eps / 2.
     """
 
-    steps: int = 100
-    targets: int = 9
-    restarts: int = 1
-    alpha_max: float = 0.1
-    eta: float = 1.05
-    beta: float = 0.9
-    minimal: bool = False
-
-    def problems(self) -> list[Problem]:
-        problems = super().problems() + count_problems("steps", self.steps)
-        problems += count_problems("restarts", self.restarts) + count_problems("targets", self.targets, 0)
-        for name, low, high in (("alpha_max", 0, 1), ("eta", 1, 2), ("beta", 0, 1)):
-            if not low <= (value := getattr(self, name)) <= high:
-                message = f"{{field}} must lie in [{low}, {high}]"
-                problems.append(Problem(code="out_of_range", field=name, message=message, got=value))
-        return problems
+    steps: Steps = 100
+    targets: Annotated[
+        int, Setting("Number of most likely other classes to target; 0: the nearest boundary of all.", "[0, inf)")
+    ] = 9
+    restarts: Restarts = 1
+    alpha_max: Annotated[float, Setting("Largest weight of the step from the image.", "[0, 1]")] = 0.1
+    eta: Annotated[float, Setting("Overshoot across the boundary.", "[1, 2]")] = 1.05
+    beta: Annotated[float, Setting("Share of the distance to the image after a success.", "[0, 1]")] = 0.9
+    minimal: Annotated[bool, Setting("Continue after a success, to the smallest distance.")] = False
 
     def variants(self, classes: int) -> int:
         return self.restarts * max(1, min(self.targets, classes - 1))

@@ -17,15 +17,13 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
 
 from advnorm._core.errors import Problem, raise_problems, unknown_name
 from advnorm._core.registry import Registry
 from advnorm.attacks.base import Attack
 from advnorm.threat import Norm
-
-A = TypeVar("A", bound=type[Attack])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +39,7 @@ class NameOption:
     norm: Norm | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class AttackFamily:
     """A registered name: the attack class, the settings that the name fixes, and the options that it takes.
 
@@ -49,6 +47,7 @@ class AttackFamily:
     """
 
     attack: type[Attack]
+    _: KW_ONLY
     summary: str
     paper: str = ""
     steps: int | None = None
@@ -56,22 +55,9 @@ class AttackFamily:
     options: Mapping[str, NameOption] = field(default_factory=dict)
 
 
-ATTACKS: Registry[AttackFamily] = Registry("attack")
-
-
-def register_attack(name: str, *, summary: str, **family: Any) -> Callable[[A], A]:
-    """Register an attack class under a name; the keywords are the fields of :class:`AttackFamily`.
-
-    >>> @register_attack("myattack", summary="one random step", options=count_options("restarts"))
-    ... @dataclass(frozen=True, kw_only=True)
-    ... class MyAttack(Attack): ...
-    """
-
-    def register(attack: A) -> A:
-        ATTACKS.add(name, AttackFamily(attack=attack, summary=summary, **family))
-        return attack
-
-    return register
+ATTACKS: Registry[AttackFamily] = Registry("attack", AttackFamily)
+#: Decorator of an attack class; the keywords are the fields of :class:`AttackFamily`.
+register_attack = ATTACKS.register
 
 
 def count_options(*settings: str) -> dict[str, NameOption]:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
 
-from advnorm._core.errors import ConfigError, Description, Problem, raise_problems, unknown_name
+from advnorm._core.errors import ConfigError, Description, Problem, raise_problems
 from advnorm._core.seeding import ImageNoise
-from advnorm.attacks.base import Attack, count_problems
+from advnorm._core.settings import Setting
+from advnorm.attacks.base import Attack, Restarts, Steps
 from advnorm.attacks.inputs import validating_first_logits
 from advnorm.attacks.losses import LOSSES, class_count_problems, minimum_classes
 from advnorm.attacks.model_access import Predict, input_gradient
 from advnorm.attacks.names import NameOption, count_options, register_attack
-from advnorm.attacks.pgd_settings import Keep, PGDSettings, Start, Target
 from advnorm.threat import length_problem, parse_length, per_image
 
 #: Logits to the values that are maximized, one per image.
@@ -44,58 +44,65 @@ class WorstCase:
             self.x, self._rank, self._loss = x, rank, loss
             return
         worse = (rank > self._rank) | ((rank == self._rank) & (loss > self._loss))
-        self.x = torch.where(worse.view(-1, *(1,) * (x.dim() - 1)), x, self.x)
+        self.x = torch.where(per_image(worse, x), x, self.x)
         self._rank = torch.where(worse, rank, self._rank)
         self._loss = torch.where(worse, loss, self._loss)
+
+
+Start = Annotated[
+    Literal["uniform", "clean", "gaussian"] | float,
+    Setting(
+        "Start: in the ball, at the image, or 0.001 · N(0, 1) beside it (TRADES); a number is the probability of a "
+        "clean start, otherwise uniform (paper E).",
+        "[0, 1]",
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PGDSettings:
+    """Settings of PGD, which the attack of a training configuration shares."""
+
+    steps: Steps = 10
+    step_size: Annotated[
+        float | str | None, Setting("Step size in pixel scale; none: 2.5 · eps / steps (paper D, B.2).")
+    ] = None
+    restarts: Restarts = 1
+    start: Start = "uniform"
+    loss: Annotated[
+        Literal["ce", "cw", "dlr", "kl"], Setting("`ce`, `cw` margin, `dlr`, or `kl` to the clean output.")
+    ] = "ce"
+    target: Annotated[
+        Literal["random", "least_likely"] | None, Setting("Class to attack towards; none: any wrong class.")
+    ] = None
+    momentum: Annotated[float, Setting("Decay of the accumulated gradient (Dong et al. 2018).", "[0, inf)")] = 0.0
+    keep: Annotated[Literal["last", "worst"], Setting("Iterate that a restart contributes.")] = "last"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PGD(PGDSettings, Attack):
     """``x ← P(x + α · steepest(∇ loss))`` (Madry et al. 2018).
 
-    ``step_size``: a number or ``"2/255"``; by default ``2.5 · eps / steps`` (paper D, B.2).
-    ``start``: ``"uniform"`` in the ball, ``"clean"``, ``"gaussian"`` (0.001 · N(0, 1), TRADES), or the probability of a
-    clean start, otherwise uniform (0.2 in paper E).
-    ``loss``: ``ce``, ``cw`` margin, ``dlr``, or ``kl`` to the clean output (TRADES; ignores the labels).
-    ``target``: None, ``"random"`` (never the label; the same for all restarts) or ``"least_likely"``. A call accepts
-    classes instead: ``attack(model, x, y, target=t)``.
-    ``restarts``: keep the worst case per image of all restarts: a wrong prediction first, then the highest loss.
-    ``keep``: each restart contributes its ``"last"`` iterate, as usual in training and in the papers' PGD-n, or its
-    ``"worst"`` iterate. ``"worst"`` and restarts cost one more forward each.
-    ``momentum``: decay of the accumulated gradient (Dong et al. 2018, eq. 6).
+    ``target="random"`` is never the label, and the same for all restarts. A call accepts classes instead:
+    ``attack(model, x, y, target=t)``. Restarts keep the worst case per image: a wrong prediction first, then the
+    highest loss. ``keep="last"`` is usual in training and in the papers' PGD-n; ``"worst"`` and restarts cost one more
+    forward each. The ``kl`` loss ignores the labels.
     """
 
     def problems(self) -> list[Problem]:
         problems = super().problems()
-        for label in ("steps", "restarts"):
-            problems += count_problems(label, getattr(self, label))
         if self.step_size is not None:
             problem = length_problem("step_size", self.step_size, getattr(self.threat, "norm", ""))
-            problems += [problem] if problem else []
             if problem is None and parse_length(self.step_size) == 0:
                 message = "{field} must be above 0"
-                problems.append(Problem(code="out_of_range", field="step_size", message=message, got=self.step_size))
-        if isinstance(self.start, str):
-            if self.start not in get_args(Start):
-                problems.append(unknown_name("start", self.start, get_args(Start)))
-        elif isinstance(self.start, bool) or not isinstance(self.start, int | float) or not 0 <= self.start <= 1:
-            message = "{field}, the probability of a clean start, must lie in [0, 1]"
-            problems.append(Problem(code="out_of_range", field="start", message=message, got=self.start))
-        if self.loss not in LOSSES:
-            problems.append(unknown_name("loss", self.loss, LOSSES))
-        if self.target is not None and self.target not in get_args(Target):
-            problems.append(unknown_name("target", self.target, get_args(Target)))
+                problem = Problem(code="out_of_range", field="step_size", message=message, got=self.step_size)
+            problems += [problem] if problem else []
         if self.loss == "kl":
             problems += [_KL_TARGET] if self.target is not None else []
             if self.start == "clean" or (isinstance(self.start, int | float) and self.start > 0):
                 message = "the kl loss has no gradient at the clean image, where the attack starts"
                 hint = "use start='gaussian' or 'uniform'"
                 problems.append(Problem(code="conflict", field="start", message=message, got=self.start, hint=hint))
-        if not isinstance(self.momentum, int | float) or self.momentum < 0:
-            message = "{field} must be at least 0"
-            problems.append(Problem(code="out_of_range", field="momentum", message=message, got=self.momentum))
-        if self.keep not in get_args(Keep):
-            problems.append(unknown_name("keep", self.keep, get_args(Keep)))
         return problems
 
     def input_problems(self, shape: Sequence[int], classes: int) -> list[Problem]:
@@ -254,8 +261,8 @@ LOSS_OPTIONS = {loss: NameOption(setting="loss", value=loss) for loss in ("cw", 
 class FGSM(PGD):
     """One step of size eps from the clean image: ``x + ε · sign(∇ loss)`` (Goodfellow et al. 2015)."""
 
-    steps: int = 1
-    start: Start | float = "clean"
+    steps: Steps = 1
+    start: Start = "clean"
 
     @property
     def step(self) -> float:

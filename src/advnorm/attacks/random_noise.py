@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from advnorm._core.errors import Problem, unknown_name
 from advnorm._core.seeding import ImageNoise
-from advnorm.attacks.base import Attack, count_problems
+from advnorm._core.settings import Setting
+from advnorm.attacks.base import Attack, Restarts
 from advnorm.attacks.losses import cross_entropy
 from advnorm.attacks.model_access import Predict
 from advnorm.attacks.names import count_options, register_attack
@@ -21,22 +21,15 @@ Kind = Literal["uniform", "gaussian", "binary"]
 
 @dataclass(frozen=True, kw_only=True)
 class RandomNoise(Attack):
-    """Noise inside the ball: ``uniform`` in it, ``gaussian``, or ``binary`` (a random corner).
+    """Noise inside the ball. Linf: U[-ε, ε], N(0, (ε/2)²) clipped at ±ε, or ±ε.
 
-    Linf: U[-ε, ε], N(0, (ε/2)²) clipped at ±ε, or ±ε. L2 and L1: uniform in the ball, or Gaussian or ±1 noise scaled to
-    length eps. ``restarts``: keep the worst of several draws per image.
+    L2 and L1: uniform in the ball, or Gaussian or ±1 noise scaled to length eps.
     """
 
     needs_gradients = False
 
-    kind: Kind = "uniform"
-    restarts: int = 1
-
-    def problems(self) -> list[Problem]:
-        problems = super().problems() + count_problems("restarts", self.restarts)
-        if self.kind not in get_args(Kind):
-            problems.append(unknown_name("kind of noise", self.kind, get_args(Kind), field="kind"))
-        return problems
+    kind: Annotated[Kind, Setting("Distribution; `binary` is a random corner of the Linf ball.")] = "uniform"
+    restarts: Restarts = 1
 
     def perturb(self, predict: Predict, x: Tensor, y: Tensor, noise: ImageNoise) -> Tensor:
         noise = noise.fold(self.kind)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from advnorm._core.errors import Description, Problem, raise_problems
 from advnorm._core.seeding import ImageNoise
-from advnorm.attacks.base import count_problems
+from advnorm._core.settings import Setting
+from advnorm.attacks.base import Restarts
 from advnorm.attacks.geometry import fast_projection, threat_norm
 from advnorm.attacks.losses import label_margin
 from advnorm.attacks.names import count_options, register_attack
@@ -38,6 +40,8 @@ BETTER = 0.04
 #: Steps of several queries between two verifications.
 STEPS = 10
 
+Queries = Annotated[int, Setting("Number of queries per image.", "[1, inf)")]
+
 
 @register_attack(
     "square",
@@ -47,24 +51,13 @@ STEPS = 10
 )
 @dataclass(frozen=True, kw_only=True)
 class Square(Search):
-    """Random search on the margin ``z_y - max_{j≠y} z_j``: a changed square is kept if the margin falls.
-
-    ``p_init``: share of the pixels that the first squares cover. It halves after 10, 50, 200, 500, 1000, ... queries.
-    """
+    """Random search on the margin ``z_y - max_{j≠y} z_j``: a changed square is kept if the margin falls."""
 
     needs_gradients = False
 
-    queries: int = 5000
-    p_init: float = 0.8
-    restarts: int = 1
-
-    def problems(self) -> list[Problem]:
-        problems = super().problems() + count_problems("queries", self.queries)
-        problems += count_problems("restarts", self.restarts)
-        if not 0 < self.p_init <= 1:
-            message = "{field} must lie in (0, 1]"
-            problems.append(Problem(code="out_of_range", field="p_init", message=message, got=self.p_init))
-        return problems
+    queries: Queries = 5000
+    p_init: Annotated[float, Setting("Share of the pixels that the first squares cover.", "(0, 1]")] = 0.8
+    restarts: Restarts = 1
 
     def input_problems(self, shape: Sequence[int], classes: int) -> list[Problem]:
         if len(shape) == 3:

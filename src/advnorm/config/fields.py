@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 from advnorm._core.errors import raise_problems
 from advnorm._core.settings import Named, Setting, convert_fields
-from advnorm.attacks import PGD
-from advnorm.attacks.pgd_settings import PGDSettings
+from advnorm.attacks.pgd import PGD, PGDSettings
 from advnorm.norms import Mode
 from advnorm.threat import Norm, ThreatModel
 

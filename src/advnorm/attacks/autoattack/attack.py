@@ -44,13 +44,11 @@ from advnorm.attacks.names import NameOption, count_options, register_attack
 class AutoAttack(AutoAttackSettings):
     """A cascade: each attack runs on the images that the attacks before it did not fool.
 
-    ``version``: ``standard``, ``plus`` (restarts, and untargeted attacks too) or ``rand`` (for randomized models: every
-    gradient is the mean of ``samples`` forwards); or the names of ``attacks`` in order.
-    ``precision``: of the search. A success counts only after a strict float32 forward of the projected image. After a
-    search in ``tf32`` or ``bf16``, FAB-T in float32 continues from the best point of each surviving image whose margin
-    is at most 8 times the difference of margins between the two precisions.
-    ``batch_size``: rows of one forward (an image takes one row per target or restart). None selects a fast size. It is
-    halved after an out-of-memory error.
+    Version ``plus`` adds restarts and untargeted attacks. ``rand`` is for randomized models: every gradient is the mean
+    of ``samples`` forwards. A success counts only after a strict float32 forward of the projected image. After a search
+    in ``tf32`` or ``bf16``, FAB-T in float32 continues from the best point of each surviving image whose margin is at
+    most 8 times the difference of margins between the two precisions. The batch size is halved after an out-of-memory
+    error.
     """
 
     def perturb(self, predict: Predict, x: Tensor, y: Tensor, noise: ImageNoise) -> Tensor:

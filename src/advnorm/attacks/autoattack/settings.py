@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from advnorm._core.errors import Problem, unknown_name
+from advnorm._core.settings import Setting
 from advnorm.attacks.apgd import APGD
-from advnorm.attacks.base import Attack, count_problems
+from advnorm.attacks.base import Attack, Steps
 from advnorm.attacks.fab import FAB
 from advnorm.attacks.search import Search
-from advnorm.attacks.square import Square
+from advnorm.attacks.square import Queries, Square
 
 Version = Literal["standard", "plus", "rand"]
 Precision = Literal["float32", "tf32", "bf16"]
@@ -29,34 +30,28 @@ class AutoAttackSettings(Attack):
 
     needs_gradients = False  # on a model without gradients only Square runs
 
-    version: Version = "standard"
-    attacks: tuple[str, ...] | None = None
-    precision: Precision = "float32"
-    steps: int = 100
-    targets: int = 9
-    queries: int = 5000
-    samples: int = 20
-    batch_size: int | None = None
+    version: Annotated[Version, Setting("Which attacks run, with the authors' settings.")] = "standard"
+    attacks: Annotated[
+        tuple[str, ...] | None, Setting("Names of the attacks in order, instead of the attacks of a version.")
+    ] = None
+    precision: Annotated[Precision, Setting("Precision of the search; a float32 forward decides.")] = "float32"
+    steps: Steps = 100
+    targets: Annotated[int, Setting("Number of most likely other classes to target.", "[1, inf)")] = 9
+    queries: Queries = 5000
+    samples: Annotated[int, Setting("Forwards per gradient in version `rand`.", "[1, inf)")] = 20
+    batch_size: Annotated[
+        int | None,
+        Setting("Rows of one forward, one per target or restart of an image; none: a fast size.", "[1, inf)"),
+    ] = None
 
     def problems(self) -> list[Problem]:
-        problems = super().problems()
-        for name, allowed in (("version", tuple(VERSIONS)), ("precision", get_args(Precision))):
-            if getattr(self, name) not in allowed:
-                problems.append(unknown_name(name, getattr(self, name), allowed))
-        for name in ("steps", "targets", "queries", "samples"):
-            problems += count_problems(name, getattr(self, name))
-        if self.batch_size is not None:
-            problems += count_problems("batch_size", self.batch_size)
-        if self.attacks is None:
-            return problems
-        if isinstance(self.attacks, str) or not self.attacks:
-            message = "{field} must be a tuple of names such as ('apgd-ce', 'square')"
-            return [*problems, Problem(code="wrong_type", field="attacks", message=message, got=self.attacks)]
-        names = dict.fromkeys(name for version in VERSIONS.values() for name in version)
-        problems += [unknown_name("attack", name, names, "attacks") for name in self.attacks if name not in names]
-        if len(set(self.attacks)) < len(self.attacks):
-            message = "{field} must name each attack once"
-            problems.append(Problem(code="conflict", field="attacks", message=message, got=self.attacks))
+        problems, attacks = super().problems(), self.attacks
+        if isinstance(attacks, tuple):
+            names = dict.fromkeys(name for version in VERSIONS.values() for name in version)
+            problems += [unknown_name("attack", name, names, "attacks") for name in attacks if name not in names]
+            if not attacks or len(set(attacks)) < len(attacks):
+                message = "{field} must name at least one attack, and each once"
+                problems.append(Problem(code="conflict", field="attacks", message=message, got=attacks))
         return problems
 
     def input_problems(self, shape: Sequence[int], classes: int) -> list[Problem]:
