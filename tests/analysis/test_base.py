@@ -8,7 +8,9 @@ import torch
 import advnorm
 from advnorm._core.settings import describe
 from advnorm.analysis import ANALYSES, landscape, ligs, list_analyses, perturbed_accuracy
-from advnorm.analysis.base import even_slices, is_declared, to_record
+from advnorm.analysis.base import to_record
+from advnorm.analysis.batches import even_slices
+from advnorm.analysis.settings import is_declared
 from advnorm.analysis.statistics_perturbation import StatisticsPerturbation
 from advnorm.analysis.wasserstein import Distance
 from support.problems import raises_problem

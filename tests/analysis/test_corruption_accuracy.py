@@ -16,7 +16,8 @@ from torch import nn
 import advnorm
 from advnorm._core.errors import ConfigError
 from advnorm._core.records import read_json
-from advnorm.analysis import ANALYSES, CorruptionAccuracy, CorruptionScore, corruption_accuracy
+from advnorm.analysis import ANALYSES, corruption_accuracy
+from advnorm.analysis.corruption_accuracy import CorruptionAccuracy, CorruptionScore
 from advnorm.data import corrupt, list_corruptions
 from support.problems import raises_problem
 

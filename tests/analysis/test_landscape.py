@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import advnorm
 from advnorm._core.records import read_json
-from advnorm.analysis import ANALYSES, LandscapePoint, LandscapeRecorder, LandscapeTrend, landscape
+from advnorm.analysis import ANALYSES, LandscapeRecorder, LandscapeTrend, landscape
 from advnorm.analysis.base import to_record
-from advnorm.analysis.landscape import STEPS
+from advnorm.analysis.landscape import STEPS, LandscapePoint
 from support.problems import raises_problem
 
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import advnorm
 from advnorm._core.records import read_json
 from advnorm._core.seeding import ImageNoise
-from advnorm.analysis import ANALYSES, GradientSimilarities, ligs, ligs_along
+from advnorm.analysis import ANALYSES, ligs, ligs_along
 from advnorm.analysis.base import to_record
-from advnorm.analysis.ligs import SHIFTS, LIGSComparison
+from advnorm.analysis.ligs import SHIFTS, GradientSimilarities, LIGSComparison
 from advnorm.attacks import FGSM, PGD, predicting
 from support.problems import raises_problem
 

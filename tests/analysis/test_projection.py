@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from sklearn.decomposition import PCA
 
 import advnorm
-from advnorm.analysis import ANALYSES, principal_components, projection
+from advnorm.analysis import ANALYSES, projection
+from advnorm.analysis.projection import principal_components
 from support.problems import raises_problem
 
 

@@ -12,8 +12,9 @@ from torch import nn
 
 import advnorm
 from advnorm._core.records import read_json
-from advnorm.analysis import ANALYSES, Transfer, transfer
-from advnorm.analysis.transfer import predict_classes
+from advnorm.analysis import ANALYSES, transfer
+from advnorm.analysis.batches import predict_classes
+from advnorm.analysis.transfer import Transfer
 from support.class_readers import Reader, showing
 from support.problems import raises_problem
 

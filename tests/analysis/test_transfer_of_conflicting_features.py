@@ -9,8 +9,9 @@ import torch
 
 import advnorm
 from advnorm._core.records import read_json
-from advnorm.analysis import ANALYSES, Alignment, alignment, extract_features
-from advnorm.analysis.transfer import alignment_of_runs, predict_classes
+from advnorm.analysis import ANALYSES, alignment, extract_features
+from advnorm.analysis.batches import predict_classes
+from advnorm.analysis.transfer import Alignment, alignment_of_runs
 from advnorm.data import add_split, load
 from advnorm.evaluation import open_run
 from support.class_readers import Reader, showing

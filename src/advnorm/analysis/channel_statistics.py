@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,27 +20,16 @@ from advnorm.analysis.banks import (
     statistics_banks,
     stored_statistics,
 )
-from advnorm.analysis.base import (
-    BatchSize,
-    Finding,
-    Inputs,
-    LayerName,
-    RouteSetting,
-    Seed,
-    StatisticsMode,
-    register_analysis,
-    setting_problems,
-)
-from advnorm.analysis.moments import Images, collect_moments, norm_statistics, ns_name, update_settings
-from advnorm.analysis.plots import domain_style, formula, new_figure
+from advnorm.analysis.base import Finding, register_analysis
+from advnorm.analysis.batches import Images
+from advnorm.analysis.moments import collect_moments, norm_statistics, ns_name, update_settings
+from advnorm.analysis.plots import Figure, domain_style, formula, new_figure
+from advnorm.analysis.settings import BatchSize, Inputs, LayerName, RouteSetting, Seed, StatisticsMode, setting_problems
 from advnorm.analysis.targets import craft_inputs, default_branch, target_conditions
 from advnorm.attacks.base import Progress
 from advnorm.evaluation.target import EvaluationTarget
 from advnorm.norms import mixture_norms
 from advnorm.norms.plan import SHARED
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Channels = Annotated[int | Sequence[int], Setting("Channels by number, or how many to draw at random.")]
 BatchCount = Annotated[int, Setting("Number of batches.", "[1, inf)")]
@@ -57,7 +46,6 @@ class ChannelStatistics(Finding):
     channels: Sequence[int]
     statistics: Mapping[str, Gaussian]
     affine: Mapping[str, AffineBank] = field(default_factory=dict)
-    conditions: Mapping[str, Any] = field(default_factory=dict)
 
     def draw(self) -> Figure:
         rows: list[tuple[Mapping[str, Any], tuple[str, str]]] = [(self.statistics, ("Mean μ", "Deviation σ"))]
@@ -96,9 +84,8 @@ def channel_statistics(
     The default ``layer`` is the second norm of the first block.
     """
     layer = layer or default_layer(model)
-    found = norm_statistics(
-        model, inputs, statistics=statistics, layers=layer, batch_size=batch_size, progress=progress
-    )
+    how: Any = {"statistics": statistics, "batch_size": batch_size, "progress": progress}
+    found = norm_statistics(model, inputs, layers=layer, **how)
     series = {label: moments[layer].gaussian(unbiased=True) for label, moments in found.series.items()}
     return _select_channels(model, layer, channels, seed, series, {**found.conditions, "channels_drawn_by_seed": seed})
 
@@ -130,14 +117,9 @@ def batch_channels(
     problems = setting_problems(batch_channels, locals())
     layer = layer or default_layer(model)
     if mixture_norms(model):
-        problems.append(
-            Problem(
-                code="not_supported",
-                message="a mixture norm has batch statistics for concatenated batches only",
-                field="model",
-                hint="use statistics_shift(..., layout='concatenated'), or stored_channels for the running ones",
-            )
-        )
+        message = "a mixture norm has batch statistics for concatenated batches only"
+        hint = "use statistics_shift(..., layout='concatenated') or stored_channels"
+        problems.append(Problem(code="not_supported", message=message, field="model", hint=hint))
     if not problems and len(x) < count * batch_size:
         message = f"{count} batches of {batch_size} need {count * batch_size} images"
         problems.append(Problem(code="conflict", message=message, field="count", got=Description(f"{len(x)} images")))
@@ -210,9 +192,7 @@ def channels_of_run(
     return found.under(target_conditions(target, inputs, through=route, **found.conditions))
 
 
-@register_analysis(
-    "stored_channels", summary="running statistics of 20 channels in each bank, with their AP", paper="E fig. 5"
-)
+@register_analysis("stored_channels", summary="running statistics and AP of 20 channels, by bank", paper="E fig. 5")
 def stored_channels_of_run(
     target: EvaluationTarget, *, layer: LayerName = None, channels: Channels = 20, seed: Seed = 0
 ) -> ChannelStatistics:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,21 +16,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from advnorm._core.errors import ConfigError, Problem, raise_problems, unknown_name
 from advnorm._core.settings import Setting
 from advnorm._core.wrappers import device_of, unwrap_model
-from advnorm.analysis.base import (
-    BatchSize,
-    EveryRouteSetting,
-    Finding,
-    Seed,
-    as_tuple,
-    even_slices,
-    model_problems,
-    register_analysis,
-    setting_problems,
-    track,
-)
-from advnorm.analysis.plots import legend_below, new_figure, series_style
+from advnorm.analysis.base import Finding, register_analysis
+from advnorm.analysis.batches import even_slices, measure_accuracy, track
+from advnorm.analysis.plots import Figure, legend_below, new_figure, series_style
+from advnorm.analysis.settings import BatchSize, EveryRouteSetting, Seed, as_tuple, model_problems, setting_problems
 from advnorm.analysis.targets import branch_views, view_conditions
-from advnorm.analysis.transfer import measure_accuracy
 from advnorm.attacks.base import Progress
 from advnorm.attacks.inputs import validate_batch
 from advnorm.data import corrupt, list_corruptions
@@ -39,9 +29,6 @@ from advnorm.data.corruptions import SEVERITIES, severity_problems
 from advnorm.evaluation.target import EvaluationTarget
 from advnorm.norms import RoutedNorm, recalibrate, routed_modules
 from advnorm.surgery import convert_norm
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 #: Returns the images under a corruption at a severity.
 Corrupter = Callable[[str, int], Tensor]
@@ -105,7 +92,7 @@ def corruption_accuracy(
     if not chosen or not severities:
         message = "give at least one corruption and one severity"
         problems.append(Problem(code="empty", message=message, field="corruptions"))
-    if adapt and isinstance(model, nn.Module) and not has_batch_statistics(model):
+    if adapt and not has_batch_statistics(model):
         message = "the model has no batch statistics to adapt"
         problems.append(Problem(code="conflict", message=message, field="adapt", hint="use adapt=False"))
     raise_problems(problems, "bad corruptions")
@@ -185,7 +172,6 @@ class CorruptionAccuracy(Finding):
     images: int
     seed: int
     arrays: bool
-    conditions: Mapping[str, Any]
 
     @property
     def corruptions(self) -> str:

@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError
 from advnorm.analysis.banks import Gaussian, affine_parameters
-from advnorm.analysis.base import (
-    BatchSize,
-    Finding,
-    Inputs,
-    RouteSetting,
-    StatisticsMode,
-    format_percent,
-    register_analysis,
-    track,
-)
-from advnorm.analysis.moments import Images, affine_bank_settings, moments_and_classes, norm_statistics, ns_name
-from advnorm.analysis.plots import domain_style, formula, grouped_bars, label_layers, legend_below, new_figure
+from advnorm.analysis.base import Finding, format_percent, register_analysis
+from advnorm.analysis.batches import Images, track
+from advnorm.analysis.moments import affine_bank_settings, moments_and_classes, norm_statistics, ns_name
+from advnorm.analysis.plots import Figure, domain_style, formula, grouped_bars, label_layers, legend_below, new_figure
+from advnorm.analysis.settings import BatchSize, Inputs, RouteSetting, StatisticsMode
 from advnorm.analysis.targets import craft_inputs, default_branch, target_conditions
 from advnorm.analysis.wasserstein import Distances, layer_distances, sum_distances
 from advnorm.attacks.base import Progress
 from advnorm.evaluation.branches import branches
 from advnorm.evaluation.target import EvaluationTarget
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,7 +29,6 @@ class LayerDistances(Finding):
 
     layers: Mapping[Any, Distances]
     relative_layers: Mapping[Any, Distances]
-    conditions: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def sums(self) -> dict[Any, float]:

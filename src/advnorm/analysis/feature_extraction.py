@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,13 @@ from advnorm._core.records import model_fingerprint
 from advnorm._core.seeding import ImageNoise
 from advnorm._core.settings import Setting, convert_fields
 from advnorm._core.wrappers import device_of, unwrap_model
-from advnorm.analysis.base import Seed, as_tuple, setting_problems, track
+from advnorm.analysis.batches import track
+from advnorm.analysis.settings import Seed, as_tuple, setting_problems
 from advnorm.attacks import PGD, input_gradient, predicting
 from advnorm.attacks.base import Progress
 from advnorm.attacks.inputs import validate_batch
 from advnorm.attacks.model_access import Predict
-from advnorm.data import FeatureFolder, ImageData
+from advnorm.data import FeatureFolder, FolderData, ImageData
 from advnorm.data.feature_sets import shard_rows
 from advnorm.norms.routed_linear import RoutedLinear
 from advnorm.threat import ThreatModel
@@ -35,12 +36,6 @@ Start = Literal["other_class", "any"]
 
 ShardSize = Annotated[int, Setting("Number of images in a file, forwarded as one batch.", "[1, inf)")]
 Part = Annotated[Sequence[int], Setting("(i, n): make every n-th file from the i-th on.")]
-ONE_CLASS = Problem(
-    code="not_supported",
-    message="all images have one class, but a start image needs another class than its image",
-    field="data",
-    hint="use start='any', or more images",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,9 +168,8 @@ def _activations(model: nn.Module, layer: str | None, route: str | None) -> Iter
                 captured.clear()
                 predict(x)
                 if len(captured) != 1 or len(captured[0]) != len(x):
-                    message = f"the feature layer was called {len(captured)} times in a forward"
-                    hint = "choose a layer that is called once for each batch"
-                    raise ConfigError("not_supported", message, field="layer", hint=hint)
+                    message = f"{{field}} must be called once for each batch, but was called {len(captured)} times"
+                    raise ConfigError("not_supported", message, field="layer", hint="choose another layer")
                 return captured.pop().flatten(1).float()
 
             yield g
@@ -200,7 +194,7 @@ def _find_head(model: nn.Module, layer: str | None) -> nn.Module:
 
 def extract_features(
     model: nn.Module,
-    data: ImageData,
+    data: ImageData | FolderData,
     recipe: str | Recipe,
     root: Path | str,
     *,
@@ -222,16 +216,11 @@ def extract_features(
     ``load("features", split, root)`` reads a finished set.
     """
     problems = setting_problems(extract_features, locals())
+    data = data.in_memory()
     chosen, name = resolve_recipe(recipe, name, changes)
-    if not isinstance(data, ImageData):
-        message, hint = "{field} must be ImageData", "use data.in_memory()"
-        problems.append(Problem(code="wrong_type", message=message, field="data", got=type(data).__name__, hint=hint))
-    elif name == "D_conflict" and data.name != "D_R":
-        message = "D_conflict starts from the images of D_R"
-        hint = "use load('features', 'train', root) of a D_R, or make D_det"
+    if name == "D_conflict" and data.name != "D_R":
+        message, hint = "D_conflict starts from the images of D_R", "load a D_R as data, or make D_det"
         problems.append(Problem(code="conflict", message=message, field="data", got=data.name, hint=hint))
-    elif chosen.towards == "features" and chosen.start == "other_class" and len(data.labels.unique()) < 2:
-        problems.append(ONE_CLASS)
     part = as_tuple(part)
     if not any(problem.field == "part" for problem in problems) and (len(part) != 2 or not 0 <= part[0] < part[1]):
         message = "{field} must be (i, n) with 0 <= i < n"
@@ -276,8 +265,7 @@ def resolve_recipe(recipe: str | Recipe, name: str | None, changes: Mapping[str,
     return chosen, name or (recipe if isinstance(recipe, str) else "features")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ExtractedFeatures:
+class ExtractedFeatures(NamedTuple):
     """Images made by a recipe, their labels, and their start images."""
 
     images: Tensor
@@ -300,31 +288,19 @@ def make_features(
     device = device_of(model)
     noise = ImageNoise(seed, rows).fold("features")
     x, y = data.pixels(rows).to(device), data.labels[rows]
+    how: Any = {"steps": recipe.steps, "step_size": recipe.step_size, "route": route}
     if recipe.towards == "features":
         begin = start_rows(data.labels, rows, noise, recipe.start)
         start = data.pixels(begin).to(device)
-        images = match_features(
-            model, x, start, steps=recipe.steps, step_size=recipe.step_size, layer=layer, route=route
-        )
-        return ExtractedFeatures(images=images, labels=y, starts=data.labels[begin], start_images=start)
+        images = match_features(model, x, start, layer=layer, **how)
+        return ExtractedFeatures(images, y, data.labels[begin], start)
     assert recipe.eps is not None
     if recipe.towards == "random":
-        target = noise.integers(
-            data.num_classes, draw="target"
-        )  # any class, so that the images carry no information about it
+        target = noise.integers(data.num_classes, draw="target")  # the images carry no information about it
     else:
         target = (y + recipe.offset) % data.num_classes
-    images = towards_class(
-        model,
-        x,
-        y.to(device),
-        target.to(device),
-        eps=recipe.eps,
-        steps=recipe.steps,
-        step_size=recipe.step_size,
-        route=route,
-    )
-    return ExtractedFeatures(images=images, labels=target, starts=y, start_images=x)
+    images = towards_class(model, x, y.to(device), target.to(device), eps=recipe.eps, **how)
+    return ExtractedFeatures(images, target, y, x)
 
 
 def start_rows(labels: Tensor, rows: Tensor, noise: ImageNoise, start: Start) -> Tensor:
@@ -334,7 +310,8 @@ def start_rows(labels: Tensor, rows: Tensor, noise: ImageNoise, start: Start) ->
     order = labels.argsort(stable=True)
     counts = torch.bincount(labels)
     if int((counts > 0).sum()) < 2:
-        raise_problems([ONE_CLASS])
+        message = "all images have one class, but a start image needs another class than its image"
+        raise ConfigError("not_supported", message, field="data", hint="use start='any', or more images")
     first = (counts.cumsum(0) - counts)[labels[rows]]  # first position of the row's own class in `order`
     own = counts[labels[rows]]
     others = len(labels) - own

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from advnorm._core.errors import ConfigError
 from advnorm._core.settings import Setting
 from advnorm._core.wrappers import device_of
-from advnorm.analysis.base import Finding, Seed, register_analysis
+from advnorm.analysis.base import Finding, register_analysis
 from advnorm.analysis.feature_extraction import (
     L2,
     Part,
@@ -26,16 +26,14 @@ from advnorm.analysis.feature_extraction import (
     penultimate,
     resolve_recipe,
 )
-from advnorm.analysis.plots import new_figure, wrap_names
+from advnorm.analysis.plots import Figure, new_figure, wrap_names
+from advnorm.analysis.settings import Seed
 from advnorm.attacks import predicting
 from advnorm.attacks.base import Progress
-from advnorm.data import FeatureFolder, FolderData, ImageData, add_split, load
+from advnorm.data import FeatureFolder, ImageData, add_split, load
 from advnorm.evaluation.branches import branches
 from advnorm.evaluation.target import EvaluationTarget
 from advnorm.training.run import Run
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,7 +56,6 @@ class FeaturePictures(Finding):
     feature_distance: Mapping[str, float]  # mean of ||g(x) - g(x')|| before and after
     accuracy: float  # share of the made images that the model classifies as their label
     l2_from_start: float  # mean
-    conditions: Mapping[str, Any]
     folder: str | None = None
 
     @property
@@ -85,15 +82,13 @@ class FeaturePictures(Finding):
                 axes.spines[:].set_visible(False)
                 axes.set_xlabel(caption(i), fontsize=8)
             line[0].set_ylabel(title, fontsize=9)
-        title = f"the model predicts the label for {100 * self.accuracy:.0f} % of {self.images} images"
-        title = wrap_names([f"{self.name} from {self.model}: {title}"], 85)[0]
+        hits = f"the model predicts the label for {100 * self.accuracy:.0f} % of {self.images} images"
+        title = wrap_names([f"{self.name} from {self.model}: {hits}"], 85)[0]
         figure.suptitle(title, fontsize=10, fontweight="bold", x=0.01, ha="left")
         return figure
 
 
-@register_analysis(
-    "features", summary="pictures of a feature data set; with out= its files", paper="D (eq. 2, 3, app. B.3, E)"
-)
+@register_analysis("features", summary="pictures of a feature data set; with out= its files", paper="D (eq. 2, 3)")
 def feature_pictures(
     target: EvaluationTarget,
     *,
@@ -119,32 +114,20 @@ def feature_pictures(
         message = f"{target.name} has the branches {', '.join(known)}"
         raise ConfigError("missing_route", message, field="route", hint="choose one with route=")
     data, test = _load_source(target, recipe, route, out, data_dir)
-    penultimate(target.model, data.pixels(slice(0, 1)).to(device_of(target.model)), layer=layer, route=route)
+    through: Any = {"route": route, "layer": layer}
+    penultimate(target.model, data.pixels(slice(0, 1)).to(device_of(target.model)), **through)  # raises before any work
     if out is not None:
-        extract_features(
-            target.model,
-            data,
-            recipe,
-            out,
-            route=route,
-            layer=layer,
-            seed=seed,
-            shard_size=shard_size,
-            part=part,
-            progress=progress,
-            steps=chosen.steps,
-        )
+        shards: Any = {"shard_size": shard_size, "part": part, "progress": progress}
+        extract_features(target.model, data, recipe, out, steps=chosen.steps, seed=seed, **through, **shards)
         added = FeatureFolder(Path(out) / "test")
         if test is not None and part[0] == 0 and not (added.exists and not added.missing_shards()):
             add_split(out, test)
     rows = torch.arange(min(examples, len(data)))
-    made = make_features(target.model, data, rows, chosen, route=route, layer=layer, seed=seed)
+    made = make_features(target.model, data, rows, chosen, seed=seed, **through)
     source = data.pixels(rows).to(made.images.device)
     with predicting(target.model, route=route) as predict, torch.no_grad():
         accuracy = (predict(made.images).argmax(1).cpu() == made.labels).double().mean()
-    wanted, before, after = (
-        penultimate(target.model, x, layer=layer, route=route) for x in (source, made.start_images, made.images)
-    )
+    wanted, before, after = (penultimate(target.model, x, **through) for x in (source, made.start_images, made.images))
     return FeaturePictures(
         name=recipe,
         model=target.name,
@@ -158,7 +141,7 @@ def feature_pictures(
         accuracy=float(accuracy),
         l2_from_start=float(L2.distance(made.images, made.start_images).mean()),
         folder=out,
-        conditions={**target.conditions, "route": route, "layer": layer, "seed": seed},
+        conditions={**target.conditions, **through, "seed": seed},
     )
 
 
@@ -202,12 +185,8 @@ def _load_source(
     else:
         settings = Run.open(target.folder).config.data
         read = partial(load, settings.name, root=data_dir, **settings.options)
-    data, test = _in_memory(read("train")), None
+    data, test = read("train").in_memory(), None
     if out is not None:
         with suppress(ConfigError):  # an evaluation without them raises with a hint
-            test = _in_memory(read("test"))
+            test = read("test").in_memory()
     return data, test
-
-
-def _in_memory(data: ImageData | FolderData) -> ImageData:
-    return data.in_memory() if isinstance(data, FolderData) else data

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -16,29 +16,23 @@ from advnorm._core.errors import ConfigError, raise_problems
 from advnorm._core.precision import float32_as
 from advnorm._core.settings import Setting
 from advnorm._core.wrappers import device_of, unwrap_model
-from advnorm.analysis.base import (
+from advnorm.analysis.base import Finding, register_analysis, to_record
+from advnorm.analysis.batches import even_slices, track
+from advnorm.analysis.plots import Figure, legend_below, new_figure, series_style
+from advnorm.analysis.settings import (
     EveryRouteSetting,
-    Finding,
     StatisticsMode,
     as_tuple,
     empty_problems,
-    even_slices,
     model_problems,
-    register_analysis,
     setting_problems,
-    to_record,
-    track,
 )
-from advnorm.analysis.plots import legend_below, new_figure, series_style
 from advnorm.analysis.targets import branch_views, view_conditions
 from advnorm.attacks import predicting
 from advnorm.attacks.base import Progress
 from advnorm.attacks.inputs import validate_batch
 from advnorm.attacks.model_access import extract_logits
 from advnorm.evaluation.target import EvaluationTarget
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 #: Learning rates around 0.1, with which the papers train.
 STEPS = (0.05, 0.1, 0.2, 0.3, 0.4)
@@ -179,7 +173,6 @@ class LandscapeTrend(Finding):
     """The landscape along training, by the name of each training: pairs of step and point."""
 
     series: Mapping[str, Sequence[tuple[int, LandscapePoint]]]
-    conditions: Mapping[str, Any] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
         return {
@@ -223,7 +216,6 @@ class LandscapeComparison(Finding):
 
     points: Mapping[str, Sequence[LandscapePoint]]
     statistics: str
-    conditions: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def networks(self) -> dict[str, Any]:

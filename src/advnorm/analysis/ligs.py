@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from dataclasses import dataclass
+from typing import Annotated, Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -15,21 +15,19 @@ from advnorm._core.precision import float32_as
 from advnorm._core.seeding import ImageNoise
 from advnorm._core.settings import Setting
 from advnorm._core.wrappers import device_of
-from advnorm.analysis.base import (
+from advnorm.analysis.base import Finding, register_analysis
+from advnorm.analysis.batches import attack_images, even_slices, measure_accuracy, track
+from advnorm.analysis.plots import Figure, legend_below, new_figure, series_style
+from advnorm.analysis.settings import (
     BatchSize,
     EveryRouteSetting,
-    Finding,
     Seed,
     StatisticsMode,
     as_tuple,
-    even_slices,
     model_problems,
-    register_analysis,
     require_any,
     setting_problems,
-    track,
 )
-from advnorm.analysis.plots import legend_below, new_figure, series_style
 from advnorm.analysis.targets import branch_views, view_conditions
 from advnorm.attacks import Attack, input_gradient, predicting
 from advnorm.attacks.base import Progress
@@ -39,9 +37,6 @@ from advnorm.attacks.model_access import Predict
 from advnorm.evaluation.target import EvaluationTarget
 from advnorm.objectives.ligs import Shift, shift_images
 from advnorm.threat import ThreatModel, parse_length
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 SHIFTS: tuple[Shift, ...] = get_args(Shift)
 SHIFT_NAMES = {"gaussian": "Gaussian noise", "uniform": "uniform noise", "fgsm": "FGSM", "pgd": "PGD, 7 steps"}
@@ -148,7 +143,6 @@ class LIGSComparison(Finding):
     size: float
     statistics: str
     seed: int
-    conditions: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def networks(self) -> dict[str, Any]:
@@ -230,7 +224,6 @@ class LIGSTrend(Finding):
 
     series: Mapping[str, Sequence[TrainingStage]]
     size: float
-    conditions: Mapping[str, Any] = field(default_factory=dict)
 
     def draw(self) -> Figure:
         """Draw a panel for each quantity, a line for each training (paper D, fig. 4; with several shifts fig. 2)."""
@@ -285,36 +278,14 @@ def ligs_along(
     for name, stages in models.items():
         for epoch, model in stages:
             values = {shift: ligs(model, x, y, shift=shift, size=size, seed=seed, **how).mean for shift in kinds}
-            clean, robust = _accuracies(model, x, y, attack, **how)
+            clean, robust = measure_accuracy(model, x, y, **how), None
+            if attack is not None:
+                routed = dataclasses.replace(attack, route=route, statistics=statistics)
+                with float32_as("ieee", device_of(model)):
+                    x_adv = attack_images(routed, model, x, y, batch_size=batch_size)
+                robust = measure_accuracy(model, x_adv, y, **how)
             stage = TrainingStage(epoch=epoch, clean_accuracy=clean, robust_accuracy=robust, ligs=values)
             series.setdefault(name, []).append(stage)
     require_any(series, "models", "{'bn': [(1, model)]}")
     conditions = {"attack": attack and repr(attack), "seed": seed, "images": len(x), **how}
     return LIGSTrend(series=series, size=parse_length(size), conditions=conditions)
-
-
-def _accuracies(
-    model: nn.Module,
-    x: Tensor,
-    y: Tensor,
-    attack: Attack | None,
-    *,
-    route: str | None,
-    statistics: StatisticsMode,
-    batch_size: int,
-) -> tuple[float, float | None]:
-    """Return clean and robust accuracy through the same branch."""
-    device = device_of(model)
-    if attack is not None:
-        attack = dataclasses.replace(attack, route=route, statistics=statistics)
-    right, robust = 0, 0
-    with float32_as("ieee", device):
-        for rows in even_slices(len(x), batch_size):
-            images, labels = x[rows].to(device), y[rows].to(device)
-            index = torch.arange(rows.start, rows.stop)
-            x_adv = None if attack is None else attack(model, images, labels, index=index)
-            with predicting(model, route=route, statistics=statistics) as predict, torch.no_grad():
-                right += int((predict(images).argmax(1) == labels).sum())
-                if x_adv is not None:
-                    robust += int((predict(x_adv).argmax(1) == labels).sum())
-    return right / len(x), None if attack is None else robust / len(x)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,20 +15,18 @@ from advnorm._core.modes import running_eagerly
 from advnorm._core.precision import float32_as
 from advnorm._core.wrappers import device_of, unwrap_model
 from advnorm.analysis.banks import Gaussian, norm_layers
-from advnorm.analysis.base import (
+from advnorm.analysis.base import Finding, register_analysis
+from advnorm.analysis.batches import Images, iterate_batches, track
+from advnorm.analysis.plots import Figure, domain_style, formula, label_layers, legend_below, new_figure
+from advnorm.analysis.settings import (
     BatchSize,
-    Finding,
     Inputs,
     RouteSetting,
     StatisticsMode,
-    even_slices,
     model_problems,
-    register_analysis,
     require_any,
     setting_problems,
-    track,
 )
-from advnorm.analysis.plots import domain_style, formula, label_layers, legend_below, new_figure
 from advnorm.analysis.targets import craft_inputs, target_conditions
 from advnorm.attacks import predicting
 from advnorm.attacks.base import Progress
@@ -38,11 +36,6 @@ from advnorm.norms import Route, RoutedNorm, functional, pair_banks, routed_modu
 from advnorm.norms import route as route_scope
 from advnorm.norms.plan import SHARED
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-#: Images as one tensor, or batch by batch: tensors, or tuples whose first entry is the images.
-Images = Tensor | Iterable[Any]
 #: Receives the name of a layer and its input with the channels in dimension 1.
 Observer = Callable[[str, Tensor], None]
 
@@ -117,12 +110,6 @@ def observe_norm_inputs(
         message = "{field} must not be empty"
         raise ConfigError("empty", message, field="images", hint="an iterator can be used only once")
     return torch.cat(classes)
-
-
-def iterate_batches(x: Images, batch_size: int) -> Iterator[Tensor]:
-    """Yield images batch by batch: slices of a tensor, or the batches of an iterable."""
-    for batch in (x[rows] for rows in even_slices(len(x), batch_size)) if isinstance(x, Tensor) else x:
-        yield batch[0] if isinstance(batch, tuple | list) else batch
 
 
 def _observing_hook(observer: Observer, name: str) -> Callable[..., None]:
@@ -220,7 +207,6 @@ class NormStatistics(Finding):
     analysis = "moments"
 
     moments: Mapping[str, Mapping[str, Moments]]
-    conditions: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def series(self) -> dict[str, Moments]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -14,30 +14,25 @@ from advnorm._core.errors import ConfigError, Description, raise_problems
 from advnorm._core.precision import float32_as
 from advnorm._core.settings import Setting
 from advnorm._core.wrappers import device_of, unwrap_model
-from advnorm.analysis.base import (
+from advnorm.analysis.base import Finding, register_analysis
+from advnorm.analysis.batches import even_slices, track
+from advnorm.analysis.corruption_accuracy import recalibratable_copy
+from advnorm.analysis.plots import Figure, legend_below, new_figure, series_style, wrap_names
+from advnorm.analysis.settings import (
     BatchSize,
     EveryRouteSetting,
-    Finding,
     Seed,
     as_tuple,
     empty_problems,
-    even_slices,
     model_problems,
-    register_analysis,
     require_any,
     setting_problems,
-    track,
 )
-from advnorm.analysis.corruption_accuracy import recalibratable_copy
-from advnorm.analysis.plots import legend_below, new_figure, series_style, wrap_names
 from advnorm.analysis.statistics_perturbation import StatisticsPerturbation, Which
 from advnorm.analysis.targets import branch_views
 from advnorm.attacks.base import Progress
 from advnorm.evaluation.target import EvaluationTarget
 from advnorm.norms import RoutedNorm, routed_modules
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 RADII = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
 Radii = Annotated[Sequence[float], Setting("Sizes of the perturbation as shares of the statistics.", "[0, 1)")]
@@ -131,7 +126,6 @@ class PerturbedStatistics(Finding):
     radii: tuple[float, ...]
     accuracy: Mapping[str, Mapping[str, Sequence[float]]]
     attacks: Mapping[str, Mapping[str, Any]]  # settings of the attacks, without radius and route
-    conditions: Mapping[str, Any] = field(default_factory=dict)
 
     def draw(self) -> Figure:
         figure, panels = new_figure(1, len(self.accuracy), height=3.4, sharey=True, squeeze=False)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+else:
+    Figure = Any  # matplotlib is imported when a figure is drawn
 
 #: Colours and markers that stay distinct for colour-blind readers and in grey (Okabe & Ito 2008).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, combinations_with_replacement
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,25 +17,14 @@ from torch import Tensor, nn
 from advnorm._core.errors import ConfigError, raise_problems
 from advnorm._core.settings import Setting
 from advnorm.analysis.banks import norm_layers
-from advnorm.analysis.base import (
-    BatchSize,
-    Finding,
-    Inputs,
-    RouteSetting,
-    StatisticsMode,
-    model_problems,
-    register_analysis,
-    setting_problems,
-    track,
-)
-from advnorm.analysis.moments import affine_bank_settings, iterate_batches, observe_norm_inputs
-from advnorm.analysis.plots import domain_style, legend_below, new_figure
+from advnorm.analysis.base import Finding, register_analysis
+from advnorm.analysis.batches import iterate_batches, track
+from advnorm.analysis.moments import affine_bank_settings, observe_norm_inputs
+from advnorm.analysis.plots import Figure, domain_style, legend_below, new_figure
+from advnorm.analysis.settings import BatchSize, Inputs, RouteSetting, StatisticsMode, model_problems, setting_problems
 from advnorm.analysis.targets import craft_inputs, default_branch, target_conditions
 from advnorm.attacks.base import Progress
 from advnorm.evaluation.target import EvaluationTarget
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Samples = Annotated[int, Setting("Number of images of each kind.", "[2, inf)")]
 
@@ -71,7 +60,6 @@ class Projection(Finding):
     analysis = "projection"
 
     layers: Mapping[str, LayerProjection]
-    conditions: Mapping[str, Any] = field(default_factory=dict)
 
     def draw(self) -> Figure:
         columns = min(3, len(self.layers))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,23 +13,11 @@ from torch import Tensor, nn
 from advnorm._core.errors import ConfigError, Problem, raise_problems
 from advnorm._core.settings import Setting
 from advnorm.analysis.banks import norm_layers, stored_statistics
-from advnorm.analysis.base import (
-    BatchSize,
-    Finding,
-    Inputs,
-    register_analysis,
-    require_any,
-    setting_problems,
-)
-from advnorm.analysis.moments import (
-    Images,
-    LayerMoments,
-    Moments,
-    iterate_batches,
-    observe_norm_inputs,
-    update_settings,
-)
-from advnorm.analysis.plots import domain_style, label_layers, new_figure
+from advnorm.analysis.base import Finding, register_analysis
+from advnorm.analysis.batches import Images, iterate_batches
+from advnorm.analysis.moments import LayerMoments, Moments, observe_norm_inputs, update_settings
+from advnorm.analysis.plots import Figure, domain_style, label_layers, new_figure
+from advnorm.analysis.settings import BatchSize, Inputs, require_any, setting_problems
 from advnorm.analysis.targets import craft_inputs, default_branch, target_conditions
 from advnorm.analysis.wasserstein import layer_distances
 from advnorm.attacks.base import Progress
@@ -38,9 +26,6 @@ from advnorm.evaluation.target import EvaluationTarget
 from advnorm.norms import RoutedNorm, domains, functional, mixture_norms, routed_modules
 from advnorm.norms.plan import SHARED
 from advnorm.objectives.base import OBJECTIVES, Layout
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,7 +36,6 @@ class StatisticsShift(Finding):
     analysis = "statistics_shift"
 
     layers: Mapping[str, Mapping[str, Sequence[float]]]
-    conditions: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def sums(self) -> dict[str, float]:
@@ -99,22 +83,15 @@ def statistics_shift(
     require_any(inputs, "inputs", "{'clean': x}")
     known = _updated_domains(model)
     chosen = {name: (name if known else None) for name in inputs} | dict(routes or {})
-    problems += [
-        Problem(
-            code="missing_route",
-            message=f"no branch for {name!r}",
-            field="routes",
-            hint=f"set routes={{{name!r}: ...}} to one of {', '.join(known)}",
-        )
-        for name in inputs
-        if known and chosen[name] not in known
-    ]
+    for name in inputs:
+        if known and chosen[name] not in known:
+            message, hint = f"no branch for {name!r}", f"set routes={{{name!r}: ...}} to one of {', '.join(known)}"
+            problems.append(Problem(code="missing_route", message=message, field="routes", hint=hint))
     if layout == "sequential" and mixture_norms(model):
         message = "a mixture norm has batch statistics for concatenated batches only"
         problems.append(Problem(code="conflict", message=message, field="layout", hint="use layout='concatenated'"))
     if layout == "concatenated" and known and len(set(chosen.values())) < len(chosen):
-        message = "a concatenated batch must have one kind of images for each branch"
-        hint = "use layout='sequential'"
+        message, hint = "a concatenated batch has one kind of images for each branch", "use layout='sequential'"
         problems.append(Problem(code="conflict", message=message, field="routes", got=chosen, hint=hint))
     raise_problems(problems, "bad analysis")
     stored = {name: stored_statistics(model, chosen[name]) for name in inputs}
@@ -167,9 +144,7 @@ def _update_moments(
     return found
 
 
-@register_analysis(
-    "statistics_shift", summary="distance between batches and running statistics, by layer", paper="C fig. 4"
-)
+@register_analysis("statistics_shift", summary="batches against running statistics, by layer", paper="C fig. 4")
 def statistics_shift_of_run(
     target: EvaluationTarget,
     *,

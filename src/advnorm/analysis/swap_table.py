@@ -5,17 +5,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
 
 from torch import Tensor, nn
 
 from advnorm._core.errors import Problem, raise_problems
 from advnorm._core.settings import Setting
 from advnorm._core.wrappers import device_of, unwrap_model
-from advnorm.analysis.base import BatchSize, Finding, format_percent, register_analysis
+from advnorm.analysis.base import Finding, format_percent, register_analysis
 from advnorm.analysis.moments import ns_name
-from advnorm.analysis.plots import formula, grouped_bars, legend_below, new_figure
+from advnorm.analysis.plots import Figure, formula, grouped_bars, legend_below, new_figure
+from advnorm.analysis.settings import BatchSize, empty_problems
 from advnorm.analysis.targets import craft_inputs, create_attack, target_conditions
 from advnorm.attacks import Attack
 from advnorm.attacks.base import Progress
@@ -23,9 +24,6 @@ from advnorm.evaluation.benchmark import benchmark
 from advnorm.evaluation.branches import branches
 from advnorm.evaluation.target import EvaluationTarget
 from advnorm.norms import RoutedNorm, pair_banks, recalibrate, route, routed_modules
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 class SwapRow(NamedTuple):
@@ -49,7 +47,6 @@ class SwapTable(Finding):
     analysis = "swap_table"
 
     rows: tuple[SwapRow, ...]
-    conditions: Mapping[str, Any] = field(default_factory=dict)
 
     def table(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
         rows = [
@@ -88,9 +85,7 @@ def swap_table(
     NS^adv_clean replaces the adversarial branch's statistics by those of clean images under its affine bank.
     """
     problems = _swap_problems(model, domains)
-    if not attacks:
-        hint = "for example {'pgd10': PGD(...)}"
-        problems.append(Problem(code="empty", message="{field} must not be empty", field="attacks", hint=hint))
+    problems += empty_problems(attacks, "attacks", "{'pgd10': PGD(...)}")
     problems += [
         Problem(code="conflict", message=f"the attack {name!r} must not have its own route", field="attacks")
         for name in attacks
@@ -130,21 +125,17 @@ def _swap_problems(model: nn.Module, domains: tuple[str, str]) -> list[Problem]:
         hint = f"it has {', '.join(known)}" if known else "it has none; a norm with branches is dual_bn"
         return [Problem(code="wrong_route", message=message, field="domains", hint=hint)]
     plans = dict.fromkeys(module.plan for module in routed_modules(model).values() if isinstance(module, RoutedNorm))
-    return [
-        Problem(
-            code="not_supported",
-            message=f"{plan.name} does not normalize each branch by statistics of its own images",
-            field="model",
-            hint="use dual_bn or dual_stats_bn",
-        )
+    shared = [
+        plan.name
         for plan in plans
         if plan.statistics != "batch" or plan.crosses or len({plan.feeds[plan.index(d)] for d in domains}) < 2
     ]
+    message = f"{', '.join(shared)} does not normalize each branch by statistics of its own images"
+    hint = "use dual_bn or dual_stats_bn"
+    return [Problem(code="not_supported", message=message, field="model", hint=hint)] if shared else []
 
 
-@register_analysis(
-    "swap_table", summary="accuracy with default, swapped and re-calibrated statistics", paper="A table 5"
-)
+@register_analysis("swap_table", summary="accuracy with swapped and re-calibrated statistics", paper="A table 5")
 def swap_table_of_run(
     target: EvaluationTarget,
     *,
@@ -156,13 +147,6 @@ def swap_table_of_run(
     device, how = device_of(target.model), {"threat": target.attack.threat, "seed": target.attack.seed}
     built = {name: create_attack(name, device, **how) for name in attacks}
     x_adv = craft_inputs(target, ("adv",), progress=progress)["adv"]
-    found = swap_table(
-        target.model,
-        target.images,
-        target.labels,
-        built,
-        x_adv=x_adv,
-        batch_size=target.batch_size,
-        progress=progress,
-    )
+    data = (target.model, target.images, target.labels)
+    found = swap_table(*data, built, x_adv=x_adv, batch_size=target.batch_size, progress=progress)
     return found.under(target_conditions(target, **found.conditions))

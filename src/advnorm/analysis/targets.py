@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import advnorm.attacks as attack_names
 from advnorm._core.wrappers import device_of
-from advnorm.analysis.base import even_slices, require_any
+from advnorm.analysis.batches import attack_images
+from advnorm.analysis.settings import require_any
 from advnorm.attacks import Attack, AutoAttack
 from advnorm.attacks.base import Progress
 from advnorm.evaluation.branches import branches
@@ -97,22 +98,15 @@ def craft_inputs(
     AutoAttack leaves images unchanged that are already misclassified or that resist the attack.
     """
     crafted: dict[str, Tensor] = {}
-    model, count = target.model, len(target.images)
-    device = device_of(model)
+    data = (target.model, target.images, target.labels)
     for name, attack in input_attacks(target, names, route=route).items():
         if attack is None:
             crafted[name] = target.images
         elif isinstance(attack, AutoAttack):
             attack = dataclasses.replace(attack, progress=progress)
-            crafted[name] = attack.evaluate(model, target.images, target.labels, bar=False).x_adv.cpu()
+            crafted[name] = attack.evaluate(*data, bar=False).x_adv.cpu()
         else:
-            parts = []
-            for rows in even_slices(count, target.batch_size):
-                x, y = target.images[rows].to(device), target.labels[rows].to(device)
-                parts.append(attack(model, x, y, index=torch.arange(rows.start, rows.stop)).cpu())
-                if progress is not None:
-                    progress(rows.stop, count)
-            crafted[name] = torch.cat(parts)
+            crafted[name] = attack_images(attack, *data, batch_size=target.batch_size, progress=progress)
     return crafted
 
 

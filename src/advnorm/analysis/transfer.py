@@ -4,54 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError, Description, Problem, raise_problems, unknown_name
-from advnorm._core.precision import float32_as
 from advnorm._core.settings import Setting
 from advnorm._core.wrappers import device_of
-from advnorm.analysis.base import (
-    BatchSize,
-    EveryRouteSetting,
-    Finding,
-    Seed,
-    empty_problems,
-    even_slices,
-    format_percent,
-    register_analysis,
-    require_any,
-    track,
-)
+from advnorm.analysis.base import Finding, format_percent, register_analysis
+from advnorm.analysis.batches import measure_accuracy, predict_classes, track
 from advnorm.analysis.feature_extraction import RECIPES, make_features
 from advnorm.analysis.feature_pictures import count_classes, target_images
-from advnorm.analysis.plots import COLOURS, MARKERS, label_line_ends, legend_below, new_figure, wrap_names
+from advnorm.analysis.plots import COLOURS, MARKERS, Figure, label_line_ends, legend_below, new_figure, wrap_names
+from advnorm.analysis.settings import BatchSize, EveryRouteSetting, Seed, empty_problems, require_any
 from advnorm.analysis.targets import BranchView, branch_views, view_conditions
-from advnorm.attacks import predicting
 from advnorm.attacks.base import Progress
 from advnorm.attacks.inputs import validate_batch
 from advnorm.data.feature_sets import parse_set_name
 from advnorm.evaluation.target import EvaluationTarget
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-
-def predict_classes(model: nn.Module, images: Tensor, *, route: str | None = None, batch_size: int = 256) -> Tensor:
-    """Return the predicted class of each image, in eval mode and strict float32; on the CPU."""
-    device, classes = device_of(model), []
-    with predicting(model, route=route) as predict, torch.no_grad(), float32_as("ieee", device):
-        for rows in even_slices(len(images), batch_size):
-            classes.append(predict(images[rows].to(device)).argmax(1).cpu())
-    return torch.cat(classes)
-
-
-def measure_accuracy(model: nn.Module, images: Tensor, labels: Tensor, **settings: Any) -> float:
-    """Return the share of the images whose predicted class is their label."""
-    return float((predict_classes(model, images, **settings) == labels.cpu()).double().mean())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +35,6 @@ class Transfer(Finding):
     accuracy: Mapping[str, Mapping[str, float]]
     images: Mapping[str, int]  # by source
     what: str = "images"
-    conditions: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def sources(self) -> list[str]:
@@ -226,7 +197,6 @@ class Alignment(Finding):
     aligned_with_non_robust_features: tuple[float, ...]
     offset: int
     images: int
-    conditions: Mapping[str, Any] = field(default_factory=dict)
 
     def table(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
         columns = (self.aligned_with_robust_features, self.aligned_with_non_robust_features)

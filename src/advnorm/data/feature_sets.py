@@ -19,7 +19,7 @@ from torch import Tensor
 
 from advnorm._core.errors import ConfigError, Problem, raise_problems, unknown_name
 from advnorm._core.records import digest, read_json, write_atomic, write_json
-from advnorm.data.image_data import ImageData
+from advnorm.data.image_data import FolderData, ImageData
 from advnorm.data.published_files import reading
 from advnorm.data.registry import register_dataset
 
@@ -172,11 +172,9 @@ def read_features(root: Path | str, split: str = "train", *, labels: Labels = "t
     return FeatureFolder(Path(root) / split).load(labels)
 
 
-def add_split(root: Path | str, data: ImageData) -> FeatureFolder:
+def add_split(root: Path | str, data: ImageData | FolderData) -> FeatureFolder:
     """Add ordinary images to extracted ones: networks trained on features are evaluated on real test images."""
-    if not isinstance(data, ImageData):
-        message = "add_split takes ImageData"
-        raise ConfigError("wrong_type", message, field="data", got=type(data).__name__, hint="use data.in_memory()")
+    data = data.in_memory()
     folder = FeatureFolder(Path(root) / data.split)
     folder.create(
         {

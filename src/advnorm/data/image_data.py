@@ -74,6 +74,10 @@ class ImageData:
         images = self.images[rows]
         return images.float() / 255 if images.dtype == torch.uint8 else images
 
+    def in_memory(self) -> ImageData:
+        """Return the data itself, as :meth:`FolderData.in_memory` does for images on disk."""
+        return self
+
     def take(self, rows: Rows) -> ImageData:
         """Return some of the images, in the given order."""
         return replace(self, images=self.images[rows], labels=self.labels[rows])

@@ -22,8 +22,7 @@ def gather(data: Any, limit: int | None = None, rows: Tensor | None = None) -> t
         images, labels = (torch.as_tensor(part) for part in data)
         return images[:limit].cpu(), labels[:limit].cpu()
     if isinstance(data, ImageData | FolderData):
-        data = data.take(slice(limit) if rows is None else rows)
-        data = data.in_memory() if isinstance(data, FolderData) else data
+        data = data.take(slice(limit) if rows is None else rows).in_memory()
         return data.pixels(), data.labels
     images_parts: list[Tensor] = []
     labels_parts: list[Tensor] = []

@@ -12,7 +12,7 @@ from advnorm._core.devices import resolve_device
 from advnorm._core.records import read_json
 from advnorm.analysis import ANALYSES, extract_features
 from advnorm.analysis.targets import create_attack
-from advnorm.data import FolderData, add_split, load
+from advnorm.data import add_split, load
 from advnorm.evaluation.benchmark import benchmark
 from advnorm.evaluation.target import EvaluationTarget, open_run
 from advnorm.studies.study import ANALYSIS_IMAGES, Measure
@@ -105,11 +105,10 @@ def make_features(task: Task) -> None:
     data = [load(settings.name, split, task.data_dir, **settings.options) for split in ("train", "test")]
     if images := feature_images_cell(cell):
         data[0] = load("features", "train", task.sibling(images).features_folder)
-    train_data, test_data = (part.in_memory() if isinstance(part, FolderData) else part for part in data)
     changes: dict[str, Any] = {"steps": 2} if task.protocol == "smoke" else {}
     network = source.model("last", resolve_device(task.device))
-    extract_features(network, train_data, feature_recipe(cell), folder, seed=task.seed, **changes)
-    add_split(folder, test_data)  # an existing split is kept
+    extract_features(network, data[0], feature_recipe(cell), folder, seed=task.seed, **changes)
+    add_split(folder, data[1])  # an existing split is kept
 
 
 def describe_measure(measure: Mapping[str, Any]) -> str:
