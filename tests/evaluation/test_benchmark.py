@@ -246,7 +246,7 @@ def test_accuracy_against_steps_and_eps(sound, data):
     eps = accuracy_against_eps(sound, first(data), THREAT, (0.05, "51/255", 0.5))
     assert eps.values == (0.05, 0.2, 0.5)
     small, middle, large = eps.robust_accuracies()
-    assert eps.accuracy() > small > middle > large == 0
+    assert eps.result.accuracy() > small > middle > large == 0
     assert middle == benchmark(sound, first(data), THREAT, "pgd20").robust_accuracy()
     for curve in (steps, eps):
         assert json.loads(json.dumps(curve.record()))["values"] == list(curve.values)

@@ -41,7 +41,7 @@ def nan(z):
         ({"data": lambda x, y: (x, y + 1)}, "out_of_range", "labels"),
         ({"data": lambda x, y: (x[:, :, :4], y)}, "wrong_shape", "model"),
         ({"data": lambda x, y: x}, "wrong_type", "data"),
-        ({"model": lambda: CountingLinear(nan)}, "not_finite", "model"),
+        ({"model": lambda: CountingLinear(nan)}, "not_finite", "logits"),
         ({"model": lambda: CountingLinear(lambda z: (z, z))}, "wrong_type", None),
         ({"model": lambda: CountingLinear(lambda z: z[:, 0])}, "wrong_shape", None),
         ({"model": lambda: torch.sin}, "wrong_type", "model"),
@@ -54,7 +54,6 @@ def nan(z):
         ({"attacks": {"strong": PGD(threat=advnorm.ThreatModel(eps=0.5))}}, "conflict", "attacks"),
         ({"statistics": "frozen"}, "unknown_name", "statistics"),
         ({"route": "adv"}, "wrong_route", "route"),  # a model without routed norms
-        ({"route": []}, "empty", "route"),
         ({"batch_size": 0}, "out_of_range", "batch_size"),
         ({"limit": 0}, "out_of_range", "limit"),
         ({"device": "tpu"}, "no_device", "device"),
@@ -78,7 +77,7 @@ def test_one_error_lists_all_problems(data):
     with pytest.raises(ConfigError) as error:
         benchmark(CountingLinear(nan), first(data), THREAT, ["pdg10", "pgd0"], batch_size=-1)
     fields = {problem.field for problem in error.value.problems}
-    assert {"batch_size", "model"} <= fields and len(error.value.problems) == 4
+    assert {"batch_size", "logits"} <= fields and len(error.value.problems) == 4
 
 
 def test_a_missing_route_and_an_unknown_route_are_reported(data):
@@ -102,7 +101,7 @@ def test_a_problem_of_all_routes_is_reported_once_and_that_of_one_route_with_its
         advnorm.audit(advnorm.create_model("small_cnn", norm="dual_bn"), colour, THREAT, surrogate=model)
     assert len(error.value.problems) == 1
     next(buffer for name, buffer in model.named_buffers() if name.endswith("running_mean_adv")).fill_(torch.nan)
-    with raises_problem("not_finite", "model") as error:
+    with raises_problem("not_finite", "logits") as error:
         benchmark(model, first(data), THREAT, "pgd10", ["clean", "adv"])
     assert error.value.problems[0].message.endswith("through route 'adv'")
 

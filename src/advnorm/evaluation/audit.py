@@ -7,10 +7,8 @@ models.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,25 +17,17 @@ import torch
 from torch import Tensor, nn
 
 import advnorm.attacks as attack_names
-from advnorm._core.errors import ConfigError, Description, Problem, raise_problems
+from advnorm._core.errors import ConfigError, Problem, raise_problems
 from advnorm._core.memory import AdaptiveBatchSize
 from advnorm._core.records import digest, model_fingerprint
-from advnorm.attacks import input_gradient, predicting
+from advnorm.attacks import input_gradient
 from advnorm.attacks.losses import cross_entropy
 from advnorm.evaluation import audit_thresholds as limits
-from advnorm.evaluation.audit_ladder import (
-    BUDGET_IMAGES,
-    Budget,
-    budget_problems,
-    build_ladder,
-    noise_attack,
-    square_attack,
-)
+from advnorm.evaluation.audit_ladder import BUDGET_IMAGES, Budget, budget_problems, build_ladder
 from advnorm.evaluation.branches import branches, mixing_norms, same_branch
 from advnorm.evaluation.evidence import EvidenceList, RungResult, VerdictName, decide, weigh_gap
 from advnorm.evaluation.jobs import AttackJob
-from advnorm.evaluation.plan import plan_evaluation, validate_model_and_threat
-from advnorm.evaluation.probe import PROBE_IMAGES
+from advnorm.evaluation.plan import PROBE_IMAGES, plan_evaluation, type_problems
 from advnorm.evaluation.reference_logits import OutputCheck
 from advnorm.evaluation.results import DEFAULT_ROUTE, fraction
 from advnorm.evaluation.runner import EvaluationRunner, run_or_load
@@ -78,20 +68,15 @@ def audit(
     ``record``: JSON file for the verdict. An interrupted audit resumes from ``<record>.partial``, a finished record is
     read back, and the record of another audit is rejected. ``about``: as in :func:`benchmark`.
     """
-    validate_model_and_threat(model, threat)
-    problems = budget_problems(budget)
-    if not (route is None or isinstance(route, str)):
-        hint = "the audit reports the other branches as well"
-        problems.append(
-            Problem(code="wrong_type", message="{field} must be one route", field="route", got=route, hint=hint)
-        )
-    if surrogate is not None and not isinstance(surrogate, nn.Module):
-        got = Description(type(surrogate).__name__)
-        message = "{field} must be an nn.Module"
-        problems.append(Problem(code="wrong_type", message=message, field="surrogate", got=got))
-    if threat.eps == 0:
+    problems = type_problems(
+        model=(model, nn.Module),
+        threat=(threat, ThreatModel),
+        route=(route, str | None),
+        surrogate=(surrogate, nn.Module | None),
+    )
+    if isinstance(threat, ThreatModel) and threat.eps == 0:
         problems.append(Problem(code="out_of_range", message="an audit needs an eps above 0", field="eps", got=0))
-    raise_problems(problems, "bad audit")
+    raise_problems(problems + budget_problems(budget), "bad audit")
     plan = plan_evaluation(
         model,
         data,
@@ -112,9 +97,8 @@ def audit(
     origin = "" if surrogate is None else model_fingerprint(surrogate)
     references = plan.references
     if surrogate is not None:
-        routes = tuple(dict.fromkeys(same_branch(surrogate, name) for name in plan.routes))
-        other = dataclasses.replace(plan, model=surrogate, routes=routes, statistics="running")
-        references |= {f"surrogate {origin[:8]}, {name}": logits for name, logits in other.references.items()}
+        found = plan.with_surrogate(surrogate).references
+        references = references | {f"surrogate {origin[:8]}, {name}": logits for name, logits in found.items()}
     given = route if branches(model) else None
 
     def evaluate(runner: EvaluationRunner, identity: Mapping[str, Any]) -> Verdict:
@@ -133,12 +117,6 @@ def _routes_to_evaluate(model: nn.Module, route: str | None) -> Sequence[str | N
     return list(known)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _BranchProbe:
-    gradients: bool  # whether the loss has a gradient with respect to the image
-    classes: int
-
-
 class _Audit:
     """One audit in progress."""
 
@@ -154,23 +132,21 @@ class _Audit:
     def run(self, given: str | None, identity: Mapping[str, Any]) -> Verdict:
         """Audit the ``given`` route; None chooses the branch with the highest PGD-10 accuracy."""
         plan, runner = self.plan, self.runner
-        self.probes = {route: self._probe(route) for route in plan.routes}
+        self.gradients = {route: self._has_gradients(route) for route in plan.routes}
         clean = {route: runner.evaluate_clean(route) for route in plan.routes}
         outputs = {route: runner.check_outputs(route) for route in plan.routes}
         claims = {
-            route: self._attack("pgd10", route, clean[route]) if self.probes[route].gradients else clean[route]
+            route: self._attack("pgd10", route, clean[route]) if self.gradients[route] else clean[route]
             for route in plan.routes
         }
         chosen = max(plan.routes, key=lambda route: fraction(claims[route])) if given is None else given
-        self.route, self.correct, self.probe = chosen, clean[chosen], self.probes[chosen]
+        self.route, self.correct = chosen, clean[chosen]
         self._measure_outputs(outputs[chosen])
         ladder, worst = self._run_ladder()
         curve = self._vary_eps()
         worst = self._transfer(ladder, worst)
         others = {
-            str(route): self._summarize(route, clean[route], claims[route], gradients=self.probes[route].gradients)
-            for route in plan.routes
-            if route != chosen
+            str(route): self._summarize(route, clean[route], claims[route]) for route in plan.routes if route != chosen
         }
         others |= self._evaluate_components()
         claimed, worst_case, images = fraction(claims[chosen]), fraction(worst), len(self.correct)
@@ -205,36 +181,35 @@ class _Audit:
         attack = attack_names.get(name, threat=threat or self.threat, **settings)
         return self.runner.evaluate_attack(AttackJob(name=name, attack=attack, route=route, origin=origin), among)
 
-    def _summarize(
-        self, route: str | None, clean: Tensor, claimed: Tensor, *, gradients: bool, origin: str = ""
-    ) -> dict[str, float]:
+    def _summarize(self, route: str | None, clean: Tensor, claimed: Tensor, origin: str = "") -> dict[str, float]:
         """Return three accuracies of a branch that is reported beside the evaluated one."""
         worst = claimed
-        if gradients:
+        if self.gradients[route]:
             worst = self._attack("apgd-t-steps40", route, claimed, origin=origin)
         elif self.plan.images.dim() == 4:
             worst = self._attack("square-queries1000", route, claimed, origin=origin)
         return {"clean": fraction(clean), "PGD-10": fraction(claimed), "worst case": fraction(worst)}
 
-    def _probe(self, route: str | None) -> _BranchProbe:
-        plan = self.plan
-        x, y = (part[:PROBE_IMAGES].to(plan.device) for part in (plan.images, plan.labels))
-        with predicting(plan.model, route=route, statistics=frozen_mode(plan.statistics)) as predict:
+    def _has_gradients(self, route: str | None) -> bool:
+        """Return whether the loss has a gradient with respect to the images."""
+        x, y = (part[:PROBE_IMAGES].to(self.plan.device) for part in (self.plan.images, self.plan.labels))
+        with self.plan.forward.differentiable(route) as predict:
             logits = predict(x.requires_grad_())
             try:
                 input_gradient(cross_entropy(logits, y), x)
             except (ConfigError, RuntimeError):
-                return _BranchProbe(gradients=False, classes=logits.shape[1])
-        return _BranchProbe(gradients=True, classes=logits.shape[1])
+                return False
+        return True
 
     # -- attacks -------------------------------------------------------------------------------------------------------
 
     def _run_ladder(self) -> tuple[list[RungResult], Tensor]:
-        clean, worst = fraction(self.correct), self.correct
+        clean, worst, gradients = fraction(self.correct), self.correct, self.gradients[self.route]
         ladder = [RungResult(attack="clean", text="no attack", alone=clean, worst=clean)]
         results: dict[str, Tensor] = {}
-        for rung in build_ladder(self.budget, self.probe.classes):
-            skipped = "no gradients" if rung.gradients and not self.probe.gradients else ""
+        classes = self.plan.references[self.route or DEFAULT_ROUTE].logits.shape[1]
+        for rung in build_ladder(self.budget, classes):
+            skipped = "no gradients" if rung.gradients and not gradients else ""
             skipped = "not images" if rung.needs_pixels and self.plan.images.dim() != 4 else skipped
             if skipped:
                 # Without gradients PGD-10 changes nothing, so the claim is the clean accuracy.
@@ -244,21 +219,22 @@ class _Audit:
                 robust = self._attack(rung.attack, self.route, self.correct if rung.alone else worst)
                 worst, results[rung.attack] = worst & robust, robust
                 alone = fraction(robust) if rung.alone else None
-                if rung.attack == square_attack(self.budget):
+                if rung.needs_pixels:
                     text = "points that Square, without gradients, takes from the survivors of gradient attacks"
                     lost = 100 * (fraction(survivors) - fraction(worst))
                     self.evidence.expect("square", text, lost, limits.SQUARE_POINTS, points=True)
             ladder.append(
                 RungResult(attack=rung.attack, text=rung.text, alone=alone, worst=fraction(worst), skipped=skipped)
             )
-        if self.probe.gradients:
+        if gradients:
             self._compare_strengths(results)
         return ladder, worst
 
     def _compare_strengths(self, results: Mapping[str, Tensor]) -> None:
         """Expect noise and a single step not to beat ten steps, and many steps not to beat ten steps by much."""
         points = {name: 100 * fraction(robust) for name, robust in results.items()}
-        for weak, text in ((noise_attack(self.budget), "random noise"), ("fgsm", "one step")):
+        noise = next(name for name in points if name.startswith("noise"))
+        for weak, text in ((noise, "random noise"), ("fgsm", "one step")):
             beaten, text = points["pgd10"] - points[weak], f"points by which {text} beats PGD-10"
             self.evidence.expect(weak, text, beaten, limits.ORDER_POINTS, points=True)
         steps = [name for name in ("pgd10", "pgd50", "pgd100", "pgd500") if name in points]
@@ -270,7 +246,7 @@ class _Audit:
     def _vary_eps(self) -> list[tuple[float, float]]:
         """Run PGD-20 on two losses at growing eps, up to the eps that turns every image grey."""
         curve = [(0.0, fraction(self.correct))]
-        if not self.probe.gradients:
+        if not self.gradients[self.route]:
             return curve
         grey = max(self._grey_eps(), self.threat.eps)
         factors = (1.0, 2.0) if self.budget == "quick" else (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
@@ -296,7 +272,7 @@ class _Audit:
         sources: list[tuple[str, str | None, nn.Module | None]] = [
             (f"from {route}", route, None)
             for route in self.plan.routes
-            if route != self.route and self.probes[route].gradients
+            if route != self.route and self.gradients[route]
         ]
         if self.surrogate is not None:
             sources.append(("from surrogate", same_branch(self.surrogate, self.route), self.surrogate))
@@ -324,10 +300,10 @@ class _Audit:
         for domain in next(iter(mixing.values())).plan.domains:
             name = FIXED + domain
             with mixture_component(self.plan.model, domain):
-                clean = self.runner.evaluate_clean(self.route)
-                gradients = self.probe.gradients
-                claimed = self._attack("pgd10", self.route, clean, origin=name) if gradients else clean
-                found[name] = self._summarize(self.route, clean, claimed, gradients=gradients, origin=name)
+                claimed = clean = self.runner.evaluate_clean(self.route)
+                if self.gradients[self.route]:
+                    claimed = self._attack("pgd10", self.route, clean, origin=name)
+                found[name] = self._summarize(self.route, clean, claimed, origin=name)
         return found
 
     # -- outputs and gradients -----------------------------------------------------------------------------------------
@@ -335,9 +311,11 @@ class _Audit:
     def _measure_outputs(self, outputs: OutputCheck) -> None:
         logits, norms = self._logits_and_gradient_norms()
         self._measure_gradients(norms)
-        expect, tolerance = self.evidence.expect, outputs.tolerance
-        expect("batch", "relative difference of logits, alone and in a batch", outputs.batch_difference, tolerance)
-        expect("random", "relative difference of logits, two forwards of an image", outputs.difference, tolerance)
+        expect, reference = self.evidence.expect, outputs.reference
+        text = "relative difference of logits, alone and in a batch"
+        expect("batch", text, outputs.batch_difference, reference.tolerance)
+        text = "relative difference of logits, two forwards of an image"
+        expect("random", text, reference.difference, reference.tolerance)
         expect("probabilities", "outputs are probabilities, not logits (1: yes)", float(outputs.probabilities), 0)
         self.advice += outputs.warnings()
         top = logits.topk(2, dim=1).values
@@ -356,7 +334,7 @@ class _Audit:
             def measure(part: slice) -> tuple[Tensor, Tensor]:
                 x, y = (v[rows[part]].to(plan.device) for v in (plan.images, plan.labels))
                 logits = predict(x.requires_grad_())
-                if not self.probe.gradients:
+                if not self.gradients[self.route]:
                     return logits.detach(), torch.zeros(len(x))
                 gradient = input_gradient(cross_entropy(logits, y), x)
                 return logits.detach(), gradient.double().flatten(1).norm(dim=1).cpu()

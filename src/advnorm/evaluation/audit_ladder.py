@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from advnorm._core.errors import Problem, unknown_name
 
@@ -27,10 +27,11 @@ class Rung:
 def build_ladder(budget: Budget, classes: int) -> tuple[Rung, ...]:
     """Return the rungs of a budget for a model with this number of classes."""
     quick, full = budget == "quick", budget == "full"
+    noise, square = ("noise-uniform", 1000) if quick else ("noise-uniform-restarts10", 5000)
     short = "-steps40" if quick else ""
     loss = "dlr" if classes > 2 else "cw"
     rungs = [
-        Rung(attack=noise_attack(budget), text="random noise", alone=True, gradients=False),
+        Rung(attack=noise, text="random noise", alone=True, gradients=False),
         Rung(attack="fgsm", text="one step", alone=True),
         Rung(attack="pgd10", text="the usual claim", alone=True),
         Rung(attack="pgd10-cw", text="another loss", alone=True),
@@ -43,20 +44,11 @@ def build_ladder(budget: Budget, classes: int) -> tuple[Rung, ...]:
         Rung(attack="apgd-ce" + short, text="adaptive steps"),
         Rung(attack="apgd-t" + short, text="targets each class"),
         Rung(attack="fab-t" + short, text="nearest boundary"),
-        Rung(attack=square_attack(budget), text="without gradients", gradients=False, needs_pixels=True),
+        Rung(attack=f"square-queries{square}", text="without gradients", gradients=False, needs_pixels=True),
     ]
     return tuple(rungs)
 
 
-def noise_attack(budget: Budget) -> str:
-    return "noise-uniform" if budget == "quick" else "noise-uniform-restarts10"
-
-
-def square_attack(budget: Budget) -> str:
-    return f"square-queries{1000 if budget == 'quick' else 5000}"
-
-
 def budget_problems(budget: object) -> list[Problem]:
     """Return the problem of an unknown budget."""
-    known = get_args(Budget)
-    return [] if budget in known else [unknown_name("budget", budget, known)]
+    return [] if budget in BUDGET_IMAGES else [unknown_name("budget", budget, BUDGET_IMAGES)]

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import advnorm.attacks as attack_names
+from advnorm._core.errors import raise_problems
 from advnorm._core.records import digest
 from advnorm.attacks import PGD, Attack
 from advnorm.evaluation.branches import mixing_norms
 from advnorm.evaluation.jobs import Attacks
-from advnorm.evaluation.plan import EvaluationPlan, plan_evaluation, validate_model_and_threat
+from advnorm.evaluation.plan import EvaluationPlan, plan_evaluation, type_problems
 from advnorm.evaluation.results import DEFAULT_ROUTE, BenchmarkResult, Curve
 from advnorm.evaluation.runner import EvaluationRunner, run_or_load
 from advnorm.norms import Mode, frozen_mode
@@ -105,7 +106,7 @@ def accuracy_against_eps(
     **options: Any,
 ) -> Curve:
     """Measure robust accuracy under one attack of growing eps, in the norm of ``threat``; it must fall to chance."""
-    validate_model_and_threat(model, threat)
+    raise_problems(type_problems(threat=(threat, ThreatModel)))
     values = [eps] if isinstance(eps, str) or not isinstance(eps, Iterable) else eps
     threats = {str(value): ThreatModel(norm=threat.norm, eps=value) for value in values}
     attacks: dict[str, Attack] = {}

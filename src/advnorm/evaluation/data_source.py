@@ -38,10 +38,8 @@ def gather(data: Any, limit: int | None = None, rows: Tensor | None = None) -> t
         raise ConfigError("empty", "the data set is empty", field="data", hint="check its path and its split")
     shapes = {tuple(part.shape[1:]) for part in images_parts}
     if len(shapes) > 1:
-        raise ConfigError(
-            "wrong_shape", "images must share one shape", field="data", got=sorted(shapes),
-            hint="resize or crop them in the data set",
-        )  # fmt: skip
+        hint = "resize or crop them in the data set"
+        raise ConfigError("wrong_shape", "images must share one shape", field="data", got=sorted(shapes), hint=hint)
     return torch.cat(images_parts)[:limit], torch.cat(labels_parts)[:limit]
 
 
@@ -74,32 +72,26 @@ def _is_indexable(data: Any) -> bool:
 
 def _items(data: Any) -> Iterator[Any]:
     readable = hasattr(data, "__iter__") or hasattr(data, "__getitem__")
-    if isinstance(data, str | Tensor | Loader) or not readable:
-        hint = "give (images, labels), a data set, or a loader of (images, labels)"
-        if isinstance(data, Loader):
-            hint = "it shuffles and augments for training; give its data set, loader.data"
-        elif isinstance(data, str):
-            hint = f"load the images: advnorm.data.load({data!r}, 'test')"
-        raise ConfigError(
-            "wrong_type", "{field} must hold images and labels", field="data",
-            got=Description(type(data).__name__), hint=hint,
-        )  # fmt: skip
+    if isinstance(data, str | Tensor | Loader) or not readable:  # our Loader shuffles and augments for training
+        raise _wrong_type(data)
     if not hasattr(data, "__iter__") and hasattr(data, "__len__"):
         return (data[row] for row in range(len(data)))  # a map-style data set ends at its length
     return iter(data)
 
 
 def _as_batch(item: Any) -> tuple[Tensor, Tensor]:
-    if not isinstance(item, Sequence) or len(item) != 2 or isinstance(item, str):
-        raise ConfigError(
-            "wrong_type", "{field} must yield (images, labels)", field="data", got=Description(type(item).__name__)
-        )
+    if not isinstance(item, Sequence):
+        raise _wrong_type(item)
     try:
         x, y = (torch.as_tensor(part) for part in item)
     except (RuntimeError, TypeError, ValueError):
-        raise ConfigError(
-            "wrong_type", "images and labels must be tensors or arrays", field="data",
-            got=Description(" and ".join(type(part).__name__ for part in item)),
-            hint="convert images to tensors in [0, 1]: transform=torchvision.transforms.ToTensor()",
-        ) from None  # fmt: skip
+        raise _wrong_type(item) from None
     return (x[None], y[None]) if y.dim() == 0 else (x, y)
+
+
+def _wrong_type(value: object) -> ConfigError:
+    message = "{field} must be images and labels: two tensors, a data set such as advnorm.data.load('digits', 'test')"
+    message += ", or a torch DataLoader; its images must be tensors in [0, 1]"
+    parts = value if isinstance(value, tuple) else [value]
+    got = Description(" and ".join(type(part).__name__ for part in parts))
+    return ConfigError("wrong_type", message, field="data", got=got)

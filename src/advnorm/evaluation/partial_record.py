@@ -5,18 +5,15 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from advnorm._core.errors import ConfigError
 from advnorm._core.provenance import own_version
 from advnorm._core.records import digest, read_json, write_json, writing
 from advnorm.evaluation.reference_logits import ReferenceLogits, matches_record
-
-_NONE: Mapping[str, ReferenceLogits] = MappingProxyType({})
+from advnorm.evaluation.results import from_letters, to_letters
 
 
 def load_finished(
@@ -27,9 +24,8 @@ def load_finished(
         return None
     data = read_json(Path(record))
     if "fingerprint" not in data:
-        raise ConfigError(
-            "damaged_file", f"{record} is not the record of an evaluation", field="record", hint="choose another file"
-        )
+        message = f"{record} is not the record of an evaluation"
+        raise ConfigError("damaged_file", message, field="record", hint="choose another file")
     if not matches_record(data, fingerprint, references):
         message = f"{record} belongs to another evaluation (other data, model, threat, attacks, routes or seed)"
         raise ConfigError("other_evaluation", message, field="record", hint="delete it, or choose another file")
@@ -44,9 +40,7 @@ class PartialRecord:
 
     FORMAT = "advnorm.partial/1"
 
-    def __init__(
-        self, record: Path | str | None, fingerprint: str, references: Mapping[str, ReferenceLogits] = _NONE
-    ) -> None:
+    def __init__(self, record: Path | str | None, fingerprint: str, references: Mapping[str, ReferenceLogits]) -> None:
         self.path = None if record is None else Path(record).with_name(Path(record).name + ".partial")
         self.fingerprint, self._commit = fingerprint, own_version()["commit"]
         self._logits = {name: reference.to_record() for name, reference in references.items()}
@@ -58,9 +52,7 @@ class PartialRecord:
         if data.get("format") != self.FORMAT or not isinstance(jobs, dict):
             raise self._error("damaged_file", "is not a partial evaluation")
         if not matches_record(data, fingerprint, references):
-            raise self._error(
-                "other_evaluation", "belongs to another evaluation (other images, labels, model or statistics mode)"
-            )
+            raise self._error("other_evaluation", "belongs to another evaluation (other data, model or statistics)")
         self._jobs, self._logits = jobs, {**data.get("logits", {}), **self._logits}
         before, now = (str(commit).rstrip("+") for commit in (data.get("commit"), self._commit))
         if before != now:
@@ -68,17 +60,15 @@ class PartialRecord:
 
     def results(self, key: str, count: int) -> Tensor:
         """Return the results of a job: 1 robust, 0 fooled, -1 pending."""
-        letters = self._jobs.get(key, {}).get("verdicts")
-        if letters is None:
-            return torch.full((count,), -1, dtype=torch.int8)
+        letters = self._jobs.get(key, {}).get("verdicts", "?" * count)
         if not isinstance(letters, str) or len(letters) != count or set(letters) - set("01?"):
             raise self._error("damaged_file", f"is damaged at {key!r}")
-        return torch.tensor([{"?": -1, "0": 0, "1": 1}[letter] for letter in letters], dtype=torch.int8)
+        return from_letters(letters)
 
     def save(self, key: str, results: Tensor, seconds: float) -> None:
         """Store the results of a job and add to its seconds."""
         job = self._jobs.setdefault(key, {"warnings": []})
-        job["verdicts"] = "".join("01?"[value] for value in results.tolist())
+        job["verdicts"] = to_letters(results)
         job["seconds"] = job.get("seconds", 0.0) + seconds
         self._write()
 

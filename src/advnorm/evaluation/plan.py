@@ -1,11 +1,11 @@
-"""The plan of an evaluation: validated before any long computation."""
+"""The plan of an evaluation: validated by one forward of a few images, before any long computation."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,22 +13,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from advnorm._core.errors import Description, Problem, collect_problems, raise_problems, unknown_name
+from advnorm._core.devices import resolve_device
+from advnorm._core.errors import ConfigError, Description, Problem, collect_problems, raise_problems, unknown_name
 from advnorm._core.provenance import environment
 from advnorm._core.records import digest, model_fingerprint, writable_problems
-from advnorm.attacks.inputs import validate_batch
+from advnorm.attacks import input_gradient
+from advnorm.attacks.base import count_problems
+from advnorm.attacks.inputs import validate_batch, validating_first_logits
 from advnorm.data import FolderData, ImageData
+from advnorm.evaluation.branches import branches, same_branch
 from advnorm.evaluation.data_source import gather, gather_spread
 from advnorm.evaluation.jobs import AttackJob, Attacks, build_jobs
-from advnorm.evaluation.probe import PROBE_IMAGES, model_device, probe_model, probe_surrogate
 from advnorm.evaluation.reference_logits import ReferenceLogits
 from advnorm.evaluation.results import DEFAULT_ROUTE
 from advnorm.evaluation.strict_forward import StrictForward
-from advnorm.norms import MODES, Mode, domains, routed_modules
+from advnorm.norms import MODES, Mode, domains, mixture_norms, routed_modules
 from advnorm.threat import ThreatModel
 
 #: Default batch size by device; it is halved when memory runs out.
 BATCH_SIZES = {"cpu": 128, "cuda": 512}
+#: Number of images of the forward that validates a model.
+PROBE_IMAGES = 4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,14 +66,16 @@ class EvaluationPlan:
         return digest(self.images, self.labels, self.index, *conditions, model_fingerprint(self.model))
 
     @cached_property
-    def reference_logits(self) -> dict[str | None, ReferenceLogits]:
-        """Logits of the first images by route."""
-        return {route: ReferenceLogits.compute(self.forward, route, self.images) for route in self.routes}
-
-    @property
     def references(self) -> dict[str, ReferenceLogits]:
-        """The reference logits by the names of the routes in records."""
-        return {route or DEFAULT_ROUTE: logits for route, logits in self.reference_logits.items()}
+        """Logits of the first images, by the names of the routes in records."""
+        return {
+            route or DEFAULT_ROUTE: ReferenceLogits.compute(self.forward, route, self.images) for route in self.routes
+        }
+
+    def with_surrogate(self, surrogate: nn.Module) -> EvaluationPlan:
+        """Return the plan of computing attacks on a surrogate."""
+        routes = tuple(dict.fromkeys(same_branch(surrogate, route) for route in self.routes))
+        return replace(self, model=surrogate, routes=routes, statistics="running", jobs=())
 
     @property
     def scopes(self) -> dict[str, str]:
@@ -131,83 +138,69 @@ def plan_evaluation(
     ``surrogate``: another model on which attacks will be computed. ``gradients``: reject attacks that need gradients on
     a model without gradients.
     """
-    validate_model_and_threat(model, threat)
-    problems = [*statistics_problems(statistics), *_count_problems(batch_size=batch_size, limit=limit)]
+    problems = type_problems(model=(model, nn.Module), threat=(threat, ThreatModel))
+    problems += statistics_problems(statistics) + _about_problems(about)
+    raise_problems(problems, "bad evaluation")
+    for name, count in {"batch_size": batch_size, "limit": limit}.items():
+        problems += [] if count is None else count_problems(name, count)
     problems += [] if record is None else writable_problems(record)
-    problems += _about_problems(about)
     most = PROBE_IMAGES if any(problem.field == "limit" for problem in problems) else limit
-    mode: Mode = statistics if statistics in MODES else "running"
-    routes = list(dict.fromkeys([route] if route is None or isinstance(route, str) else route))
-    if not routes:
-        hint = "name branches, or leave route out"
-        problems.append(Problem(code="empty", message="no route given", field="route", hint=hint))
-    jobs, found = build_jobs(attacks, threat, routes, seed=seed, statistics=mode, any_threat=any_threat)
+    routes = tuple(dict.fromkeys([route] if route is None or isinstance(route, str) else route)) or (None,)
+    jobs, found = build_jobs(attacks, threat, routes, seed=seed, statistics=statistics, any_threat=any_threat)
     problems += found
-    images = labels = index = place = None
-    with collect_problems(problems):
-        if spread:
-            x, y, index = gather_spread(data, most)
-        else:
-            x, y = gather(data, most)
-            index = torch.arange(len(x))
-        validate_batch(x, y)
-        images, labels = x, y
-    alone = mode != "running" and (batch_size == 1 or (images is not None and len(images) == 1))
-    if alone:
-        message = "batch statistics need batches of at least two images"
-        hint = "give more images and a larger batch_size, or use statistics='running'"
-        problems.append(Problem(code="conflict", message=message, field="statistics", hint=hint))
+    plan = None
     with collect_problems(problems):
         place = model_device(model, device)
-        if images is not None and labels is not None and not alone:
-            few, classes = images[:PROBE_IMAGES].to(place), int(labels.max()) + 1
-            problems += probe_model(model, routes, few, classes, mode, jobs, gradients=gradients)
-            problems += probe_surrogate(surrogate, routes, few, classes)
+        if spread:
+            images, labels, index = gather_spread(data, most)
+        else:
+            images, labels = gather(data, most)
+            index = torch.arange(len(images))
+        validate_batch(images, labels)
+        if statistics != "running" and 1 in (batch_size, len(images)):
+            message = "batch statistics need batches of at least two images"
+            raise ConfigError("conflict", message, field="statistics", hint="use statistics='running'")
+        origin = {"data": f"{data.name}, {data.split}"} if isinstance(data, ImageData | FolderData) else {}
+        plan = EvaluationPlan(
+            model=model,
+            images=images,
+            labels=labels,
+            index=index,
+            threat=threat,
+            jobs=tuple(jobs),
+            routes=routes,
+            device=place,
+            batch_size=batch_size or BATCH_SIZES.get(place.type, 128),
+            seed=seed,
+            statistics=statistics,
+            record=record,
+            about={**origin, **(about or {})},
+        )
+        problems += _probe(plan, gradients=gradients)
+        if surrogate is not None:
+            problems += _surrogate_problems(plan, surrogate)
     raise_problems(problems, "bad evaluation")
-    assert images is not None and labels is not None and index is not None and place is not None
-    name = {"data": f"{data.name}, {data.split}"} if isinstance(data, ImageData | FolderData) else {}
-    return EvaluationPlan(
-        model=model,
-        images=images,
-        labels=labels,
-        index=index,
-        threat=threat,
-        jobs=tuple(jobs),
-        routes=tuple(routes),
-        device=place,
-        batch_size=batch_size or BATCH_SIZES.get(place.type, 128),
-        seed=seed,
-        statistics=mode,
-        record=record,
-        about={**name, **(about or {})},
-    )
+    assert plan is not None
+    return plan
 
 
-def validate_model_and_threat(model: object, threat: object) -> None:
-    """Raise unless the types are right."""
-    problems = []
-    if not isinstance(model, nn.Module):
-        got, hint = Description(type(model).__name__), "wrap a function in a module"
-        message = "{field} must be an nn.Module"
-        problems.append(Problem(code="wrong_type", message=message, field="model", got=got, hint=hint))
-    if not isinstance(threat, ThreatModel):
-        message = "{field} must be a ThreatModel such as ThreatModel(eps='8/255')"
-        problems.append(Problem(code="wrong_type", message=message, field="threat", got=threat))
-    raise_problems(problems, "bad evaluation")
+def type_problems(**arguments: tuple[object, Any]) -> list[Problem]:
+    """Return a problem for each argument that is not of its type."""
+    return [
+        Problem(
+            code="wrong_type",
+            message=f"{{field}} must be of type {getattr(kind, '__name__', kind)}",
+            field=name,
+            got=Description(type(value).__name__),
+        )
+        for name, (value, kind) in arguments.items()
+        if not isinstance(value, kind)
+    ]
 
 
 def statistics_problems(statistics: object) -> list[Problem]:
     """Return the problem of an unknown statistics mode."""
     return [] if statistics in MODES else [unknown_name("statistics mode", statistics, MODES, "statistics")]
-
-
-def _count_problems(**counts: int | None) -> list[Problem]:
-    message = "{field} must be an integer of at least 1 or None"
-    return [
-        Problem(code="out_of_range", message=message, field=name, got=count)
-        for name, count in counts.items()
-        if count is not None and (not isinstance(count, int) or count < 1)
-    ]
 
 
 def _about_problems(about: Mapping[str, Any] | None) -> list[Problem]:
@@ -218,3 +211,83 @@ def _about_problems(about: Mapping[str, Any] | None) -> list[Problem]:
         message = f"{{field}} must be a mapping of plain data for JSON ({error})"
         return [Problem(code="wrong_type", message=message, field="about")]
     return []
+
+
+def model_device(model: nn.Module, device: str | torch.device | None) -> torch.device:
+    """Return the device of a model's tensors; raise if ``device`` is another one."""
+    found = next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), None)
+    if device is None:
+        return found or torch.device("cpu")
+    wanted = resolve_device(device)
+    if found is None:
+        return wanted
+    if wanted.type != found.type or torch.device(device).index not in (None, found.index):
+        message = f"the model is on {found} and device is {wanted}"
+        raise ConfigError("conflict", message, field="device", hint=f"move it: model.to('{wanted}')")
+    return found
+
+
+# -- one forward of a few images ---------------------------------------------------------------------------------------
+
+
+def _probe(plan: EvaluationPlan, *, gradients: bool = True) -> list[Problem]:
+    """Run a forward through each route and return the problems.
+
+    ``gradients``: report attacks that need gradients if the model has none; without jobs, report missing gradients.
+    """
+    found = [(route, problem) for route in plan.routes for problem in _route_problems(plan, route, gradients)]
+    every = [problem for _, problem in found]
+    problems: list[Problem] = []
+    for route, problem in found:
+        if len(plan.routes) > 1 and every.count(problem) == 1 and problem.field != "route":
+            problem = replace(problem, message=f"{problem.message} through route {route!r}")
+        if problem not in problems:
+            problems.append(problem)
+    return problems
+
+
+def _route_problems(plan: EvaluationPlan, route: str | None, gradients: bool) -> list[Problem]:
+    known = domains(plan.model)
+    if route in known and mixture_norms(plan.model) and not branches(plan.model):
+        message = "the norms weight their statistics by the input, and a route changes nothing at test time"
+        hint = f"omit route, or evaluate one Gaussian inside `with advnorm.mixture_component(model, {known[-1]!r}):`"
+        return [Problem(code="not_supported", message=message, field="route", hint=hint)]
+    jobs = [job for job in plan.jobs if job.route == route]
+    by_gradients = [job.name for job in jobs if job.attack.needs_gradients]
+    gradients = gradients and (bool(by_gradients) or not jobs)
+    x = plan.images[:PROBE_IMAGES].to(plan.device).clone().requires_grad_(gradients)
+    problems: list[Problem] = []
+    missing: list[Problem] = []
+    try:
+        with collect_problems(problems), plan.forward.differentiable(route) as predict:
+            with torch.set_grad_enabled(gradients):
+                logits = validating_first_logits(predict, int(plan.labels.max()))(x)
+            for job in jobs:
+                unfit = job.attack.input_problems(tuple(x.shape[1:]), logits.shape[1])
+                problems += _attack_problems(job.name, unfit)
+            with collect_problems(missing):
+                if gradients:
+                    input_gradient(logits.sum(1), x)
+    except Exception as error:
+        message = f"the model fails on images of shape {tuple(x.shape)} ({type(error).__name__}: {error})"
+        hint = "images are (N, channels, height, width) in [0, 1]"
+        return [Problem(code="wrong_shape", message=message, field="model", hint=hint)]
+    return problems + _attack_problems(", ".join(by_gradients) or "attacks", missing)
+
+
+def _attack_problems(names: str, problems: Sequence[Problem]) -> list[Problem]:
+    """Return problems that concern the attacks with these names."""
+    texts = [f"{names}: {problem.message.replace('{field}', problem.field)}" for problem in problems]
+    return [replace(problem, message=text, field="attacks") for problem, text in zip(problems, texts)]
+
+
+def _surrogate_problems(plan: EvaluationPlan, surrogate: nn.Module) -> list[Problem]:
+    problems: list[Problem] = []
+    known = branches(surrogate)
+    with collect_problems(problems, "surrogate"):
+        model_device(surrogate, plan.device)
+        if known and not set(plan.routes) <= set(known):
+            hint = f"give one of them: advnorm.strip(surrogate, route={known[-1]!r})"
+            raise ConfigError("missing_route", f"it has the branches {', '.join(known)}", hint=hint)
+        raise_problems(_probe(plan.with_surrogate(surrogate)))
+    return problems

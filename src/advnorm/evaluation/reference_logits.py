@@ -84,27 +84,23 @@ def matches_record(record: Mapping[str, Any], fingerprint: str, references: Mapp
 class OutputCheck:
     """Properties of a model's outputs that limit what an attack can show."""
 
-    #: Largest relative difference of logits between two forwards of the same images.
-    difference: float
-    #: ... between an image alone and in a batch; 0 for random outputs.
+    reference: ReferenceLogits
+    #: Largest relative difference of logits between an image alone and in a batch; 0 for random outputs.
     batch_difference: float
     probabilities: bool
-    #: Largest relative difference that the model's precision explains.
-    tolerance: float
 
     @property
-    def is_deterministic(self) -> bool:
-        """Whether an image's output depends on the image alone."""
-        return max(self.difference, self.batch_difference) <= self.tolerance
+    def is_batch_dependent(self) -> bool:
+        return self.batch_difference > self.reference.tolerance
 
     def warnings(self) -> list[str]:
         """Reasons to distrust attacks on this model."""
         found = {
             "the outputs are random: every result is a single draw, a union over attacks is also a union over draws, "
             "and the stages of a cascade use draws of their own; attack the expectation with 'autoattack-rand' or "
-            "'apgd-ce-samples20'": self.difference > self.tolerance,
+            "'apgd-ce-samples20'": self.reference.is_random,
             "batch-dependent: the output of an image depends on the other images of its batch, so the numbers hold for "
-            "this batch size and order only; evaluate with running statistics": self.batch_difference > self.tolerance,
+            "this batch size and order only; evaluate with running statistics": self.is_batch_dependent,
             "the outputs are probabilities, whose gradients vanish; return logits, without softmax": self.probabilities,
         }
         return [text for text, applies in found.items() if applies]
@@ -121,12 +117,8 @@ def check_outputs(
             parts = images[: len(logits)].to(forward.device).split(1)
             alone = torch.cat([predict(torch.cat([image, image]))[:1] for image in parts])
         batch_difference = _relative_difference(alone, logits)
-    return OutputCheck(
-        difference=reference.difference,
-        batch_difference=batch_difference,
-        probabilities=bool((logits >= 0).all() and (logits.sum(1) - 1).abs().max() < 1e-3),
-        tolerance=reference.tolerance,
-    )
+    probabilities = bool((logits >= 0).all() and (logits.sum(1) - 1).abs().max() < 1e-3)
+    return OutputCheck(reference=reference, batch_difference=batch_difference, probabilities=probabilities)
 
 
 def _largest(logits: Tensor) -> Tensor:

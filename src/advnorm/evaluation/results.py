@@ -47,7 +47,6 @@ class BenchmarkResult:
 
     @property
     def images(self) -> int:
-        """Number of images."""
         return len(self.clean[self.routes[0]])
 
     def union(self, route: str | None = None) -> Tensor:
@@ -81,12 +80,11 @@ class BenchmarkResult:
         }
 
     def _resolve(self, route: str | None) -> str:
-        if route is None and len(self.routes) == 1:
-            return self.routes[0]
-        if route is None:
-            raise ConfigError(
-                "missing_route", "the result has several routes", field="route", hint=f"use {' or '.join(self.routes)}"
-            )
+        known = list(self.clean)
+        if route is None and len(known) > 1:
+            hint = f"use {' or '.join(known)}"
+            raise ConfigError("missing_route", "the result has several routes", field="route", hint=hint)
+        route = route or known[0]
         if route not in self.clean:
             raise ConfigError.listing([unknown_name("route", route, self.clean)])
         return route
@@ -119,7 +117,8 @@ class BenchmarkResult:
         caption += describe_origin(c)
         if scopes := c.get("scopes"):
             caption.append(f"inside the scopes: {', '.join(' '.join(item) for item in scopes.items())}")
-        table.caption = "\n".join([*caption, *(f"note: {warning}" for warning in self.warnings)])
+        caption += [f"note: {warning}" for warning in self.warnings]
+        table.caption = "\n".join(caption)
         table.caption_justify = "left"
         return table
 
@@ -139,11 +138,8 @@ class BenchmarkResult:
             "warnings": list(self.warnings),
             "seconds": {route: dict(row) for route, row in self.seconds.items()},
             "verdicts": {
-                route: {
-                    "clean": _to_letters(self.clean[route]),
-                    **{name: _to_letters(robust) for name, robust in self.robust[route].items()},
-                }
-                for route in self.routes
+                route: {name: to_letters(values) for name, values in {"clean": clean, **self.robust[route]}.items()}
+                for route, clean in self.clean.items()
             },
         }
 
@@ -152,12 +148,15 @@ class BenchmarkResult:
         """Rebuild the result of :meth:`record`."""
         check_format(record, FORMAT)
         known = ("format", "accuracy", "threat", "attacks", "routes", "images", "warnings", "seconds", "verdicts")
-        results = {r: {n: _from_letters(v) for n, v in row.items()} for r, row in record["verdicts"].items()}
+        robust = {
+            route: {name: from_letters(letters).bool() for name, letters in row.items()}
+            for route, row in record["verdicts"].items()
+        }
         return cls(
             threat=ThreatModel(**record["threat"]),
-            attacks=dict(record["attacks"]),
-            clean={route: row["clean"] for route, row in results.items()},
-            robust={route: {n: v for n, v in row.items() if n != "clean"} for route, row in results.items()},
+            attacks=record["attacks"],
+            clean={route: row.pop("clean") for route, row in robust.items()},
+            robust=robust,
             seconds=record["seconds"],
             conditions={key: value for key, value in record.items() if key not in known},
             warnings=tuple(record["warnings"]),
@@ -179,10 +178,6 @@ class Curve:
     labels: tuple[str, ...]
     result: BenchmarkResult
 
-    def accuracy(self, route: str | None = None) -> float:
-        """Return the clean accuracy."""
-        return self.result.accuracy(route=route)
-
     def robust_accuracies(self, route: str | None = None) -> list[float]:
         """Return the robust accuracy at each value."""
         return [self.result.robust_accuracy(name, route) for name in self.result.attacks]
@@ -193,10 +188,10 @@ class Curve:
 
         title = f"robust accuracy against {self.parameter}, {self.result.images} images, {self.result.threat.norm}"
         table = Table(self.parameter, title=title, title_justify="left", min_width=len(title) + 2)
-        columns = {route: [self.accuracy(route), *self.robust_accuracies(route)] for route in self.result.routes}
-        for route in columns:
+        columns = [(self.result.accuracy(route=r), *self.robust_accuracies(r)) for r in self.result.routes]
+        for route in self.result.routes:
             table.add_column(label_of(route), justify="right")
-        for label, row in zip(("clean", *self.labels), zip(*columns.values())):
+        for label, row in zip(("clean", *self.labels), zip(*columns)):
             table.add_row(label, *(f"{100 * value:.2f}" for value in row))
         return table
 
@@ -215,10 +210,8 @@ def label_of(route: str) -> str:
 
 def check_format(record: Mapping[str, Any], expected: str) -> None:
     """Raise if a record has another format."""
-    if record.get("format") != expected:
-        raise ConfigError(
-            "damaged_file", f"the format of the record must be {expected!r}", field="record", got=record.get("format")
-        )
+    if (found := record.get("format")) != expected:
+        raise ConfigError("damaged_file", f"the format of the {{field}} must be {expected}", field="record", got=found)
 
 
 def describe_origin(conditions: Mapping[str, Any]) -> list[str]:
@@ -244,9 +237,11 @@ def render_table(table: Table) -> str:
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
-def _to_letters(values: Tensor) -> str:
-    return "".join("01"[value] for value in values.int().tolist())
+def to_letters(values: Tensor) -> str:
+    """Return a letter per image: 1 for true, 0 for false, ? for -1."""
+    return "".join("?01"[value + 1] for value in values.tolist())
 
 
-def _from_letters(letters: str) -> Tensor:
-    return torch.tensor([letter == "1" for letter in letters], dtype=torch.bool)
+def from_letters(letters: str) -> Tensor:
+    """Return the int8 values of :func:`to_letters`."""
+    return torch.tensor(["?01".index(letter) - 1 for letter in letters], dtype=torch.int8)

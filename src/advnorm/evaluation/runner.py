@@ -6,7 +6,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,8 @@ from advnorm.evaluation.jobs import AttackJob
 from advnorm.evaluation.partial_record import PartialRecord, load_finished
 from advnorm.evaluation.plan import EvaluationPlan
 from advnorm.evaluation.reference_logits import OutputCheck, ReferenceLogits, check_outputs
+from advnorm.evaluation.results import DEFAULT_ROUTE, BenchmarkResult
+from advnorm.evaluation.verdict import Verdict
 
 #: Results are saved about this often; a slow attack gets smaller batches, but not below this number of images.
 UNIT_SECONDS, UNIT_IMAGES = 60.0, 8
@@ -33,16 +35,7 @@ UNIT_SECONDS, UNIT_IMAGES = 60.0, 8
 _CHECKED = ("randomized", "batch-dependent", "probabilities")
 
 
-class Recordable(Protocol):
-    """A result with a record."""
-
-    def record(self) -> dict[str, Any]: ...
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Self: ...
-
-
-R = TypeVar("R", bound=Recordable)
+R = TypeVar("R", BenchmarkResult, Verdict)
 
 
 def run_or_load(
@@ -61,13 +54,11 @@ def run_or_load(
     finished = load_finished(plan.record, fingerprint, references)
     if finished is not None:
         return kind.from_record(finished)
-    identity = {
-        "fingerprint": fingerprint,
-        "logits": {name: reference.to_record() for name, reference in references.items()},
-    }
+    logits = {name: reference.to_record() for name, reference in references.items()}
     with exclusive(plan.record), show_progress(progress) as display:
         partial = PartialRecord(plan.record, plan.fingerprint, references)
-        result = evaluate(EvaluationRunner(plan, partial, display), identity)
+        runner = EvaluationRunner(plan, partial, display)
+        result = evaluate(runner, {"fingerprint": fingerprint, "logits": logits})
         if plan.record is not None:
             with writing(plan.record, result):
                 write_json(plan.record, result.record())
@@ -111,8 +102,9 @@ class EvaluationRunner:
     def check_outputs(self, route: str | None) -> OutputCheck:
         """Check whether outputs are random, depend on the batch or are probabilities; warn once for all attacks."""
         plan = self.plan
-        found = check_outputs(plan.reference_logits[route], self._forward, route, plan.images, plan.batch_size)
-        self._deterministic &= found.is_deterministic
+        reference = plan.references[route or DEFAULT_ROUTE]
+        found = check_outputs(reference, self._forward, route, plan.images, plan.batch_size)
+        self._deterministic &= not (reference.is_random or found.is_batch_dependent)
         for text in found.warnings():
             self.partial.warn("outputs", text)
         return found

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -51,7 +52,6 @@ class EvaluationTarget:
 
     @property
     def images(self) -> Tensor:
-        """The images, float32 in [0, 1]."""
         return self._tensors[0]
 
     @property
@@ -60,6 +60,7 @@ class EvaluationTarget:
 
     @cached_property
     def _tensors(self) -> tuple[Tensor, Tensor]:
+        """Images, float32 in [0, 1], and labels."""
         return gather(self.data)
 
     @property
@@ -109,7 +110,7 @@ def open_run(
     statistics: with batch statistics it would change what an analysis measures.
     """
     run = run if isinstance(run, Run) else Run.open(run)
-    config = run.config
+    config, name = run.config, run.folder.resolve().name
     problems: list[Problem] = []
     model = images = crafted = None
     with collect_problems(problems):
@@ -128,7 +129,7 @@ def open_run(
     raise_problems(problems)
     assert model is not None and crafted is not None and images is not None
     origin = {
-        "run": run.folder.resolve().name,
+        "run": name,
         "checkpoint": run.checkpoint_name(checkpoint),
         "training": config.to_dict(),
         "trained_on": run.description["data"]["name"],
@@ -137,7 +138,7 @@ def open_run(
     if not run.finished:
         origin["unfinished"] = f"{len(run.metrics())} of {config.epochs} epochs"
     return EvaluationTarget(
-        name=run.folder.resolve().name,
+        name=name,
         model=model,
         data=images,
         attack=crafted,
@@ -170,26 +171,15 @@ def load_test_data(source: str, data_dir: Path | str | None = None) -> Evaluatio
     if not path.is_file():
         raise ConfigError("missing_file", f"no file {path}", field="data")
     try:
-        if path.suffix == ".npz":
-            import numpy as np
-
-            with np.load(path, allow_pickle=False) as file:
-                names = list(file.files)
-                tensors = [torch.from_numpy(file[key]) for key in _used_keys(names)]  # others may be pickled
-        else:
-            entries = load_file(path)
-            names, tensors = list(entries), [entries[key] for key in _used_keys(list(entries))]
+        entries = np.load(path, allow_pickle=False) if path.suffix == ".npz" else load_file(path)
+        used = [next((name for name in names if name in entries), "") for names in FILE_KEYS]
+        tensors = [torch.as_tensor(entries[name]) for name in used if name]  # other entries may be pickled
     except Exception as error:
         raise ConfigError("damaged_file", f"cannot read {path}: {error}", field="data") from None
     if len(tensors) < 2:
-        message, hint = f"{path} holds {', '.join(names) or 'nothing'}", "name the images 'x' and the labels 'y'"
+        message, hint = f"{path} holds {', '.join(entries) or 'nothing'}", "name the images 'x' and the labels 'y'"
         raise ConfigError("missing_entry", message, field="data", hint=hint)
     images, labels = tensors
     if images.dtype == torch.uint8:
         images = images.float() / 255
     return images, labels if labels.is_floating_point() else labels.long()
-
-
-def _used_keys(names: Sequence[str]) -> list[str]:
-    """The keys of the images and of the labels."""
-    return [next(key for key in keys if key in names) for keys in FILE_KEYS if not set(keys).isdisjoint(names)]

@@ -49,7 +49,6 @@ class Verdict:
 
     @property
     def clean(self) -> float:
-        """Clean accuracy."""
         return self.ladder[0].worst
 
     @property
@@ -121,26 +120,20 @@ class Verdict:
 
     def record(self) -> dict[str, Any]:
         """Return plain data for JSON."""
+        plain = dataclasses.asdict(self)
+        others, conditions = plain.pop("others"), plain.pop("conditions")
+        for item in plain["evidence"]:
+            item["value"] = item["value"] if math.isfinite(item["value"]) else None
         return {
             "format": FORMAT,
             "verdict": self.verdict,
             "exit_code": self.exit_code,
-            "reasons": list(self.reasons),
-            "advice": list(self.advice),
             "clean": self.clean,
             "pgd10": self.claimed,
             "worst_case": self.worst_case,
-            "threat": dataclasses.asdict(self.threat),
-            "route": self.route,
-            "images": self.images,
-            "chance": self.chance,
-            "ladder": [dataclasses.asdict(rung) for rung in self.ladder],
-            "evidence": [
-                {**dataclasses.asdict(e), "value": e.value if math.isfinite(e.value) else None} for e in self.evidence
-            ],
-            "eps_curve": [list(point) for point in self.eps_curve],
-            "other_branches": {route: dict(row) for route, row in self.others.items()},
-            **self.conditions,
+            **plain,
+            "other_branches": others,
+            **conditions,
         }
 
     @classmethod
@@ -148,17 +141,15 @@ class Verdict:
         """Rebuild the verdict of :meth:`record`."""
         check_format(record, FORMAT)
         fields = {field.name for field in dataclasses.fields(cls)}
-        values = {
-            **{key: value for key, value in record.items() if key in fields},
+        values = {key: value for key, value in record.items() if key in fields}
+        numbers = [math.nan if item["value"] is None else item["value"] for item in record["evidence"]]
+        values |= {
             "reasons": tuple(record["reasons"]),
             "advice": tuple(record["advice"]),
             "threat": ThreatModel(**record["threat"]),
             "ladder": tuple(RungResult(**rung) for rung in record["ladder"]),
-            "evidence": tuple(
-                Evidence(**{**item, "value": math.nan if item["value"] is None else item["value"]})
-                for item in record["evidence"]
-            ),
-            "eps_curve": tuple((eps, accuracy) for eps, accuracy in record["eps_curve"]),
+            "evidence": tuple(Evidence(**{**e, "value": n}) for e, n in zip(record["evidence"], numbers)),
+            "eps_curve": tuple(tuple(point) for point in record["eps_curve"]),
             "others": record["other_branches"],
             "conditions": {key: value for key, value in record.items() if key not in fields | _DERIVED},
         }
