@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,8 @@ from advnorm._core.devices import resolve_device
 from advnorm._core.errors import ConfigError, Description, Problem, collect_problems, raise_problems, unknown_name
 from advnorm._core.provenance import environment
 from advnorm._core.records import digest, model_fingerprint, writable_problems
+from advnorm._core.settings import Setting, convert
 from advnorm.attacks import input_gradient
-from advnorm.attacks.base import count_problems
 from advnorm.attacks.inputs import validate_batch, validating_first_logits
 from advnorm.data import FolderData, ImageData
 from advnorm.evaluation.branches import branches, same_branch
@@ -32,6 +32,7 @@ from advnorm.threat import ThreatModel
 
 #: Default batch size by device; it is halved when memory runs out.
 BATCH_SIZES = {"cpu": 128, "cuda": 512}
+Count = Annotated[int | None, Setting("Number of images.", "[1, inf)")]
 #: Number of images of the forward that validates a model.
 PROBE_IMAGES = 4
 
@@ -142,7 +143,8 @@ def plan_evaluation(
     problems += statistics_problems(statistics) + _about_problems(about)
     raise_problems(problems, "bad evaluation")
     for name, count in {"batch_size": batch_size, "limit": limit}.items():
-        problems += [] if count is None else count_problems(name, count)
+        with collect_problems(problems):
+            convert(name, Count, count)
     problems += [] if record is None else writable_problems(record)
     most = PROBE_IMAGES if any(problem.field == "limit" for problem in problems) else limit
     routes = tuple(dict.fromkeys([route] if route is None or isinstance(route, str) else route)) or (None,)
