@@ -30,7 +30,7 @@ def norms():
 def autoattack():
     """AutoAttack in each precision and the official code, beside what ran first on the same network and images."""
     rows = [
-        "| AutoAttack standard | images | seconds | speed-up | robust accuracy | same verdict |",
+        "| AutoAttack standard | images | seconds | speed-up | robust accuracy | agreement |",
         "|---|---|---|---|---|---|",
     ]
     conditions = []

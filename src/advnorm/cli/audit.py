@@ -20,7 +20,9 @@ def audit(
     route: Annotated[
         str | None, typer.Option(help="Branch to audit. Default: the branch with the highest PGD-10 accuracy.")
     ] = None,
-    budget: Annotated[str, typer.Option(help="quick, standard or full.")] = "standard",
+    budget: Annotated[
+        str, typer.Option(help="quick (200 images), standard (1000 images) or full (all images).")
+    ] = "standard",
     surrogate: Annotated[str | None, typer.Option(help="module:function of a model to transfer attacks from.")] = None,
     surrogate_weights: Annotated[
         Path | None, typer.Option(help="Weights of the surrogate, a .safetensors file. Default: those of the model.")
@@ -32,7 +34,7 @@ def audit(
     Exit status: 0 real, 1 false, 3 inconclusive, 4 none; 70 after a crash. Examples:
     `advnorm audit my_models:build --weights w.safetensors --data cifar10:data --eps 8/255 --plot audit.png`,
     `advnorm audit my_models:quantized --weights q.safetensors --surrogate my_models:build
-    --surrogate-weights w.safetensors`
+    --surrogate-weights w.safetensors --data cifar10:data`
     """
     from advnorm._core.devices import resolve_device
     from advnorm._core.errors import Problem, collect_problems

@@ -91,7 +91,7 @@ def autoattack_table(result: AutoAttackBenchmark) -> Table:
     """Return seconds, speed-up and robust accuracy of each implementation."""
     title = f"AutoAttack standard, {result.threat}, {result.images} images, {result.model}, {result.device}"
     table = Table("", title=title, title_justify="left")
-    for column in ("seconds", "speed-up", "robust", "same verdict"):
+    for column in ("seconds", "speed-up", "robust", "agreement"):
         table.add_column(column, justify="right")
     for label, row in result.rows.items():
         table.add_row(label, f"{row.seconds:.1f}", f"{row.speedup:.1f}×", f"{row.robust:.2%}", f"{row.agreement:.2%}")

@@ -15,7 +15,7 @@ def demo(
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights, batches and noise.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Seconds instead of minutes, without AutoAttack.")] = False,
 ) -> int:
-    """Train on embedded digits with single BN, dual BN and a KL term, and see how much robustness is real.
+    """Train on embedded digits with single BN, dual BN and a KL term; measure how much robustness is real.
 
     Takes a few minutes on two CPU cores. The same command resumes after an interruption. Example:
     `advnorm demo --seed 1`

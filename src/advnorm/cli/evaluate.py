@@ -163,5 +163,5 @@ def faster_search(attacks: Sequence[str], device: torch.device) -> str | None:
     for name in attacks:
         family, given = parse_name(name)
         if family is ATTACKS.get("autoattack") and "precision" not in given:
-            return f"{name} searches in float32; {name}-bf16 is many times faster, and float32 decides there too"
+            return f"{name} searches in float32; {name}-bf16 is many times faster, and a float32 forward still decides"
     return None

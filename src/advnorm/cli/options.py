@@ -24,7 +24,7 @@ Overrides = Annotated[
 ]
 Checkpoint = Annotated[
     str | None,
-    typer.Option(help="Checkpoint of a run: best (highest held-out accuracy, the default), last, or epoch5."),
+    typer.Option(help="best (highest held-out accuracy; default if it exists), last, or a snapshot such as epoch5."),
 ]
 DataDir = Annotated[Path | None, typer.Option(help="Folder that contains the data set.")]
 Eps = Annotated[str | None, typer.Option(help="Radius in pixel scale, for example 8/255. Default: the run's.")]
@@ -54,9 +54,11 @@ class EvaluateOptions:
         str, typer.Option(help="Statistics that batch norms use: running, batch or batch_frozen.")
     ] = "running"
     limit: Limit = None
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Images per batch. Default: as many as fit.")] = None
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Images per batch. Default: 512 on a GPU, 128 on the CPU.")
+    ] = None
     device: Device = None
     seed: Seed = 0
     json: Annotated[
-        Path | None, typer.Option(help="Record of the result. An interrupted evaluation resumes from it.")
+        Path | None, typer.Option(help="JSON file for the result. The same command resumes or reads it.")
     ] = None

@@ -11,7 +11,7 @@ from advnorm.cli.command import console
 
 
 def report(
-    results: Annotated[Path, typer.Argument(help="Folder of `advnorm study`, or of training runs.")] = Path("results"),
+    results: Annotated[Path, typer.Argument(help="The --out folder of `advnorm study` or `train`.")] = Path("results"),
     out: Annotated[Path, typer.Option(help="Name of the page, one HTML file.")] = Path("report.html"),
 ) -> None:
     """Write one page: all studies with their verdicts, or all training runs in a folder.

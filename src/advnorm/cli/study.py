@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def study(
     name: Annotated[str, typer.Argument(help="A table or figure, or one cell of it; see `advnorm ls studies`.")],
-    seeds: Annotated[list[int] | None, typer.Option(metavar=INTEGERS, help="One or several seeds.")] = None,
+    seeds: Annotated[list[int] | None, typer.Option(metavar=INTEGERS, help="Seeds. Default: 0.")] = None,
     protocol: Annotated[
         str | None, typer.Option(help="paper: as printed (default). fast: 30 epochs, batch 512, one cycle.")
     ] = None,

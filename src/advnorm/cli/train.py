@@ -38,7 +38,8 @@ def train(
 ) -> int:
     """Train a network. The same command resumes an interrupted run.
 
-    Exit status: 0 finished, 75 stopped before the end. Examples: `advnorm train --set norm=dual_bn eps=0.2`,
+    Exit status: 0 finished, 2 error, 75 stopped before the end, 130 Ctrl-C.
+    Examples: `advnorm train --set norm=dual_bn eps=0.2`,
     `advnorm train recipes/cifar10_eps16.yaml --set norm=dual_bn --data-dir data --seed 0`,
     `torchrun --nproc-per-node 8 -m advnorm train recipes/cifar10_eps16.yaml --data-dir data`
     """

@@ -56,7 +56,7 @@ class TrainingSettings:
         int | float, Setting("Training images kept for validation: a share (0.1) or a count (500).", "[0, inf)")
     ] = 0.1
     mix: Annotated[Mix, Setting("Mix pairs of images and labels; for objectives without an attack.")] = "none"
-    mix_alpha: Annotated[float, Setting("α of the Beta(α, α) that `mix` draws weights from.", "(0, inf)")] = 1.0
+    mix_alpha: Annotated[float, Setting("α of the Beta(α, α) distribution of the mixing weight.", "(0, inf)")] = 1.0
 
     objective: Annotated[Named, Setting("Objective of `advnorm ls objectives` with its options.")] = Named("hybrid")
     regularizer: Annotated[Named | None, Setting("`ligs` with its options (paper D, fig. 5).")] = None
@@ -67,9 +67,9 @@ class TrainingSettings:
     eps: Annotated[float | str, Setting("Radius of the threat model in pixel scale: a number or a fraction.")] = "8/255"
     attack: Annotated[AttackConfig, Setting("Attack of training; its settings follow below.")] = AttackConfig()
     eps_warmup_epochs: Annotated[
-        int, Setting("n: epoch e (from 0) of the first n has (e + 1) / (n + 1) of eps.", "[0, inf)")
+        int, Setting("Number n of warm-up epochs: epoch e, from 0, trains with (e + 1) / (n + 1) of eps.", "[0, inf)")
     ] = 0
-    steps_warmup_epochs: Annotated[int, Setting("The same for the steps of the attack, rounded up.", "[0, inf)")] = 0
+    steps_warmup_epochs: Annotated[int, Setting("The same rule for the attack's steps, rounded up.", "[0, inf)")] = 0
 
     epochs: Annotated[int, Setting("Number of epochs.", "[1, inf)")] = 10
     budget: Annotated[
@@ -88,7 +88,7 @@ class TrainingSettings:
     nesterov: Annotated[bool, Setting("Nesterov momentum, for `sgd`.")] = False
     weight_decay: Annotated[float, Setting("Weight decay.", "[0, inf)")] = 5e-4
     norm_weight_decay: Annotated[bool, Setting("Whether weight decay applies to the parameters of norms.")] = True
-    grad_clip: Annotated[float | None, Setting("Largest norm of the gradient.", "(0, inf)")] = None
+    grad_clip: Annotated[float | None, Setting("Norm to which the gradient is clipped.", "(0, inf)")] = None
 
     schedule: Annotated[
         Literal["step", "cosine", "one_cycle", "constant"], Setting("Schedule of the learning rate.")
@@ -110,7 +110,7 @@ class TrainingSettings:
     ] = "copy"
     label_smoothing: Annotated[float, Setting("Label smoothing of the cross-entropy terms.", "[0, 1)")] = 0.0
     running_epochs: Annotated[
-        int, Setting("The last k epochs train with running statistics (paper E, sec. 4.3).", "[0, inf)")
+        int, Setting("Number of last epochs that train with running statistics (paper E, sec. 4.3).", "[0, inf)")
     ] = 0
     train_only: Annotated[
         Literal["all", "norms"],

@@ -71,7 +71,7 @@ def build_jobs(
 
 
 def name_attacks(attacks: Attacks) -> dict[str, str | Attack]:
-    """Return the attacks by name; an instance without a name gets one that no other attack has."""
+    """Return the attacks by name; an instance without a name gets an unused name."""
     if isinstance(attacks, Mapping):
         return dict(attacks)
     listed = [attacks] if isinstance(attacks, str | Attack) or not isinstance(attacks, Iterable) else [*attacks]

@@ -1,4 +1,4 @@
-"""Norms that know which domain a sample comes from."""
+"""Routed norms, which treat samples by their domain: registry, plans, layers and scopes."""
 
 from advnorm.norms.factory import NORMS, list_norms, make_norm, make_plan, register_norm
 from advnorm.norms.perturbation import Perturbation, zero_perturbation

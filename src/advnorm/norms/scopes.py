@@ -1,4 +1,4 @@
-"""Scopes: they say which domain samples come from and which statistics normalize them, for the length of a ``with``.
+"""Scopes set the domains of the samples and the statistics that normalize them, inside a ``with``.
 
 A scope changes plain attributes of the routed modules and restores the old values when it ends, even after an error.
 It copies no tensor, so an autograd graph that is still in use keeps its tensors.
@@ -194,7 +194,7 @@ def statistics(
 
     ``mode``: ``batch`` uses the moments of the batch and updates the banks, ``batch_frozen`` uses them without an
     update, ``running`` uses the stored moments. Without a mode each norm follows its own ``training`` flag.
-    ``groups``: moments per n-th of each domain's samples (paper B, sec. 3.2).
+    ``groups``: number of parts of each domain's samples with their own moments (paper B, sec. 3.2).
     ``perturbation``: from :func:`advnorm.zero_perturbation` (paper B, eq. 3).
     """
     problems = []

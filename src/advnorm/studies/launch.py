@@ -121,7 +121,7 @@ def launch_problems(
             problems.append(Problem(code="out_of_range", message=message, field=name, got=value))
     if launcher == "ray" and (devices is not None or processes > 1):
         message = "{field} and processes apply to the launcher 'local' only"
-        problems.append(Problem(code="conflict", message=message, field="devices", hint="Ray knows its nodes"))
+        problems.append(Problem(code="conflict", message=message, field="devices", hint="leave them out"))
     if launcher == "local":
         if address is not None:
             message, hint = "{field} names a Ray cluster", "use the launcher 'ray', or leave it out"

@@ -38,15 +38,15 @@ def train(
     progress: bool = False,
     tensorboard: bool = False,
 ) -> Run:
-    """Train by a configuration into a folder of ``out``; the same call resumes from the last checkpoint.
+    """Train a configuration in a subfolder of ``out``; the same call resumes from the last checkpoint.
 
     A resumed run ends with the same bits as an uninterrupted one, on the same device and with as many processes.
 
     Args:
         seed: Replaces the seed of the configuration.
         out: Gets one folder per configuration and seed. Nothing is written before all checks have passed.
-        data_dir: Where the data set lies.
-        device: By default a GPU if there is one.
+        data_dir: Folder that contains the data set.
+        device: Default: CUDA if available, else the CPU.
         download: Fetch a missing data set.
         workers: Processes that decode image files; by default one per core, 4 at most.
         max_minutes: Stop at a checkpoint after this time. SIGTERM does the same; then ``run.finished`` is False.

@@ -1,4 +1,4 @@
-"""The training loop: an objective, an optimizer and a loader; it can be killed at any point and ends the same."""
+"""The training loop: an objective, an optimizer and a loader. A killed run resumes and ends with the same bits."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ class TrainingLoop:
         if self.validation is not None and ((epoch + 1) % every == 0 or epoch + 1 == self.config.epochs):
             row["held_out"] = self._validate(self.validation)
             if row["held_out"] is None:
-                self._save()  # with the sums, which tell the next attempt that this epoch has no metrics yet
+                self._save()  # with the sums: the next attempt then repeats the validation of this epoch
                 return False
             if state.best is None or row["held_out"]["score"] > state.best["held_out"]["score"]:
                 state.best = row
@@ -293,7 +293,7 @@ class TrainingLoop:
             raise TrainingError(
                 "not_finite",
                 f"the loss or a parameter is not finite at step {self.state.step} of {self.total}",
-                hint="lower lr, set grad_clip, or use precision='float32'; the last checkpoint, if any, is older",
+                hint="lower lr, set grad_clip, or use precision='float32'; the last checkpoint, if any, is finite",
             )
 
     def _save(self) -> None:

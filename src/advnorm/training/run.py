@@ -29,7 +29,7 @@ class Run:
     """The folder of a training run.
 
     ``config.yaml`` and ``run.json`` describe it. ``metrics.jsonl`` has a line per epoch, with the same bits after a
-    resume. ``log.txt`` and ``timing.jsonl`` tell what happened when. ``checkpoints`` holds the state. A finished run
+    resume. ``log.txt`` and ``timing.jsonl`` hold events and times. ``checkpoints`` holds the state. A finished run
     has a ``record.json``. The training process holds ``.lock``.
     """
 

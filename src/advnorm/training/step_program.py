@@ -1,7 +1,7 @@
 """The training step as an object: eager, compiled, or captured as CUDA graphs.
 
-The variants compute the same numbers but for rounding. If a model does not allow a faster way, the step runs without
-it, and the log says so.
+The variants compute the same numbers up to rounding. If a model does not support a faster variant, the step runs
+without it, and the log gives the reason.
 """
 
 from __future__ import annotations
