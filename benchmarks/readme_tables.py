@@ -201,11 +201,44 @@ def parts():
     return "\n".join(lines)
 
 
-def settings():
-    """All settings of a configuration, from their declarations."""
-    from advnorm.config.reference import settings_table
+#: Types in fewer words than error messages use.
+SHORT_TYPES = {
+    "'": "`",
+    "` or `": "`, `",
+    "a list whose items are each": "list:",
+    "an integer": "integer",
+    "a finite number": "number",
+    "a printable string": "text",
+    "a name, or a mapping with a name and options": "name, or mapping with name and options",
+    "a mapping of settings": "mapping",
+}
 
-    return settings_table().rstrip()
+
+def settings():
+    """All settings of a configuration, from their declarations; those of the attack follow ``attack``."""
+    from advnorm._core.settings import describe
+    from advnorm.config import AttackConfig, Config
+
+    rows = describe(Config)
+    after = [row.name for row in rows].index("attack") + 1
+    rows[after:after] = [row._replace(name=f"attack.{row.name}") for row in describe(AttackConfig)]
+    lines = ["| setting | default | type | meaning |", "|---|---|---|---|"]
+    for row in rows:
+        words = row.type_words
+        for long, short in SHORT_TYPES.items():
+            words = words.replace(long, short)
+        allowed = f"{words}, in {row.range}" if row.range else words
+        default = "" if isinstance(row.default, AttackConfig) else default_words(row.default)
+        lines.append(f"| `{row.name}` | {default} | {allowed} | {row.help} |")
+    return "\n".join(lines)
+
+
+def default_words(default):
+    """The default of a setting for a table."""
+    default = getattr(default, "name", default)
+    if default is None or default in ((), {}):
+        return "none"
+    return f"`{str(default).lower() if isinstance(default, bool) else default}`"
 
 
 PAGES = {

@@ -192,6 +192,4 @@ def test_plain_data_comes_back():
     made = Outer(search=Search(options={"a": (1, 2)}))
     assert to_json(made)["search"]["options"] == {"a": [1, 2]}
     assert to_json(Named("trades", beta=6)) == {"name": "trades", "beta": 6}
-    with raises_problem("conflict", "name"):
-        Named("trades", name="x")
     assert repr(Named("trades", beta=6)) == "Named('trades', beta=6)"

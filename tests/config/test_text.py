@@ -48,6 +48,7 @@ from advnorm.config.text import Dumper, parse_yaml
 )
 def test_an_override_is_read_by_the_type_of_its_setting(override, key, value, tmp_path):
     changed = Config().with_overrides([override])
+    assert changed == Config().with_overrides(override)
     assert getattr(changed, key) == value and type(getattr(changed, key)) is type(value)
     assert changed == replace(Config(), **{key: value})
     (tmp_path / "empty.yaml").write_text("")
@@ -81,7 +82,6 @@ def test_another_objective_drops_the_options_of_the_old_one():
         (["lr=.nan"], "wrong_type", "lr"),
         (["lr=1e999"], "wrong_type", "lr"),
         (["attack.steps.x=1"], "unknown_name", "attack.steps.x"),
-        ("epochs=3", "wrong_type", "overrides"),
     ],
 )
 def test_a_bad_override_is_rejected(overrides, code, field):

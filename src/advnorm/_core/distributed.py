@@ -38,11 +38,6 @@ class _AllReduceSum(Function):
         return _AllReduceSum.apply(grad, ctx.group), None  # pyright: ignore[reportReturnType]
 
 
-def all_reduce_sum(value: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Return the differentiable sum of ``value`` over the ranks of ``group``."""
-    return _AllReduceSum.apply(value, group)  # pyright: ignore[reportReturnType]
-
-
 def all_gather_rows(value: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Return a differentiable stack of every rank's ``value``: shape ``(ranks, *value.shape)``.
 
@@ -50,7 +45,7 @@ def all_gather_rows(value: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """
     placed = value.new_zeros((world_size(group), *value.shape))
     placed = torch.cat([placed[: rank(group)], value[None], placed[rank(group) + 1 :]])
-    return all_reduce_sum(placed, group)
+    return _AllReduceSum.apply(placed, group)  # pyright: ignore[reportReturnType]
 
 
 @torch.no_grad()

@@ -9,17 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 
-class _Nothing:
-    """Marks a problem for which no value was received; ``None`` is a value."""
-
-    def __repr__(self) -> str:
-        return "NOTHING"
-
-    def __reduce__(self) -> str:  # one object, also after a worker process has pickled it
-        return "NOTHING"
-
-
-NOTHING: Any = _Nothing()
+class NOTHING:
+    """Stands for "no value was received", since ``None`` is a value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +70,7 @@ class AdvnormError(Exception):
         return self.problems[0].code
 
     def __reduce__(self) -> Any:  # raised again from worker processes
-        return _rebuilt, (type(self), self.problems, self.heading)
-
-
-def _rebuilt(kind: type[AdvnormError], problems: tuple[Problem, ...], heading: str) -> AdvnormError:
-    return kind.listing(problems, heading)
+        return type(self).listing, (self.problems, self.heading)
 
 
 class ConfigError(AdvnormError, ValueError):
@@ -119,8 +106,7 @@ def collect_problems(problems: list[Problem], parent: str = "") -> Iterator[None
 
 def unknown_name(kind: str, name: object, allowed: Iterable[str], field: str = "") -> Problem:
     """Return the problem of an unknown name, with the nearest known name."""
-    hint = did_you_mean(name, allowed)
-    message = f"unknown {kind} {shown(name)}{hint}"
+    message = f"unknown {kind} {shown(name)}{did_you_mean(name, allowed)}"
     return Problem(code="unknown_name", message=message, field=field or kind.replace(" ", "_"))
 
 

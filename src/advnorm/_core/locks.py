@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import time
 from collections.abc import Iterator
@@ -9,11 +10,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from advnorm._core.errors import ConfigError
-
-try:
-    import fcntl
-except ImportError:  # a system without file locks
-    fcntl = None
 
 #: Seconds to wait for a lock: :func:`is_held` of another process takes it for a moment.
 _PATIENCE = 0.2
@@ -31,8 +27,7 @@ def _close_inherited() -> None:
 
 
 # A lock lasts as long as any process has its file open, so worker processes must not keep that of a dead parent.
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_inherited)
+os.register_at_fork(after_in_child=_close_inherited)
 
 
 def lock_path(target: Path) -> Path:
@@ -43,7 +38,7 @@ def lock_path(target: Path) -> Path:
 @contextmanager
 def exclusive(target: Path | str | None) -> Iterator[None]:
     """Hold the lock of a file or folder; raise :class:`Busy` if another process holds it. None needs no lock."""
-    if target is None or fcntl is None:
+    if target is None:
         yield
         return
     path = lock_path(Path(target))
@@ -51,12 +46,8 @@ def exclusive(target: Path | str | None) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = _acquire(path, Path(target))
     except OSError as error:
-        raise ConfigError(
-            "not_writable",
-            f"cannot write {{field}}: {error.strerror or error}",
-            field=str(target),
-            hint="choose another place",
-        ) from error
+        words, hint = f"cannot write {{field}}: {error.strerror or error}", "choose another place"
+        raise ConfigError("not_writable", words, field=str(target), hint=hint) from error
     _handles.add(handle)
     try:
         yield
@@ -71,7 +62,6 @@ def exclusive(target: Path | str | None) -> Iterator[None]:
 
 def _acquire(path: Path, target: Path) -> int:
     """Open and lock a file. A file that its last holder has removed meanwhile is not the lock: open it again."""
-    assert fcntl is not None
     deadline = time.monotonic() + _PATIENCE
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -84,12 +74,8 @@ def _acquire(path: Path, target: Path) -> int:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 os.close(handle)
-                raise Busy(
-                    "busy",
-                    "another process is writing {field}",
-                    field=str(target),
-                    hint="wait for it, or choose another place",
-                ) from None
+                words, hint = "another process is writing {field}", "wait for it, or choose another place"
+                raise Busy("busy", words, field=str(target), hint=hint) from None
             time.sleep(0.02)
         except OSError:  # a file system without locks
             return handle
@@ -98,8 +84,6 @@ def _acquire(path: Path, target: Path) -> int:
 
 def is_held(target: Path) -> bool:
     """Whether another process holds the lock of a file or folder."""
-    if fcntl is None:
-        return False
     try:
         handle = os.open(lock_path(target), os.O_RDONLY)
     except OSError:

@@ -36,12 +36,8 @@ class AdaptiveBatchSize:
             except torch.OutOfMemoryError as error:
                 size = stop - start
                 if size < 2 * self.minimum:
-                    raise AdvnormError(
-                        "out_of_memory",
-                        f"out of memory for a batch of {size}",
-                        field="batch_size",
-                        hint="free memory, or use a smaller model or image",
-                    ) from error
+                    words, hint = f"out of memory for a batch of {size}", "free memory, or use a smaller model or image"
+                    raise AdvnormError("out_of_memory", words, field="batch_size", hint=hint) from error
                 self.halved.append(size)
                 self.size = size // 2
             else:

@@ -68,7 +68,7 @@ def fold(key: tuple[Tensor, Tensor], tag: Tensor | tuple[int, int]) -> tuple[Ten
         words = tag
     if len(low):
         grid = (triton.cdiv(len(low), KEYS),)
-        _on(low, _fold, grid, low, high, values, *map(_signed, words), stride, *new, len(low), SIZE=KEYS)
+        _launch(low, _fold, grid, low, high, values, *map(_signed, words), stride, *new, len(low), SIZE=KEYS)
     return new
 
 
@@ -80,7 +80,7 @@ def draw(key: tuple[Tensor, Tensor], count: int, dtype: torch.dtype) -> Tensor:
         size = min(NUMBERS, triton.next_power_of_2(count))
         blocks = triton.cdiv(count, size)
         settings = {"FLOAT": dtype == torch.float32, "SIZE": size}
-        _on(low, _draw, (len(low) * blocks,), low, high, out, count, blocks, **settings)
+        _launch(low, _draw, (len(low) * blocks,), low, high, out, count, blocks, **settings)
     return out
 
 
@@ -89,6 +89,6 @@ def _signed(word: int) -> int:
     return word - (word >> 31 << 32)
 
 
-def _on(where: Tensor, kernel: Any, grid: tuple[int, ...], *arguments: Any, **settings: Any) -> None:
+def _launch(where: Tensor, kernel: Any, grid: tuple[int, ...], *arguments: Any, **settings: Any) -> None:
     with torch.cuda.device_of(where):
         kernel[grid](*arguments, **settings)

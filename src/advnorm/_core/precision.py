@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
+from operator import attrgetter
 from typing import Any, Literal, cast
 
 import torch
@@ -57,8 +58,7 @@ _SWITCHES = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.
 
 @cache
 def _switches() -> dict[str, Any]:
-    named = {name: name.split(".") for name in _SWITCHES}
-    return {name: getattr(getattr(torch.backends, backend), kind) for name, (backend, kind) in named.items()}
+    return {name: attrgetter(name)(torch.backends) for name in _SWITCHES}
 
 
 def _settings() -> dict[str, Any]:

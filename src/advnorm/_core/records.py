@@ -31,31 +31,27 @@ def writing(path: Path | str | None, result: Any = None) -> Iterator[None]:
     except OSError as error:
         if isinstance(error, AdvnormError):
             raise
-        problem = NotWritable(
-            "not_writable",
-            f"cannot write {{field}}: {error.strerror or error}",
-            field=str(path),
-            hint="free disk space or choose another place; earlier files are intact, and the same command resumes",
-        )
-        problem.result = result
-        raise problem from error
+        words = f"cannot write {{field}}: {error.strerror or error}"
+        hint = "free disk space or choose another place; earlier files are intact, and the same command resumes"
+        failure = NotWritable("not_writable", words, field=str(path), hint=hint)
+        failure.result = result
+        raise failure from error
 
 
 def writable_problems(path: Path | str) -> list[Problem]:
     """Reasons why a file cannot be written, to report before the computation that it is for."""
-
-    def problem(message: str, hint: str = "choose another place") -> list[Problem]:
-        return [Problem(code="not_writable", message=message, field=str(path), hint=hint)]
-
     path = Path(path)
-    if path.is_dir():
-        return problem("{field} is a folder", "name a file in it")
     parent = next(folder for folder in path.absolute().parents if folder.exists())
-    if not parent.is_dir():
-        return problem(f"cannot write {{field}}: {parent} is not a folder")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        return problem(f"cannot write {{field}}: no permission for {parent}")
-    return []
+    if path.is_dir():
+        reason = "it is a folder"
+    elif not parent.is_dir():
+        reason = f"{parent} is not a folder"
+    elif not os.access(parent, os.W_OK | os.X_OK):
+        reason = f"no permission for {parent}"
+    else:
+        return []
+    words = f"cannot write {{field}}: {reason}"
+    return [Problem(code="not_writable", message=words, field=str(path), hint="choose another place")]
 
 
 def write_atomic(path: Path | str, data: bytes) -> None:

@@ -49,12 +49,8 @@ class Registry(Generic[T]):
     def add(self, name: str, entry: T) -> T:
         """Register ``entry`` under ``name``."""
         if name in self._entries:
-            raise ConfigError(
-                "already_exists",
-                f"{self.kind} {name!r} is already registered",
-                field="name",
-                hint="choose another name",
-            )
+            words = f"{self.kind} {name!r} is already registered"
+            raise ConfigError("already_exists", words, field="name", hint="choose another name")
         self._entries[name] = entry
         return entry
 

@@ -52,19 +52,18 @@ class ImageNoise:
 
     def __init__(self, seed: int, index: Tensor) -> None:
         if index.dim() != 1 or index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
-            raise ConfigError(
-                "wrong_shape",
+            got = Description(f"{index.dtype} of shape {tuple(index.shape)}")
+            words, hint = (
                 "{field} must give one integer per image",
-                field="index",
-                got=Description(f"{index.dtype} of shape {tuple(index.shape)}"),
-                hint="use torch.arange(len(x)), or the position of each image in its data set",
+                "use for example torch.arange(len(x))",
             )
+            raise ConfigError("wrong_shape", words, field="index", got=got, hint=hint)
         index = index.long()
         low, high = (torch.full_like(index, word) for word in _fold(_INITIAL, operator.index(seed)))
         self._key = _fold((low, high), index)
 
     @classmethod
-    def _of(cls, key: tuple[Tensor, Tensor]) -> ImageNoise:
+    def _from_key(cls, key: tuple[Tensor, Tensor]) -> ImageNoise:
         noise = cls.__new__(cls)
         noise._key = key
         return noise
@@ -79,11 +78,11 @@ class ImageNoise:
 
     def fold(self, tag: int | str | Tensor) -> ImageNoise:
         """Return an independent stream, for example per restart; a tensor gives one tag for all images or for each."""
-        return self._of(_fold(self._key, tag))
+        return self._from_key(_fold(self._key, tag))
 
     def select(self, which: Tensor) -> ImageNoise:
         """Return the noise of some images, by mask or by position; each image keeps its own."""
-        return self._of((self._key[0][which], self._key[1][which]))
+        return self._from_key((self._key[0][which], self._key[1][which]))
 
     def bits(self, shape: Sequence[int], draw: int | str | Tensor = 0) -> Tensor:
         """Draw uniform 32-bit words, ``(N, *shape)``, as int64."""

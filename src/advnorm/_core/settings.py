@@ -19,7 +19,7 @@ from functools import lru_cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from advnorm._core.errors import ConfigError, Problem, did_you_mean, raise_problems, shown, unknown_name
+from advnorm._core.errors import ConfigError, Problem, collect_problems, raise_problems, shown, unknown_name
 from advnorm._core.registry import keywords
 
 T = TypeVar("T")
@@ -52,8 +52,6 @@ class Named:
     options: dict[str, Any] = field(hash=False)
 
     def __init__(self, name: str, /, **options: Any) -> None:
-        if "name" in options:
-            raise ConfigError("conflict", "an option cannot be called 'name'", field="name")
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "options", options)
 
@@ -121,10 +119,10 @@ def _convert(label: str, hint: Any, value: Any) -> Any:
         if isinstance(value, hint):  # pyright: ignore[reportArgumentType]
             return value
         if isinstance(value, Mapping):
-            try:
+            problems: list[Problem] = []
+            with collect_problems(problems, label):
                 return from_mapping(hint, value)  # pyright: ignore[reportArgumentType]
-            except ConfigError as error:
-                raise ConfigError.listing(problem.inside(label) for problem in error.problems) from None
+            raise_problems(problems)
     names = [name for member in (hint, *members) if get_origin(member) is Literal for name in get_args(member)]
     if text is not None and names and bool not in members:
         raise ConfigError.listing([unknown_name(label, value, names, label)])
@@ -204,12 +202,10 @@ def _declared(kind: type) -> Mapping[str, Any]:
 
 def convert_fields(settings: Any) -> list[Problem]:
     """Convert every declared field of a frozen dataclass in place, for its ``__post_init__``; return the problems."""
-    problems = []
+    problems: list[Problem] = []
     for name, hint in _declared(type(settings)).items():
-        try:
+        with collect_problems(problems):
             object.__setattr__(settings, name, convert(name, hint, getattr(settings, name)))
-        except ConfigError as error:
-            problems += error.problems
     return problems
 
 
@@ -228,18 +224,14 @@ def convert_options(
     converted, problems = dict(options), []
     for name, value in options.items():
         where = f"{label}.{name}" if label else name
-        if name in elsewhere:
-            problems.append(
-                Problem(code="conflict", message="{field} is not an option", field=where, hint=elsewhere[name])
-            )
-        elif name not in parameters:
-            hint = did_you_mean(name, [option for option in parameters if option not in elsewhere])
-            problems.append(Problem(code="unknown_name", message=f"unknown option {{field}}{hint}", field=where))
-        else:
-            try:
-                converted[name] = convert(where, parameters[name].annotation, value)
-            except ConfigError as error:
-                problems += error.problems
+        with collect_problems(problems):
+            if name in elsewhere:
+                raise ConfigError("conflict", "{field} is not an option", field=where, hint=elsewhere[name])
+            if name not in parameters:
+                kind = f"option of {label}" if label else "option"
+                allowed = [option for option in parameters if option not in elsewhere]
+                raise ConfigError.listing([unknown_name(kind, name, allowed, field=where)])
+            converted[name] = convert(where, parameters[name].annotation, value)
     return converted, problems
 
 
@@ -252,10 +244,8 @@ def from_mapping(kind: type[T], settings: Mapping[Any, Any], problems: Sequence[
             name = key if isinstance(key, str) else shown(key)
             problems.append(unknown_name("setting", name, known, field=name))
     made = None
-    try:
+    with collect_problems(problems):
         made = kind(**{key: settings[key] for key in known if key in settings})
-    except ConfigError as error:
-        problems += error.problems
     raise_problems(problems, "bad configuration")
     assert made is not None
     return made

@@ -11,8 +11,11 @@ from advnorm.attacks.pgd import PGD, PGDSettings
 from advnorm.norms import Mode
 from advnorm.threat import Norm, ThreatModel
 
-#: How two images of a batch become one.
+Augmentation = Literal["none", "flip", "crop_flip"]
 Mix = Literal["none", "mixup", "cutmix"]
+OptimizerName = Literal["sgd", "adam", "adagrad", "rmsprop"]
+PrecisionName = Literal["auto", "float32", "tf32", "bf16"]
+ScheduleName = Literal["step", "cosine", "one_cycle", "constant"]
 #: The name of the training attack among the attacks for validation.
 TRAINING = "training"
 
@@ -35,34 +38,21 @@ class AttackConfig(PGDSettings):
 class TrainingSettings:
     """Every setting that determines the result of a training run."""
 
-    model: Annotated[
-        Named,
-        Setting(
-            "Model of `advnorm ls models` with options of `create_model`; the data set gives classes and channels."
-        ),
-    ] = Named("small_cnn")
+    model: Annotated[Named, Setting("Model of `advnorm ls models` with its options.")] = Named("small_cnn")
     norm: Annotated[str, Setting("Norm of `advnorm ls norms`.")] = "bn"
     norm_options: Annotated[dict[str, Any], Setting("Options of the norm.")] = field(default_factory=dict, hash=False)
     dual_head: Annotated[bool, Setting("One linear layer per domain (paper A, table 7).")] = False
-    weights: Annotated[str | None, Setting("Weights to start from: a `.safetensors` file or the folder of a run.")] = (
-        None
-    )
+    weights: Annotated[str | None, Setting("Initial weights: a `.safetensors` file or the folder of a run.")] = None
 
     data: Annotated[Named, Setting("Data set of `advnorm ls datasets` with its options.")] = Named("digits")
-    augment: Annotated[
-        Literal["none", "flip", "crop_flip"], Setting("Augmentation: horizontal flips, random crops.")
-    ] = "none"
-    held_out: Annotated[
-        int | float, Setting("Training images kept for validation: a share (0.1) or a count (500).", "[0, inf)")
-    ] = 0.1
+    augment: Annotated[Augmentation, Setting("Augmentation: horizontal flips, random crops.")] = "none"
+    held_out: Annotated[int | float, Setting("Held-out training images: share (0.1) or count (500).", "[0, inf)")] = 0.1
     mix: Annotated[Mix, Setting("Mix pairs of images and labels; for objectives without an attack.")] = "none"
     mix_alpha: Annotated[float, Setting("α of the Beta(α, α) distribution of the mixing weight.", "(0, inf)")] = 1.0
 
     objective: Annotated[Named, Setting("Objective of `advnorm ls objectives` with its options.")] = Named("hybrid")
     regularizer: Annotated[Named | None, Setting("`ligs` with its options (paper D, fig. 5).")] = None
-    second_pass: Annotated[
-        Named | None, Setting("`apart`, `sam`, `apart_sam` or `awp` with its options (paper B).")
-    ] = None
+    second_pass: Annotated[Named | None, Setting("`apart`, `sam`, `apart_sam` or `awp` and options (paper B).")] = None
     threat: Annotated[Norm, Setting("Distance of the threat model.")] = "Linf"
     eps: Annotated[float | str, Setting("Radius of the threat model in pixel scale: a number or a fraction.")] = "8/255"
     attack: Annotated[AttackConfig, Setting("Attack of training; its settings follow below.")] = AttackConfig()
@@ -72,17 +62,10 @@ class TrainingSettings:
     steps_warmup_epochs: Annotated[int, Setting("The same rule for the attack's steps, rounded up.", "[0, inf)")] = 0
 
     epochs: Annotated[int, Setting("Number of epochs.", "[1, inf)")] = 10
-    budget: Annotated[
-        int, Setting("Multiplies the epochs and every setting in epochs (paper B, table 1).", "[1, inf)")
-    ] = 1
-    batch_size: Annotated[
-        int, Setting("Batch size over all ranks; an incomplete last batch is left out.", "[1, inf)")
-    ] = 128
+    budget: Annotated[int, Setting("Factor of every setting in epochs (paper B, table 1).", "[1, inf)")] = 1
+    batch_size: Annotated[int, Setting("Batch size over all ranks; a smaller last batch is skipped.", "[1, inf)")] = 128
 
-    optimizer: Annotated[
-        Literal["sgd", "adam", "adagrad", "rmsprop"],
-        Setting("Optimizer; `rmsprop` has decay 0.9 and ε = 1 (paper E, table 3)."),
-    ] = "sgd"
+    optimizer: Annotated[OptimizerName, Setting("Optimizer; `rmsprop`: decay 0.9, ε = 1 (paper E, table 3).")] = "sgd"
     lr: Annotated[float, Setting("Learning rate.", "(0, inf)")] = 0.1
     momentum: Annotated[float, Setting("Momentum; β₁ of `adam`; unused by `adagrad`.", "[0, 1)")] = 0.9
     nesterov: Annotated[bool, Setting("Nesterov momentum, for `sgd`.")] = False
@@ -90,47 +73,35 @@ class TrainingSettings:
     norm_weight_decay: Annotated[bool, Setting("Whether weight decay applies to the parameters of norms.")] = True
     grad_clip: Annotated[float | None, Setting("Norm to which the gradient is clipped.", "(0, inf)")] = None
 
-    schedule: Annotated[
-        Literal["step", "cosine", "one_cycle", "constant"], Setting("Schedule of the learning rate.")
-    ] = "step"
+    schedule: Annotated[ScheduleName, Setting("Schedule of the learning rate.")] = "step"
     milestones: Annotated[
         tuple[float, ...],
         Setting("`step`: epochs after which `gamma` multiplies the rate; they scale if only `epochs` is overridden."),
     ] = ()
     gamma: Annotated[float, Setting("`step`: factor at a milestone.", "(0, 1]")] = 0.1
-    warmup_epochs: Annotated[
-        float, Setting("Linear warm-up of the learning rate; not with `one_cycle`.", "[0, inf)")
-    ] = 0.0
+    warmup_epochs: Annotated[float, Setting("Linear warm-up of the rate; not with `one_cycle`.", "[0, inf)")] = 0.0
     peak_share: Annotated[float, Setting("`one_cycle`: share of the run until the peak.", "(0, 1)")] = 0.3
 
     ema: Annotated[float | None, Setting("Decay of averaged weights.", "(0, 1)")] = None
     ema_buffers: Annotated[
-        Literal["average", "copy"],
-        Setting("Norm statistics of the averaged model: averaged, or those of the live one."),
+        Literal["average", "copy"], Setting("Norm statistics of the averaged model: averaged or copied.")
     ] = "copy"
     label_smoothing: Annotated[float, Setting("Label smoothing of the cross-entropy terms.", "[0, 1)")] = 0.0
     running_epochs: Annotated[
         int, Setting("Number of last epochs that train with running statistics (paper E, sec. 4.3).", "[0, inf)")
     ] = 0
     train_only: Annotated[
-        Literal["all", "norms"],
-        Setting("`norms`: train only the parameters of norms, starting from `weights` (paper E, sec. 4.4)."),
+        Literal["all", "norms"], Setting("`norms`: train the norms alone, starting from `weights` (paper E, sec. 4.4).")
     ] = "all"
     sync_statistics: Annotated[bool, Setting("Compute batch statistics over all ranks.")] = False
 
-    precision: Annotated[
-        Literal["auto", "float32", "tf32", "bf16"], Setting("`auto`: bf16 on CUDA, float32 elsewhere.")
-    ] = "auto"
+    precision: Annotated[PrecisionName, Setting("`auto`: bf16 on CUDA, float32 elsewhere.")] = "auto"
     channels_last: Annotated[Literal["auto"] | bool, Setting("Memory format of images and weights.")] = "auto"
     compile: Annotated[Literal["auto"] | bool, Setting("Whether to compile the training step.")] = "auto"
-    deterministic: Annotated[
-        bool, Setting("CUDA: use only kernels that always give the same bits, at the cost of speed.")
-    ] = False
+    deterministic: Annotated[bool, Setting("CUDA: use only kernels that always give the same bits; slower.")] = False
 
     validate_every: Annotated[int, Setting("Epochs between validations; 0: never.", "[0, inf)")] = 1
-    validation_attack: Annotated[
-        str, Setting("Attack on held-out images by name, or `training` for the attack of training.")
-    ] = "pgd10"
+    validation_attack: Annotated[str, Setting("Attack on held-out images: a name, or `training`.")] = "pgd10"
     validation_images: Annotated[
         int | None, Setting("Number of held-out images to validate on, stratified by class; none: all.", "[1, inf)")
     ] = None

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from advnorm._core.errors import ConfigError, Problem, did_you_mean, raise_problems, shown
+from advnorm._core.errors import ConfigError, Problem, collect_problems, did_you_mean, raise_problems, shown
 
 
 def _scalar(text: str) -> Any:
@@ -87,10 +87,7 @@ def apply_overrides(
 
     ``part_defaults``: settings whose parts can be set one by one, as ``attack.steps=20``, with their defaults.
     """
-    if isinstance(overrides, str):
-        words = "{field} must be a list of texts"
-        problem = Problem(code="wrong_type", message=words, field="overrides", got=overrides, hint="put it into a list")
-        return dict(settings), [problem]
+    overrides = [overrides] if isinstance(overrides, str) else overrides
     changed, given, problems = dict(settings), {}, []
     for text in overrides:
         key, equals, value = str(text).partition("=")
@@ -101,10 +98,8 @@ def apply_overrides(
         elif key in given:
             problems.append(_set_twice(key))
         else:
-            try:
+            with collect_problems(problems, key):
                 given[key] = parse_yaml(value)
-            except ConfigError as error:
-                problems += (problem.inside(key) for problem in error.problems)
     for key in sorted(given, key=lambda key: key.count(".")):
         whole, dot, part = key.partition(".")
         if not dot:
@@ -113,9 +108,8 @@ def apply_overrides(
             words = f"unknown setting {key!r}{did_you_mean(whole, part_defaults)}"
             problems.append(Problem(code="unknown_name", message=words, field=key))
         else:
-            before = changed.get(whole, part_defaults[whole])
+            before = changed.get(whole, part_defaults[whole]) or {}
             before = {"name": before} if isinstance(before, str) else before
-            before = {} if before is None else before
             if isinstance(before, Mapping):  # otherwise its own problem is reported
                 changed[whole] = {**before, part: given[key]}
     return changed, problems

@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from advnorm._core.errors import NOTHING, AdvnormError, ConfigError, Problem, unknown_name
+from advnorm._core.errors import NOTHING, AdvnormError, Problem, collect_problems, unknown_name
 from advnorm._core.registry import Registry, keywords
 from advnorm._core.settings import convert_options, in_range
 from advnorm.attacks import get as get_attack
@@ -86,8 +86,7 @@ class _Checks:
     def reject(self, field: str, message: str, hint: str = "", *, got: Any = NOTHING, code: str = "conflict") -> None:
         self.problems.append(Problem(code=code, message=message, field=field, got=got, hint=hint))
 
-    def add(self, parent: str, found: Iterable[Problem]) -> None:
-        """Add problems of a part of the setting ``parent``."""
+    def add_parts(self, parent: str, found: Iterable[Problem]) -> None:
         self.problems += (problem.inside(parent) for problem in found)
 
     # -- names ---------------------------------------------------------------------------------------------------------
@@ -102,30 +101,21 @@ class _Checks:
                 self.invalid.add(label)
         if self.valid("data") and "train" not in DATASETS.get(s.data.name).splits:
             trainable = ", ".join(name for name in DATASETS if "train" in DATASETS.get(name).splits)
-            self.reject(
-                "data", f"{s.data.name} has no training images", f"use one of {trainable}", code="not_supported"
-            )
+            words = f"{s.data.name} has no training images"
+            self.reject("data", words, f"use one of {trainable}", code="not_supported")
         if self.valid("name") and s.name is not None and not re.fullmatch(r"\w[\w.-]{0,99}", s.name, re.ASCII):
             words = "{field} becomes the name of a folder: at most 100 letters, digits, '_', '.' and '-'"
             self.reject("name", words, got=s.name, code="out_of_range")
-        if self.valid("weights") and s.weights is not None:
-            hint = "name a .safetensors file or the folder of a run, or leave it out"
-            if not s.weights:
-                self.reject("weights", "{field} is empty", hint, code="empty")
-            elif Path(s.weights).suffix in (".pt", ".pth", ".ckpt", ".pkl", ".bin"):
-                self.reject(
-                    "weights", "{field} is a pickle, which can run code", hint, got=s.weights, code="not_supported"
-                )
+        if self.valid("weights") and Path(s.weights or "").suffix in (".pt", ".pth", ".ckpt", ".pkl", ".bin"):
+            words, hint = "{field} is a pickle, which can run code", "name a .safetensors file or the folder of a run"
+            self.reject("weights", words, hint, got=s.weights, code="not_supported")
 
     def check_model(self) -> None:
         s = self.settings
         if not self.valid("model", "norm", "norm_options"):
             return
         before = len(self.problems)
-        if s.model.name not in MODELS:
-            self.problems.append(unknown_name("model", s.model.name, MODELS))
-            spec = None
-        else:
+        with collect_problems(self.problems):
             spec = MODELS.get(s.model.name)
             own = {
                 name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind)
@@ -178,19 +168,18 @@ class _Checks:
             statistics = s.attack.statistics if self.valid("attack") else "running"
             kind = OBJECTIVES.get(s.objective.name)
             found = kind.problems(s.norm, s.norm_options, attack_statistics=statistics, **s.objective.options)
-            self.add("objective", found)
+            self.add_parts("objective", found)
 
     def check_second_pass(self) -> None:
         s = self.settings
         for label in ("regularizer", "second_pass"):
             named = getattr(s, label)
             if self.valid(label) and named is not None:
-                self.add(label, WITH_OPTIONS[label].get(named.name).option_problems(**named.options))
+                self.add_parts(label, WITH_OPTIONS[label].get(named.name).option_problems(**named.options))
         if not self.valid("second_pass", "batch_size") or s.second_pass is None:
             return
-        groups, samples = (
-            s.second_pass.options.get(name, default) for name, default in (("groups", 1), ("samples", 1.0))
-        )
+        groups = s.second_pass.options.get("groups", 1)
+        samples = s.second_pass.options.get("samples", 1.0)
         if isinstance(samples, int) and samples > s.batch_size:
             self.reject("second_pass.samples", f"{{field}} must be at most batch_size ({s.batch_size})", got=samples)
         if not (isinstance(groups, int) and isinstance(samples, int | float) and groups > 1):
@@ -205,10 +194,9 @@ class _Checks:
             words = f"{{field}} ({samples}) of batch_size ({s.batch_size}) is less than groups ({groups})"
             self.reject("second_pass.samples", words)
         elif clean % groups:
-            words = (
-                f"{{field}} ({groups}) does not divide the {clean} clean images of the second pass, a share of {share}"
-            )
-            self.reject("second_pass.groups", words, "change groups, samples, batch_size or objective.clean_share")
+            words = f"{{field}} must divide the number of clean images in the second pass ({clean})"
+            hint = "change groups, samples, batch_size or objective.clean_share"
+            self.reject("second_pass.groups", words, hint, got=groups)
 
     def check_mix(self) -> None:
         s = self.settings
@@ -247,9 +235,9 @@ class _Checks:
                 self.reject("nesterov", "{field} needs a momentum above 0", "set momentum, or use nesterov=False")
 
     def check_increasing(self, name: str, interval: str) -> None:
-        values = getattr(self.settings, name)
         if not self.valid(name):
             return
+        values = getattr(self.settings, name)
         if not all(a < b for a, b in pairwise(values)) or not all(in_range(interval, value) for value in values):
             words = f"{{field}} must increase and lie in {interval}, in epochs"
             self.reject(name, words, got=list(values), code="out_of_range")
@@ -278,11 +266,7 @@ class _Checks:
         elif self.valid("validate_every") and s.validate_every and not s.held_out:
             words = "validation needs held-out images"
             self.reject("held_out", words, "set held_out, for example 0.1, or use validate_every=0")
-        elif (
-            self.valid("validation_images")
-            and isinstance(s.held_out, int)
-            and ((s.validation_images or 0) > s.held_out > 0)
-        ):
+        elif self.valid("validation_images") and (s.validation_images or 0) > s.held_out >= 1:
             words, hint = f"{{field}} must be at most held_out ({s.held_out})", "leave it out to use all"
             self.reject("validation_images", words, hint, got=s.validation_images)
 
@@ -291,19 +275,13 @@ class _Checks:
         # If eps has a problem, the attacks are checked against another one; L2 has no largest length.
         threat = ThreatModel(norm=s.threat if self.valid("threat") else "L2", eps="1/255")
         if self.valid("threat", "eps"):
-            try:
+            with collect_problems(self.problems):
                 threat = ThreatModel(norm=s.threat, eps=s.eps)
-            except ConfigError as error:
-                self.problems += error.problems
         if self.valid("attack"):
-            try:
+            with collect_problems(self.problems, "attack"):
                 attack = s.attack.build(threat)
                 if self.valid("objective"):
                     OBJECTIVES.get(s.objective.name).adapt_attack(attack)
-            except ConfigError as error:
-                self.add("attack", error.problems)
         if self.valid("validation_attack") and s.validation_attack != TRAINING:
-            try:
+            with collect_problems(self.problems, "validation_attack"):
                 get_attack(s.validation_attack, threat=threat)
-            except ConfigError as error:
-                self.add("validation_attack", error.problems)

@@ -1,8 +1,7 @@
-"""Rows of settings: the values of a configuration and the reference table."""
+"""The rows of a configuration list every setting."""
 
 from advnorm._core.settings import describe
 from advnorm.config import AttackConfig, Config, Named, explain
-from advnorm.config.reference import settings_table
 from support.configs import SETTINGS
 
 
@@ -31,9 +30,3 @@ def test_every_setting_has_help():
     for kind in (Config, AttackConfig):
         assert all(row.help.endswith(".") for row in describe(kind))
     assert [row.name for row in describe(Config)] == SETTINGS
-
-
-def test_the_reference_table_shows_default_range_and_help():
-    lines = settings_table().splitlines()
-    assert len(lines) == 2 + len(SETTINGS) + len(describe(AttackConfig))
-    assert "| `epochs` | `10` | integer, in [1, inf) | Number of epochs. |" in lines
