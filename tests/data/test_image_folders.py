@@ -88,12 +88,12 @@ def test_gray_images_of_16_bits_are_read_in_256_levels(picture_folder, suffix):
     assert np.array_equal(data.center_crop(place).numpy(), np.stack([expected] * 3))
 
 
-@pytest.mark.parametrize(("kind", "words"), [(np.float32, "floating-point"), (np.int32, "32-bit")])
-def test_images_without_a_known_white_raise_with_their_name(picture_folder, kind, words):
+@pytest.mark.parametrize("kind", [np.float32, np.int32])
+def test_images_without_a_known_white_raise_with_their_name(picture_folder, kind):
     Image.fromarray(np.ones((8, 8), kind)).save(picture_folder / "val" / "ant" / "0.tif")
     with raises_problem("not_supported", "files") as caught:
         load("imagefolder", "val", picture_folder).in_memory()
-    assert f"ant/0.tif holds {words} values" in str(caught.value)
+    assert "ant/0.tif" in str(caught.value)
 
 
 def test_damaged_images_and_folders_are_named(picture_folder):

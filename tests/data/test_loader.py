@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from advnorm._core.seeding import ImageNoise
-from advnorm.data import AUGMENTS, ResidentLoader, WorkerLoader, load, make_loader
-from advnorm.data.loader import random_crop_box
+from advnorm.data import load, make_loader
+from advnorm.data.loader import AUGMENTS, ResidentLoader, WorkerLoader, random_crop_box
 from support.problems import raises_problem
 
 fast = settings(

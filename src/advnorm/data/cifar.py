@@ -74,7 +74,7 @@ class CIFAR:
     def missing(self, root: Path, split: str, **_options: Any) -> list[Problem]:
         """Return a problem if files of a split are missing."""
         layout = self.layout(root, split)
-        return missing_file_problems(self.title, root, layout.missing(root, split), self.address, layout.folder)
+        return missing_file_problems(self.title, root, layout.folder, layout.files[split], self.address)
 
     def read(self, root: Path, split: str, check: bool) -> tuple[Tensor, Tensor]:
         """Return images and labels of a split."""

@@ -21,9 +21,7 @@ IMAGES_PER_SEVERITY = 10_000
 
 def missing_cifar10c(root: Path, split: str = "test", *, corruption: str, **_options: Any) -> list[Problem]:
     """Return a problem if the array of a corruption or the labels are missing."""
-    folder = find_folder(root, FOLDER)
-    missing = [name for name in (f"{corruption}.npy", "labels.npy") if not (folder / name).is_file()]
-    return missing_file_problems("CIFAR-10-C", root, missing, ADDRESS, FOLDER)
+    return missing_file_problems("CIFAR-10-C", root, FOLDER, (f"{corruption}.npy", "labels.npy"), ADDRESS)
 
 
 @register_dataset(

@@ -10,14 +10,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import safetensors.torch
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from advnorm._core.errors import ConfigError, Problem, raise_problems, unknown_name
+from advnorm._core.errors import ConfigError, Problem, raise_problems
 from advnorm._core.records import digest, read_json, write_atomic, write_json
 from advnorm.data.image_data import FolderData, ImageData
 from advnorm.data.published_files import reading
@@ -85,15 +85,12 @@ class FeatureFolder:
 
     def problems(self) -> list[Problem]:
         """Return why the set cannot be read: no recipe, or missing shards."""
-        if problems := self._recipe_problems():
+        problems = self._recipe_problems()
+        if problems or not (missing := self.missing_shards()):
             return problems
-        missing = self.missing_shards()
-        if not missing:
-            return []
-        few = ", ".join(map(str, missing[:5])) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         message = f"{self.path} is not finished: {len(missing)} of {len(shard_rows(self.recipe))} shards are missing"
         hint = "repeat the same extract_features call to resume; every part makes its own shards"
-        return [Problem(code="missing_file", message=f"{message}: {few}", field="root", hint=hint)]
+        return [Problem(code="missing_file", message=message, field="root", hint=hint)]
 
     def _recipe_problems(self) -> list[Problem]:
         if self.exists:
@@ -160,15 +157,9 @@ def missing_features(root: Path, split: str, **_options: Any) -> list[Problem]:
     return FeatureFolder(root / split).problems()
 
 
-@register_dataset(
-    "features",
-    summary="features extracted from a model: D_R, D_NR, D_rand, D_det, D_conflict (paper D)",
-    missing=missing_features,
-)
+@register_dataset("features", summary="features extracted from a model (paper D)", missing=missing_features)
 def read_features(root: Path | str, split: str = "train", *, labels: Labels = "target") -> ImageData:
     """Read a split of a feature data set; ``labels="start"`` gives the class of each image's start image."""
-    if labels not in get_args(Labels):
-        raise_problems([unknown_name("labels", labels, get_args(Labels))])
     return FeatureFolder(Path(root) / split).load(labels)
 
 

@@ -141,9 +141,8 @@ class FolderData:
         except ConfigError:
             raise
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise ConfigError(
-                "damaged_file", f"cannot decode {path}: {error}", field="files", hint="replace the file or remove it"
-            ) from None
+            message, hint = f"cannot decode {path}: {error}", "replace the file or remove it"
+            raise ConfigError("damaged_file", message, field="files", hint=hint) from None
 
     def center_crop(self, position: int) -> Tensor:
         """Return the resized center of an image, ``(3, H, W)`` as bytes."""
@@ -173,13 +172,8 @@ def _to_eight_bits(image: Image, path: Path) -> Image:
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):  # at most 16 bits
         return images.fromarray(np.rint(np.asarray(image) / 257).astype(np.uint8))
     if image.mode in ("I", "F"):
-        kind = "floating-point" if image.mode == "F" else "32-bit"
-        raise ConfigError(
-            "not_supported",
-            f"{path} holds {kind} values without a known white",
-            field="files",
-            hint="save it with 8 or 16 bits per channel",
-        )
+        message, hint = f"{path} holds 32-bit values without a known white", "save it with 8 or 16 bits per channel"
+        raise ConfigError("not_supported", message, field="files", hint=hint)
     return image
 
 

@@ -15,14 +15,12 @@ import torch
 
 from advnorm._core.errors import ConfigError, Problem, raise_problems
 from advnorm.data.image_data import FolderData
-from advnorm.data.published_files import RemoteFile, find_folder, missing_file_problems
+from advnorm.data.published_files import RemoteFile, damaged_file, find_folder, missing_file_problems
 from advnorm.data.registry import register_dataset
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff")
 TINY_FOLDER = "tiny-imagenet-200"
 TINY_ADDRESS = "http://cs231n.stanford.edu/tiny-imagenet-200.zip"
-
-
 SPLITS = ("train", "val", "test")
 
 
@@ -50,14 +48,14 @@ def read_imagefolder(
     folder = _split_folder(root, split)
     present = _class_names(folder)
     classes = _class_names(root / "train") or present
-    unknown = [name for name in present if name not in set(classes)]
-    if unknown:
+    if unknown := [name for name in present if name not in set(classes)]:
         message = f"{folder} has classes that {root / 'train'} does not have: {', '.join(unknown[:5])}"
         raise ConfigError("conflict", message, field="root", hint="remove them")
     files = _files_of_classes(root, {name: folder / name for name in present})
     labels = {name: label for label, name in enumerate(classes)}
     labelled = [(file, labels[name]) for name in present for file in files[name]]
-    return _folder_data("imagefolder", split, root, labelled, classes, image_size, resize or round(image_size * 8 / 7))
+    sizes = {"image_size": image_size, "resize": resize or round(image_size * 8 / 7)}
+    return _folder_data(labelled, name="imagefolder", split=split, root=root, classes=classes, **sizes)
 
 
 def _register_known(name: str, summary: str, folders: Sequence[str], size: tuple[int, int, int]) -> None:
@@ -84,26 +82,14 @@ def _register_known(name: str, summary: str, folders: Sequence[str], size: tuple
     register_dataset(name, summary=summary, splits=SPLITS, size=size, missing=missing)(read)
 
 
-_register_known(
-    "imagenet",
-    "1,331,167 images on disk, one folder for each of 1,000 classes",
-    ("imagenet", "ILSVRC2012"),
-    (1_281_167, 224, 1000),
-)
-_register_known(
-    "imagenette",
-    "13,394 images on disk, ten classes of ImageNet",
-    ("imagenette2", "imagenette"),
-    (9_469, 224, 10),
-)
+_register_known("imagenet", "1,331,167 images of 1,000 classes", ("imagenet", "ILSVRC2012"), (1_281_167, 224, 1000))
+_register_known("imagenette", "13,394 images of 10 classes", ("imagenette2", "imagenette"), (9_469, 224, 10))
 
 
 def missing_tiny_imagenet(root: Path, split: str, **_options: Any) -> list[Problem]:
     """Return a problem if the class list, the training folder or the annotations are missing."""
-    folder = find_folder(root, TINY_FOLDER)
     needed = ("wnids.txt", "train" if split == "train" else "val/val_annotations.txt")
-    missing = [name for name in needed if not (folder / name).exists()]
-    return missing_file_problems("Tiny ImageNet", root, missing, TINY_ADDRESS, TINY_FOLDER)
+    return missing_file_problems("Tiny ImageNet", root, TINY_FOLDER, needed, TINY_ADDRESS)
 
 
 @register_dataset(
@@ -128,25 +114,23 @@ def tiny_imagenet(
         labelled = [(file, label) for label, name in enumerate(classes) for file in files[name]]
     else:
         labelled = _read_annotations(folder / "val" / "val_annotations.txt", classes)
-    return _folder_data("tiny_imagenet", split, folder, labelled, classes, image_size, resize or image_size)
+    sizes = {"image_size": image_size, "resize": resize or image_size}
+    return _folder_data(labelled, name="tiny_imagenet", split=split, root=folder, classes=classes, **sizes)
 
 
 def _read_annotations(path: Path, classes: tuple[str, ...]) -> list[tuple[str, int]]:
     """Return files and labels from lines of file name, class and box; the lines must cover the folder exactly."""
     labels = {name: label for label, name in enumerate(classes)}
     present = set(_image_names(path.parent / "images"))
-    problem, labelled = "", []
+    labelled = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         file, name, *_ = [*line.split("\t"), "", ""]
         if file not in present or name not in labels:
             reason = f"no image {file!r}" if file not in present else f"unknown class {name!r}"
-            problem = f"{path}, line {number}: {reason}"
-            break
+            raise damaged_file(f"{path}, line {number}: {reason}")
         labelled.append((f"val/images/{file}", labels[name]))
-    if not problem and len(labelled) != len(present):
-        problem = f"{path} lists {len(labelled)} of {len(present)} images"
-    if problem:
-        raise ConfigError("damaged_file", problem, field="root", hint="unpack the archive again")
+    if len(labelled) != len(present):
+        raise damaged_file(f"{path} lists {len(labelled)} of {len(present)} images")
     return labelled
 
 
@@ -175,30 +159,12 @@ def _files_of_classes(root: Path, folders: Mapping[str, Path]) -> dict[str, list
         name: [(folder / image).relative_to(root).as_posix() for image in _image_names(folder)]
         for name, folder in folders.items()
     }
-    empty = [str(folders[name]) for name, images in files.items() if not images]
-    if empty:
-        more = f" and {len(empty) - 3} more" if len(empty) > 3 else ""
-        message = f"no images in {', '.join(empty[:3])}{more}"
+    if empty := [str(folders[name]) for name, images in files.items() if not images]:
+        message = f"{len(empty)} classes have no images: {', '.join(empty[:3])}"
         raise ConfigError("empty", message, field="root", hint="copy them again, or remove the class everywhere")
     return files
 
 
-def _folder_data(
-    name: str,
-    split: str,
-    root: Path,
-    labelled: Sequence[tuple[str, int]],
-    classes: tuple[str, ...],
-    image_size: int,
-    resize: int,
-) -> FolderData:
-    return FolderData(
-        name=name,
-        split=split,
-        root=root,
-        files=tuple(file for file, _ in labelled),
-        labels=torch.tensor([label for _, label in labelled], dtype=torch.int64),
-        classes=classes,
-        image_size=image_size,
-        resize=resize,
-    )
+def _folder_data(labelled: Sequence[tuple[str, int]], **settings: Any) -> FolderData:
+    files, labels = zip(*labelled)
+    return FolderData(files=files, labels=torch.tensor(labels), **settings)

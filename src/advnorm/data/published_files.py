@@ -6,11 +6,8 @@ import contextlib
 import hashlib
 import os
 import shutil
-import tarfile
 import tempfile
-import urllib.error
 import urllib.request
-import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,8 +32,9 @@ def find_folder(root: Path, folder: str) -> Path:
     return root / folder if (root / folder).is_dir() else root
 
 
-def missing_file_problems(title: str, root: Path, missing: Sequence[str], address: str, folder: str) -> list[Problem]:
-    """Return one problem that lists the missing files, or nothing."""
+def missing_file_problems(title: str, root: Path, folder: str, files: Sequence[str], address: str) -> list[Problem]:
+    """Return one problem that lists the files that do not exist in the folder of a data set, or nothing."""
+    missing = [name for name in files if not (find_folder(root, folder) / name).exists()]
     if not missing:
         return []
     unpack = "unpack" if _is_archive(address) else "put"
@@ -50,18 +48,17 @@ def missing_file_problems(title: str, root: Path, missing: Sequence[str], addres
 
 def read_verified(path: Path, md5: str | None, *, size: int | None = None) -> bytes:
     """Return the content of a file; raise if its size or md5 sum is known and differs."""
-    try:
+    with reading(path):
         content = path.read_bytes()
-    except OSError as error:
-        raise ConfigError("damaged_file", f"cannot read {path}: {error.strerror or error}", field="root") from None
     if size is not None and len(content) != size:
-        raise _damaged(f"{path} has {len(content):,} bytes instead of {size:,}")
+        raise damaged_file(f"{path} has {len(content):,} bytes instead of {size:,}")
     if md5 is not None and hashlib.md5(content, usedforsecurity=False).hexdigest() != md5:
-        raise _damaged(f"{path} is not the published file (the md5 sum differs)")
+        raise damaged_file(f"{path} is not the published file (the md5 sum differs)")
     return content
 
 
-def _damaged(message: str) -> ConfigError:
+def damaged_file(message: str) -> ConfigError:
+    """Return the error for a file that is not the published one."""
     return ConfigError("damaged_file", message, field="root", hint="download it again")
 
 
@@ -73,7 +70,7 @@ def reading(path: Path) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:  # parsers of foreign formats raise many types
-        raise _damaged(f"cannot read {path}: {error or type(error).__name__}") from None
+        raise damaged_file(f"cannot read {path}: {error or type(error).__name__}") from None
 
 
 def download_files(files: Sequence[RemoteFile], root: Path) -> None:
@@ -87,7 +84,10 @@ def download_files(files: Sequence[RemoteFile], root: Path) -> None:
             content.mkdir()
             if _is_archive(name):
                 with reading(file):
-                    _unpack(file, content)
+                    if name.endswith(".zip"):
+                        shutil.unpack_archive(file, content)  # skips names that lead outside the folder
+                    else:
+                        shutil.unpack_archive(file, content, filter="data")
             else:
                 os.replace(file, content / name)
             shutil.copytree(content, root, dirs_exist_ok=True, copy_function=os.replace)
@@ -95,15 +95,6 @@ def download_files(files: Sequence[RemoteFile], root: Path) -> None:
 
 def _is_archive(name: str) -> bool:
     return name.endswith((".tar.gz", ".tgz", ".tar", ".zip"))
-
-
-def _unpack(archive: Path, target: Path) -> None:
-    if archive.suffix == ".zip":
-        with zipfile.ZipFile(archive) as file:  # removes drives, leading slashes and ".." from names
-            file.extractall(target)
-    else:
-        with tarfile.open(archive) as file:
-            file.extractall(target, filter="data")
 
 
 def _download(remote: RemoteFile, target: Path) -> None:
@@ -120,17 +111,9 @@ def _download(remote: RemoteFile, target: Path) -> None:
                 file.write(chunk)
                 md5.update(chunk)
                 task.advance(len(chunk) / 10**6)
-    except (OSError, urllib.error.URLError) as error:
-        raise ConfigError(
-            "download_failed",
-            f"cannot download {remote.address}: {error}",
-            field="download",
-            hint="get the file by other means and unpack it in the data folder",
-        ) from None
+    except OSError as error:
+        message, hint = f"cannot download {remote.address}: {error}", "get it by other means into the data folder"
+        raise ConfigError("download_failed", message, field="download", hint=hint) from None
     if md5.hexdigest() != remote.md5:
-        raise ConfigError(
-            "damaged_file",
-            f"{remote.address} is not the published file (the md5 sum differs); nothing was kept",
-            field="download",
-            hint="try again",
-        )
+        message = f"{remote.address} is not the published file (the md5 sum differs); nothing was kept"
+        raise ConfigError("damaged_file", message, field="download", hint="try again")

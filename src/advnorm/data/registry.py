@@ -13,6 +13,7 @@ from torch import Tensor
 
 from advnorm._core.errors import ConfigError, Problem, raise_problems, unknown_name
 from advnorm._core.registry import Registry, keywords
+from advnorm._core.settings import convert_options
 from advnorm.data.image_data import FolderData, ImageData
 from advnorm.data.published_files import RemoteFile, download_files
 
@@ -77,10 +78,8 @@ def load(
     problems = _argument_problems(name, source, split, root, options)
     remote_files = [file for file in source.remote_files if file.split in (None, split)]
     if download and source.needs_root and not remote_files:
-        hint = "get it from its authors and name its folder: --data-dir (in Python: root)"
-        problems.append(
-            Problem(code="not_supported", message=f"{name} cannot be downloaded", field="download", hint=hint)
-        )
+        message, hint = f"{name} cannot be downloaded", "get it from its authors and name its folder with --data-dir"
+        problems.append(Problem(code="not_supported", message=message, field="download", hint=hint))
     raise_problems(problems, "bad data")
     folder = _data_folder(root)
     place = (folder, split) if source.needs_root else (split,)
@@ -104,11 +103,7 @@ def _data_folder(root: Path | str | None) -> Path | None:
 def _argument_problems(
     name: str, source: DataSource, split: str, root: Path | str | None, options: Mapping[str, Any]
 ) -> list[Problem]:
-    problems = [
-        unknown_name(f"option of {name}", option, source.options, field=option)
-        for option in options
-        if option not in source.options
-    ]
+    problems = convert_options("", source.options, options)[1]
     problems += [
         Problem(code="missing_option", message=f"{name} needs the option {option!r}", field=option)
         for option, parameter in source.options.items()
@@ -117,8 +112,7 @@ def _argument_problems(
     if split not in source.splits:
         problems.append(unknown_name(f"split of {name}", split, source.splits, field="split"))
     if source.needs_root and _data_folder(root) is None:
+        message = f"{name} is read from a folder"
         hint = f"name it with --data-dir (in Python: data_dir, or root of load), or in the environment: {ENVIRONMENT}"
-        problems.append(
-            Problem(code="missing_folder", message=f"{name} is read from a folder", field="root", hint=hint)
-        )
+        problems.append(Problem(code="missing_folder", message=message, field="root", hint=hint))
     return problems

@@ -25,9 +25,7 @@ SPLITS = ("train", "test", "extra")
 
 def missing_svhn(root: Path, split: str, **_options: Any) -> list[Problem]:
     """Return a problem if the file of a split is missing."""
-    name = f"{split}_32x32.mat"
-    missing = [] if (find_folder(root, FOLDER) / name).is_file() else [name]
-    return missing_file_problems("SVHN", root, missing, f"{ADDRESS}/{name}", FOLDER)
+    return missing_file_problems("SVHN", root, FOLDER, [f"{split}_32x32.mat"], f"{ADDRESS}/{split}_32x32.mat")
 
 
 @register_dataset(

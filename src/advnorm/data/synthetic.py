@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 
-from advnorm._core.errors import Problem, raise_problems
 from advnorm._core.seeding import ImageNoise
+from advnorm._core.settings import Setting
 from advnorm.data.image_data import ImageData
 from advnorm.data.registry import register_dataset
 
@@ -14,20 +16,13 @@ from advnorm.data.registry import register_dataset
 def read_synthetic(
     split: str = "train",
     *,
-    size: int = 512,
-    classes: int = 10,
-    image_size: int = 32,
-    channels: int = 3,
+    size: Annotated[int, Setting("Number of images.", "[1, inf)")] = 512,
+    classes: Annotated[int, Setting("Number of classes.", "[1, inf)")] = 10,
+    image_size: Annotated[int, Setting("Height and width in pixels.", "[1, inf)")] = 32,
+    channels: Annotated[int, Setting("Number of channels.", "[1, inf)")] = 3,
     seed: int = 0,
 ) -> ImageData:
     """Return images ``(size, channels, image_size, image_size)`` as bytes; both splits have the same patterns."""
-    counts = {"size": size, "classes": classes, "image_size": image_size, "channels": channels}
-    problems = [
-        Problem(code="out_of_range", message="{field} must be at least 1", field=name, got=count)
-        for name, count in counts.items()
-        if count < 1
-    ]
-    raise_problems(problems, "bad data")
     patterns = ImageNoise(seed, torch.arange(classes)).fold("pattern").uniform((channels, 4, 4))
     patterns = torch.nn.functional.interpolate(patterns, size=(image_size, image_size))
     labels = torch.arange(size) % classes
