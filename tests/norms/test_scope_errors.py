@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from advnorm import create_model, strip
+from advnorm import strip
 from advnorm._core.errors import AdvnormError, ConfigError, RouteError
 from advnorm.norms import (
     RoutedNorm,
@@ -36,7 +36,6 @@ from support.norm_oracles import build
         (lambda: zero_perturbation(3), "model"),
         (lambda: mixture_likelihood(3), "model"),
         (lambda: route("x", "adv"), "model"),
-        (lambda: create_model("small_cnn", norm_options=["a"]), "norm_options"),
     ],
 )
 def test_arguments_of_a_wrong_type_are_rejected_by_name(call, field):

@@ -16,7 +16,7 @@ from advnorm._core.modes import evaluating
 from advnorm._core.wrappers import dtype_of
 from advnorm.norms import MODES, Mode, RoutedModule, Scope, routed_modules
 from advnorm.norms import route as route_scope
-from advnorm.norms.updates import AttributeOverrides, disable_updates
+from advnorm.norms.norm_layers import disable_updates, override
 
 #: Images to float32 logits ``(N, classes)``.
 Predict = Callable[[Tensor], Tensor]
@@ -58,17 +58,15 @@ def predicting(model: nn.Module, *, route: str | None = None, statistics: Mode =
         stack.enter_context(torch.enable_grad())
         frozen = {module for module in model.modules() if model.training and not module.training}
         stack.enter_context(evaluating(model))
-        flags = AttributeOverrides()
-        stack.callback(flags.restore)
         if statistics != "running":
             for module in model.modules():
                 if isinstance(module, _NormBase) and module not in frozen:
-                    flags.set(module, "training", True)
+                    override(stack, module, "training", True)
                     if statistics != "batch":
-                        disable_updates(flags, module)
+                        disable_updates(stack, module)
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.is_leaf:
-                flags.set(parameter, "requires_grad", False)
+                override(stack, parameter, "requires_grad", False)
         if routed_modules(model):
             # A mixture norm collects its likelihood for the training pass, not for the attack's forwards.
             stack.enter_context(Scope(model, {"mode": statistics, "likelihoods": None, "local": True}))

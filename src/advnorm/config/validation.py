@@ -15,7 +15,6 @@ from advnorm._core.settings import convert_options, in_range
 from advnorm.attacks import get as get_attack
 from advnorm.config.fields import TRAINING, TrainingSettings
 from advnorm.data.registry import DATASETS
-from advnorm.models import create_model
 from advnorm.models.registry import MODELS
 from advnorm.norms import RoutedNorm
 from advnorm.norms.factory import MODULE_OPTIONS, make_plan
@@ -117,12 +116,7 @@ class _Checks:
         before = len(self.problems)
         with collect_problems(self.problems):
             spec = MODELS.get(s.model.name)
-            own = {
-                name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind)
-                for name, kind in spec.options.items()
-            }
-            parameters = {**keywords(create_model), **own}
-            self.problems += convert_options("model", parameters, s.model.options, ELSEWHERE["model"])[1]
+            self.problems += convert_options("model", spec.parameters, s.model.options, ELSEWHERE["model"])[1]
             if not spec.has_norm and s.norm != "none":
                 self.reject("norm", f"{s.model.name} has no norms", "use norm='none'", got=s.norm)
         if s.norm_options.get("track_running_stats") is False:

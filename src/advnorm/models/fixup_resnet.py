@@ -80,5 +80,4 @@ for _depth in (20, 56):
     register_model(f"fixup_resnet{_depth}", has_norm=False)(_build)
 for _depth in (18, 50):
     _kernels, _depths = DEPTHS[_depth]
-    _build = partial(FixupResNet, depths=_depths, kernels=_kernels)
-    register_model(f"fixup_resnet{_depth}", has_norm=False)(_build)
+    register_model(f"fixup_resnet{_depth}", has_norm=False)(partial(FixupResNet, depths=_depths, kernels=_kernels))

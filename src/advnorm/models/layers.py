@@ -84,9 +84,6 @@ class LayerFactory:
     def act(self) -> nn.Module:
         return ACTIVATIONS[self.activation]()
 
-    def classifier(self, features: int) -> nn.Linear:
-        return nn.Linear(features, self.num_classes)
-
     def input_norm(self) -> InputNorm | None:
         return None if self.mean is None or self.std is None else InputNorm(self.mean, self.std)
 

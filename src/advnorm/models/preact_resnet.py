@@ -1,4 +1,4 @@
-"""Pre-activation ResNets for CIFAR, He et al. 2016b."""
+"""Pre-activation ResNets for CIFAR, He et al. 2016b, and Wide ResNets, Zagoruyko & Komodakis 2016."""
 
 from __future__ import annotations
 
@@ -57,3 +57,8 @@ class PreActResNet(ResNet):
 for _depth, (_kernels, _depths) in DEPTHS.items():
     _build = partial(PreActResNet, depths=_depths, kernels=_kernels)
     register_model(f"preact_resnet{_depth}", options={"final_norm": bool})(_build)
+
+for _depth, _k in ((28, 10), (34, 10), (40, 2)):  # WRN-d-k: k times the channels, no dropout
+    _channels = (16 * _k, 32 * _k, 64 * _k)
+    _wide = partial(PreActResNet, depths=((_depth - 4) // 6,) * 3, channels=_channels, stem_channels=16)
+    register_model(f"wrn_{_depth}_{_k}")(partial(_wide, final_norm=True))

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import torch
 
-from advnorm._core.errors import ConfigError, Problem, first_line, raise_problems, unknown_name
-from advnorm._core.registry import Registry
+from advnorm._core.errors import Problem, collect_problems, raise_problems, unknown_name
+from advnorm._core.registry import Registry, keywords
 from advnorm._core.settings import Setting, convert_options
 from advnorm.models.layers import ACTIVATIONS, ImageClassifier, LayerFactory
 from advnorm.norms import list_norms, make_norm
@@ -36,6 +36,13 @@ class ModelSpec:
     std: tuple[float, ...] | None = CIFAR10_STD
     has_norm: bool = True
     options: Mapping[str, type] = field(default_factory=dict)
+
+    @property
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        """The keyword parameters of ``create_model`` for this model, with its own options."""
+        kind = inspect.Parameter.KEYWORD_ONLY
+        own = {name: inspect.Parameter(name, kind, annotation=type_) for name, type_ in self.options.items()}
+        return {**keywords(create_model), **own}
 
 
 MODELS: Registry[ModelSpec] = Registry("model", ModelSpec)
@@ -70,50 +77,29 @@ def create_model(
     mean, std: input normalization inside the model, a number or one per channel. Default: CIFAR-10's, ImageNet's for
         ``imagenet_*``, none for ``small_cnn``. ``normalize=False`` leaves it out.
     """
-    if norm_options is not None and not isinstance(norm_options, Mapping):
-        message = "{field} must map options to values, such as {'eps': 1e-3}"
-        raise ConfigError("wrong_type", message, field="norm_options", got=norm_options)
     spec = MODELS.get(name) if name in MODELS else None
     norm = norm or ("bn" if spec is None or spec.has_norm else "none")
     norm_options = dict(norm_options or {})
     problems = [] if spec else [unknown_name("model", name, MODELS)]
-    sizes = {"num_classes": num_classes, "in_channels": in_channels, "width": width}
+    sizes: dict[str, Any] = {"num_classes": num_classes, "in_channels": in_channels, "width": width}
     sizes = {name: int(v) if isinstance(v, Integral) and not isinstance(v, bool) else v for name, v in sizes.items()}
     problems += convert_options("", inspect.signature(create_model, eval_str=True).parameters, sizes)[1]
     if activation not in ACTIVATIONS:
         problems.append(unknown_name("activation", activation, ACTIVATIONS))
     problems += _norm_problems(name, spec, norm, norm_options)
-    problems += [] if spec is None else _option_problems(spec, options)
-    has_statistics = mean is not None or std is not None
-    if has_statistics and not normalize:
+    problems += [] if spec is None else convert_options("", spec.parameters, options)[1]
+    if not normalize and (mean is not None or std is not None):
         message = "{field}=False excludes mean and std"
         problems.append(Problem(code="conflict", message=message, field="normalize", hint="leave either out"))
-    if not normalize:
-        mean = std = None
-    elif not has_statistics and spec is not None:
-        mean, std = spec.mean, spec.std
     if (mean is None) != (std is None):
         message = "mean and std belong together; give both or neither"
         problems.append(Problem(code="conflict", message=message, field="mean"))
+    if normalize and mean is None and std is None and spec is not None:
+        mean, std = spec.mean, spec.std
     mean, std = (_per_channel(*item, in_channels, problems) for item in (("mean", mean), ("std", std)))
-    if std is not None and min(std, default=1.0) <= 0:
-        problems.append(_out_of_range("std", "above 0", std))
     raise_problems(problems, "bad model")
-    layers = LayerFactory(
-        num_classes=num_classes,
-        norm_name=norm,
-        norm_options=norm_options,
-        width=width,
-        activation=activation,
-        in_channels=in_channels,
-        mean=mean,
-        std=std,
-    )
+    layers = LayerFactory(norm_name=norm, norm_options=norm_options, activation=activation, mean=mean, std=std, **sizes)
     return MODELS.get(name).build(layers, **options)
-
-
-def _out_of_range(field: str, allowed: str, got: Any) -> Problem:
-    return Problem(code="out_of_range", message=f"{{field}} must be {allowed}", field=field, got=got)
 
 
 def _norm_problems(name: str, spec: ModelSpec | None, norm: str, options: Mapping[str, Any]) -> list[Problem]:
@@ -122,26 +108,11 @@ def _norm_problems(name: str, spec: ModelSpec | None, norm: str, options: Mappin
     if spec is not None and not spec.has_norm and (norm != "none" or options):
         hint = "leave {field} and norm_options out"
         return [Problem(code="conflict", message=f"{name} has no norms", field="norm", got=norm, hint=hint)]
-    try:
-        with torch.device("meta"):
-            groups = options.get("num_groups")
-            channels = 64 * groups if isinstance(groups, int) and groups > 0 else 64  # divisible by the groups
-            make_norm(norm, channels, dim=2, **options)
-    except ConfigError as error:
-        return [problem.inside("norm_options") for problem in error.problems]
-    except TypeError as error:
-        return [Problem(code="wrong_type", message=f"{{field}}: {first_line(error)}", field="norm_options")]
-    return []
-
-
-def _option_problems(spec: ModelSpec, options: Mapping[str, Any]) -> list[Problem]:
-    common = [p.name for p in inspect.signature(create_model).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    known = ["num_classes", "norm", *common, *spec.options]
-    problems = [unknown_name("option", name, known, field=name) for name in options if name not in spec.options]
-    for name, kind in spec.options.items():
-        if name in options and not isinstance(options[name], kind):
-            message = f"{{field}} must be a {kind.__name__}"
-            problems.append(Problem(code="wrong_type", message=message, field=name, got=options[name]))
+    problems: list[Problem] = []
+    groups = options.get("num_groups")
+    channels = 64 * groups if isinstance(groups, int) and groups > 0 else 64  # divisible by the groups
+    with collect_problems(problems, "norm_options"), torch.device("meta"):
+        make_norm(norm, channels, dim=2, **options)
     return problems
 
 
@@ -154,8 +125,9 @@ def _per_channel(
         values = tuple(float(v) for v in ((value,) if isinstance(value, (int, float)) else value))
     except (TypeError, ValueError):
         values = (math.nan,)
-    if not all(map(math.isfinite, values)):
-        problems.append(_out_of_range(field, "a finite number, or one per channel", value))
+    if not all(math.isfinite(v) and (v > 0 or field == "mean") for v in values):
+        message = f"{{field}} must be a finite number{' above 0' if field == 'std' else ''}, or one per channel"
+        problems.append(Problem(code="out_of_range", message=message, field=field, got=value))
     elif len(values) not in (1, in_channels):
         message = f"{{field}} has {len(values)} values but in_channels is {in_channels}"
         hint = "give mean and std for your data, or normalize=False"

@@ -122,7 +122,7 @@ class ResNet(ImageClassifier):
                 blocks.append(block)
                 width = block.out_channels
             self.add_module(f"layer{stage + 1}", blocks)
-        self.fc = layers.classifier(width)
+        self.fc = nn.Linear(width, layers.num_classes)
 
     def stem(self, x: torch.Tensor) -> torch.Tensor:
         x = self.act(self.bn1(self.conv1(x)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from advnorm.models.layers import ImageClassifier, LayerFactory
 from advnorm.models.registry import register_model
@@ -21,7 +22,7 @@ class SmallCNN(ImageClassifier):
             self.add_module(f"conv{i}", layers.conv(width, out, 3, stride))
             self.add_module(f"bn{i}", layers.norm(out))
             width = out
-        self.fc = layers.classifier(width)
+        self.fc = nn.Linear(width, layers.num_classes)
 
     def feature_map(self, x: torch.Tensor) -> torch.Tensor:
         for i in range(1, 4):

@@ -31,7 +31,7 @@ class VGG(ImageClassifier):
                 self.features.extend([layers.conv(width, out, 3), layers.norm(out), layers.act()])
                 width = out
             self.features.append(nn.MaxPool2d(2))
-        self.fc = layers.classifier(width)
+        self.fc = nn.Linear(width, layers.num_classes)
 
     def feature_map(self, x: torch.Tensor) -> torch.Tensor:
         return self.features(x)

@@ -40,36 +40,21 @@ register_norm = NORMS.register
 #: Options that every norm accepts.
 MODULE_OPTIONS = ("eps", "momentum", "affine", "track_running_stats", "sync", "process_group", "device", "dtype")
 
-register_norm("bn", summary="one bank for all samples", paper="single BN")(
-    partial(batch_plan, own_statistics=False, own_affine=False)
-)
-register_norm(
-    "dual_bn", num_domains=2, summary="own statistics and affine per domain", paper="Dual BN (A), Mixture BN (E)"
-)(batch_plan)
-register_norm("dual_affine_bn", num_domains=2, summary="mixed statistics, own affine", paper="Setup1 (A)")(
-    partial(batch_plan, own_statistics=False)
-)
-register_norm("dual_stats_bn", num_domains=2, summary="own statistics, one affine", paper="Setup2 (A)")(
-    partial(batch_plan, own_affine=False)
-)
-register_norm(
-    "cross_bn",
-    num_domains=2,
-    options=("other_gradient",),
-    summary="the other domain's statistics, own affine",
-    paper="Cross-AT, Cross-Hybrid-AT (A)",
-)(crossed_plan)
-register_norm(
-    "triple_bn",
-    domains=("clean", "adv", "adv2"),
-    num_domains=3,
-    summary="three domains, own statistics and affine",
-    paper="three branches (A, sec. 2.2)",
-)(batch_plan)
-register_norm("multi_bn", summary="any list of domains, own statistics and affine")(batch_plan)
-register_norm("gmm_bn", summary="Gaussian per domain, posterior-weighted, one affine", paper="DBN (C, app. F)")(
-    mixture_plan
-)
+_TWO: dict[str, Any] = {"num_domains": 2}
+_CROSSED: dict[str, Any] = {"num_domains": 2, "options": ("other_gradient",)}
+_THREE: dict[str, Any] = {"num_domains": 3, "domains": ("clean", "adv", "adv2")}
+
+for _name, _plan, _details, _summary, _paper in (
+    ("bn", partial(batch_plan, own_statistics=False, own_affine=False), {}, "one bank for all samples", "single BN"),
+    ("dual_bn", batch_plan, _TWO, "own statistics and affine per domain", "Dual BN (A), Mixture BN (E)"),
+    ("dual_affine_bn", partial(batch_plan, own_statistics=False), _TWO, "mixed statistics, own affine", "Setup1 (A)"),
+    ("dual_stats_bn", partial(batch_plan, own_affine=False), _TWO, "own statistics, one affine", "Setup2 (A)"),
+    ("cross_bn", crossed_plan, _CROSSED, "the other domain's statistics, own affine", "Cross-AT, Cross-Hybrid-AT (A)"),
+    ("triple_bn", batch_plan, _THREE, "three domains, own statistics and affine", "three branches (A, sec. 2.2)"),
+    ("multi_bn", batch_plan, {}, "any list of domains, own statistics and affine", ""),
+    ("gmm_bn", mixture_plan, {}, "Gaussian per domain, posterior-weighted, one affine", "DBN (C, app. F)"),
+):
+    register_norm(_name, **_details, summary=_summary, paper=_paper)(_plan)
 for _short, _long, _groups in (
     ("ln", "layer norm", lambda channels: 1),
     ("gn", "group norm", lambda channels: math.gcd(32, channels)),
@@ -79,13 +64,10 @@ for _short, _long, _groups in (
     register_norm(_short, **_per_sample, summary=f"{_long} per sample, one affine", paper="C, D, E")(
         partial(per_sample_plan, statistics="group", own_affine=False)
     )
-    register_norm(
-        f"dual_affine_{_short}",
-        **_per_sample,
-        num_domains=2,
-        summary=f"{_long} per sample, own affine per domain",
-        paper="dual AP (A, table 4)",
-    )(partial(per_sample_plan, statistics="group", own_affine=True))
+    _per_sample |= {"summary": f"{_long} per sample, own affine per domain", "paper": "dual AP (A, table 4)"}
+    register_norm(f"dual_affine_{_short}", num_domains=2, **_per_sample)(
+        partial(per_sample_plan, statistics="group", own_affine=True)
+    )
 register_norm("none", family="none", summary="no normalization", paper="C, D")(
     partial(per_sample_plan, statistics="none", own_affine=False)
 )

@@ -19,11 +19,6 @@ def accumulate_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def own_copy(stored: Tensor) -> Tensor:
-    """A copy of a stored statistic, at least float32, that later updates of the bank do not change."""
-    return stored.to(accumulate_dtype(stored), copy=True)
-
-
 def grouped(x: Tensor, groups: int) -> Tensor:
     """View of ``x`` with the batch dimension split into ``groups`` consecutive parts."""
     return x.unflatten(0, (groups, x.shape[0] // groups))

@@ -57,8 +57,16 @@ class Plan:
             object.__setattr__(self, name, value)
 
     def _problems(self) -> list[Problem]:
-        problems = domain_problems(self.domains)
-        width = len(self.domains)
+        problems = []
+        domains, width = self.domains, len(self.domains)
+        if not domains:
+            problems.append(Problem(code="empty", message="{field} must name at least one domain", field="domains"))
+        bad = [domain for domain in domains if not (isinstance(domain, str) and domain.isidentifier())]
+        if bad:
+            message = "{field} must be names of letters, digits and '_'"
+            problems.append(Problem(code="wrong_type", message=message, field="domains", got=bad))
+        if len(set(domains)) != width:
+            problems.append(Problem(code="conflict", message="{field} must differ", field="domains", got=list(domains)))
         for name in ("normalized_by", "feeds", "affine") if self.statistics == "batch" else ("affine",):
             count = len(getattr(self, name))
             if count != width:
@@ -100,38 +108,22 @@ class Plan:
         return self.domains.index(domain)
 
 
-def domain_problems(domains: Sequence[str]) -> list[Problem]:
-    """Problems of a list of domain names."""
-    problems = []
-    if not domains:
-        problems.append(Problem(code="empty", message="{field} must name at least one domain", field="domains"))
-    bad = [domain for domain in domains if not (isinstance(domain, str) and domain.isidentifier())]
-    if bad:
-        message = "{field} must be names of letters, digits and '_'"
-        problems.append(Problem(code="wrong_type", message=message, field="domains", got=bad))
-    if len(set(domains)) != len(domains):
-        problems.append(Problem(code="conflict", message="{field} must differ", field="domains", got=list(domains)))
-    return problems
-
-
 def parse_domains(domains: Sequence[str]) -> tuple[str, ...]:
     """Domains as a tuple; a single string is rejected."""
     if isinstance(domains, str) or not isinstance(domains, Iterable):
-        raise ConfigError(
-            "wrong_type", "{field} must be a list of names such as ['clean', 'adv']", field="domains", got=domains
-        )
+        message = "{field} must be a list of names such as ['clean', 'adv']"
+        raise ConfigError("wrong_type", message, field="domains", got=domains)
     return tuple(domains)
 
 
-def batch_plan(name: str, domains: Sequence[str], *, own_statistics: bool = True, own_affine: bool = True) -> Plan:
+def batch_plan(name: str, domains: tuple[str, ...], *, own_statistics: bool = True, own_affine: bool = True) -> Plan:
     """Batch norms with one bank per domain, or one shared bank, of statistics and of affine parameters (A, fig. 3)."""
-    domains = tuple(domains)
     shared = (SHARED,) * len(domains)
     bank = domains if own_statistics else shared
     return Plan(name=name, domains=domains, normalized_by=bank, feeds=bank, affine=domains if own_affine else shared)
 
 
-def crossed_plan(name: str, domains: Sequence[str], *, other_gradient: bool = True) -> Plan:
+def crossed_plan(name: str, domains: tuple[str, ...], *, other_gradient: bool = True) -> Plan:
     """Each of two domains is normalized by the statistics of the other (paper A, sec. 3: Cross-BN).
 
     The paper's BN_clean is the statistics bank ``clean`` with the affine bank ``adv``, which the adversarial branch
@@ -142,7 +134,6 @@ def crossed_plan(name: str, domains: Sequence[str], *, other_gradient: bool = Tr
     ``other_gradient``: gradients flow through these statistics. If they are treated as constants, the weights diverge
     (Ioffe & Szegedy 2015, sec. 2).
     """
-    domains = tuple(domains)
     return Plan(
         name=name,
         domains=domains,
@@ -153,23 +144,16 @@ def crossed_plan(name: str, domains: Sequence[str], *, other_gradient: bool = Tr
     )
 
 
-def mixture_plan(name: str, domains: Sequence[str]) -> Plan:
+def mixture_plan(name: str, domains: tuple[str, ...]) -> Plan:
     """A Gaussian per domain, weighted by its posterior; one affine bank (paper C, app. F)."""
-    domains = tuple(domains)
     if len(domains) < 2:
-        raise ConfigError(
-            "out_of_range", f"{{field}} of {name} must name at least two domains", field="domains", got=list(domains)
-        )
+        message = f"{{field}} of {name} must name at least two domains"
+        raise ConfigError("out_of_range", message, field="domains", got=list(domains))
     shared = (SHARED,) * len(domains)
     return Plan(name=name, domains=domains, normalized_by=domains, feeds=domains, affine=shared, mixture=True)
 
 
-def per_sample_plan(name: str, domains: Sequence[str], *, statistics: Statistics, own_affine: bool) -> Plan:
+def per_sample_plan(name: str, domains: tuple[str, ...], *, statistics: Statistics, own_affine: bool) -> Plan:
     """Statistics of one sample, with one affine bank per domain or one shared bank (paper A, table 4)."""
-    domains = tuple(domains)
-    return Plan(
-        name=name,
-        domains=domains,
-        statistics=statistics,
-        affine=domains if own_affine else (SHARED,) * len(domains),
-    )
+    affine = domains if own_affine else (SHARED,) * len(domains)
+    return Plan(name=name, domains=domains, statistics=statistics, affine=affine)

@@ -14,10 +14,7 @@ from advnorm._core.errors import ConfigError, Description
 from advnorm._core.modes import evaluating, running_eagerly
 from advnorm._core.wrappers import device_of, dtype_of
 from advnorm.norms import functional
-from advnorm.norms.perturbation import no_statistics_bank
-from advnorm.norms.plan import Plan
-from advnorm.norms.routed_module import routed_modules
-from advnorm.norms.routed_norm import RoutedNorm
+from advnorm.norms.routed_norm import RoutedNorm, batch_norms
 from advnorm.norms.scopes import Scope, pair_banks
 
 Data = Tensor | Iterable[Any]
@@ -36,15 +33,10 @@ def recalibrate(
     the images. The forward uses the moments of each batch; the bank receives the pooled mean and unbiased variance of
     all samples. ``into`` names the domain whose bank is written; the default is the bank that normalizes ``route``.
     Nothing else changes, and the bank changes only after the last batch. With ``sync`` each rank passes its share of
-    the data. Returns the number of samples.
+    the data. Returns the number of samples. Mixture norms use all banks at once and are not supported: for them, call
+    ``norm.reset_running_stats()``, set ``momentum`` to None and run concatenated batches in mode ``batch``.
     """
-    norms = {
-        name: module
-        for name, module in routed_modules(model).items()
-        if isinstance(module, RoutedNorm) and module.plan.statistics == "batch"
-    }
-    if not norms:
-        raise no_statistics_bank()
+    norms = batch_norms(model)
     route = _resolve_route(norms, route)
     banks = pair_banks(model, statistics=into or route, affine=route)
     # The number of batches may differ between ranks, so that each rank computes its own moments.
@@ -77,7 +69,9 @@ def recalibrate(
             raise ConfigError("not_finite", message, field="data", hint="check images and weights for NaN")
     for name, (mean, var, count) in pooled.items():
         norm = norms[name]
-        running_mean, running_var, seen = norm.statistics_bank(_bank(norm.plan, route, into))
+        plan = norm.plan
+        bank = plan.normalized_by[plan.index(route)] if into is None else plan.feeds[plan.index(into)]
+        running_mean, running_var, seen = norm.statistics_bank(bank)
         running_mean.copy_(mean[0])
         running_var.copy_((var * count / (count - 1).clamp(min=1))[0])
         seen.fill_(batches)
@@ -88,22 +82,15 @@ def _resolve_route(norms: Mapping[str, RoutedNorm], route: str | None) -> str:
     """The route, or the first domain of norms that need none; raises for norms that cannot be recalibrated."""
     if route is not None and not isinstance(route, str):
         raise ConfigError("wrong_type", "{field} must be one domain", field="route", got=route)
-    mixtures = [name or "the norm" for name, norm in norms.items() if norm.plan.mixture]
-    if mixtures:
-        message = f"mixture norms use all banks at once: {', '.join(mixtures)}"
-        hint = "call norm.reset_running_stats(), set momentum None, and run concatenated batches in mode 'batch'"
-        raise ConfigError("not_supported", message, field="model", hint=hint)
     untracked = [name for name, norm in norms.items() if not norm.track_running_stats]
     if untracked:
         message = f"these norms have no running statistics: {', '.join(untracked)}"
         raise ConfigError("not_supported", message, field="model")
-    if route is not None:
-        return route
     plans = [norm.plan for norm in norms.values()]
     routed = next((plan for plan in plans if plan.routed), None)
-    if routed is not None:
+    if route is None and routed is not None:
         raise ConfigError("missing_route", f"{{field}} must be one of {', '.join(routed.domains)}", field="route")
-    return plans[0].domains[0]
+    return plans[0].domains[0] if route is None else route
 
 
 def _pool(pooled: PooledMoments, name: str, norm: RoutedNorm, inputs: tuple[Tensor, ...]) -> None:
@@ -115,10 +102,6 @@ def _pool(pooled: PooledMoments, name: str, norm: RoutedNorm, inputs: tuple[Tens
         both = [torch.cat(values) for values in zip(pooled[name], (mean, var, count))]
         mean, var, count = (value[None] for value in functional.pool_moments(*both))
     pooled[name] = mean, var, count
-
-
-def _bank(plan: Plan, route: str, into: str | None) -> str:
-    return plan.normalized_by[plan.index(route)] if into is None else plan.feeds[plan.index(into)]
 
 
 def _batches(data: Data, batch_size: int) -> Iterable[Tensor]:

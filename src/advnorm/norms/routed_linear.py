@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -15,19 +14,12 @@ class RoutedLinear(RoutedModule):
     """``nn.Linear`` with a weight and a bias per domain: ``weight_clean``, ``bias_adv``, …"""
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        plan: Plan,
-        *,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, in_features: int, out_features: int, plan: Plan, *, bias: bool = True, device: str | None = None
     ) -> None:
         super().__init__(plan)
         self.in_features, self.out_features = in_features, out_features
         for bank in plan.affine_banks:
-            linear = nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype)
+            linear = nn.Linear(in_features, out_features, bias=bias, device=device)
             setattr(self, f"weight_{bank}", linear.weight)
             setattr(self, f"bias_{bank}", linear.bias)
 

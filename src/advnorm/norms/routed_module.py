@@ -71,9 +71,8 @@ def in_backward() -> bool:
 def validate_module(model: Any) -> None:
     """Raise unless ``model`` is an ``nn.Module``."""
     if not isinstance(model, nn.Module):
-        raise ConfigError(
-            "wrong_type", "{field} must be an nn.Module", field="model", got=Description(type(model).__name__)
-        )
+        got = Description(type(model).__name__)
+        raise ConfigError("wrong_type", "{field} must be an nn.Module", field="model", got=got)
 
 
 def routed_modules(model: nn.Module) -> dict[str, RoutedModule]:
@@ -84,18 +83,14 @@ def routed_modules(model: nn.Module) -> dict[str, RoutedModule]:
 
 def list_routed(model: nn.Module) -> list[RoutedModule]:
     """The modules of :func:`routed_modules` in the same order, without the time that names cost."""
-    found: dict[RoutedModule, None] = {}
-    seen: set[nn.Module] = set()
+    seen: dict[nn.Module, None] = {}
     stack = [model]
     while stack:
         module = stack.pop()
-        if module in seen:
-            continue
-        seen.add(module)
-        if isinstance(module, RoutedModule):
-            found[module] = None
-        stack.extend(child for child in reversed(module._modules.values()) if child is not None)
-    return list(found)
+        if module not in seen:
+            seen[module] = None
+            stack.extend(child for child in reversed(module._modules.values()) if child is not None)
+    return [module for module in seen if isinstance(module, RoutedModule)]
 
 
 def mixture_norms(model: nn.Module) -> dict[str, RoutedModule]:

@@ -15,13 +15,15 @@ from advnorm._core.errors import ConfigError, Description, Problem, RouteError, 
 from advnorm._core.settings import Setting, convert_options
 from advnorm.norms import functional
 from advnorm.norms.plan import Plan
-from advnorm.norms.routed_module import RoutedModule
+from advnorm.norms.routed_module import RoutedModule, routed_modules
 from advnorm.norms.segments import Segment, Span, concatenate, find_spans, map_parts
 from advnorm.norms.state import Mode
 
 #: Mean and variance, ``(groups, channels)``, by statistics bank; and with the number of values, ``(groups, 1)``.
 Moments = dict[str, tuple[Tensor, Tensor]]
 Counted = dict[str, tuple[Tensor, Tensor, Tensor]]
+
+_USE_STORED = "use stored statistics: `with advnorm.statistics(model, mode='running'):`"
 
 
 class RoutedNorm(RoutedModule):
@@ -52,7 +54,7 @@ class RoutedNorm(RoutedModule):
         super().__init__(plan)
         shape = tuple(num_features) if isinstance(num_features, Sequence) else (num_features,)
         settings = {"eps": eps, "momentum": momentum, "num_groups": num_groups}
-        raise_problems(setting_problems(shape, plan, dim, **settings), f"bad norm {plan.name!r}")
+        raise_problems(_setting_problems(shape, plan, dim, **settings), f"bad norm {plan.name!r}")
         self.num_features = num_features
         self.shape = shape
         self.dim = dim
@@ -171,10 +173,8 @@ class RoutedNorm(RoutedModule):
             return F.layer_norm(x, list(self.shape), weight, bias, self.eps)
         # A replaced nn.GroupNorm has no dim and keeps returning zeros.
         if self.dim is not None and x[0].numel() <= self.num_groups:
-            got, hint = Description(f"shape {tuple(x.shape)}"), "use larger images or fewer groups"
-            raise RouteError(
-                "too_few_samples", f"{self.plan.name} has one value per group", field="x", got=got, hint=hint
-            )
+            message = f"{self.plan.name} has one value per group in an input of shape {tuple(x.shape)}"
+            raise RouteError("too_few_samples", message, field="x", hint="use larger images or fewer groups")
         return F.group_norm(x, self.num_groups, weight, bias, self.eps)
 
     def _native_running(self, x: Tensor, segment: Segment) -> Tensor:
@@ -233,26 +233,23 @@ class RoutedNorm(RoutedModule):
 
     _version = 2  # like the built-in norm: older state dicts have no num_batches_tracked
 
-    def _load_from_state_dict(
-        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-    ):
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args: Any, **options: Any) -> None:
         if (local_metadata.get("version") or 0) < 2 and self.track_running_stats:
             for bank, (*_, name) in self._statistics_names.items():
                 count = self.statistics_bank(bank)[2]
                 state_dict.setdefault(prefix + name, torch.tensor(0) if count.is_meta else count)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **options)
 
     # Explicit moments, for groups and for perturbed, crossed, synchronized and mixture statistics.
 
     def _stored_moments(self, segments: Sequence[Segment]) -> Moments:
         banks = self.plan.statistics_banks if self._mixes else {segment.normalized_by for segment in segments}
-        stored = {bank: self.statistics_bank(bank)[:2] for bank in banks}
-        return {
-            bank: (functional.own_copy(mean)[None], functional.own_copy(var)[None])
-            for bank, (mean, var) in stored.items()
-        }
+        moments: Moments = {}
+        for bank in banks:
+            mean, var, _ = self.statistics_bank(bank)
+            dtype = functional.accumulate_dtype(mean)
+            moments[bank] = mean.to(dtype, copy=True)[None], var.to(dtype, copy=True)[None]  # updates change the bank
+        return moments
 
     def _batch_moments(self, parts: Sequence[Tensor], segments: Sequence[Segment], mode: Mode) -> Moments:
         """Moments of the samples of each bank, ``(groups, channels)`` each; updates the bank in mode ``batch``."""
@@ -303,14 +300,9 @@ class RoutedNorm(RoutedModule):
         missing = [bank for bank in needed if bank not in present]
         if missing:
             kind, forwarded = ("forwarded ", f", forwarded={plan.example_route}") if plan.crosses else ("", "")
-            raise RouteError(
-                "missing_samples",
-                f"{plan.name} normalizes by the batch statistics of {', '.join(missing)}, and this batch has no "
-                f"{kind}samples of that domain",
-                field="route",
-                hint=f"concatenate under `with advnorm.route(model, {plan.example_route}{forwarded}):`, or use stored "
-                "statistics: `with advnorm.statistics(model, mode='running'):`",
-            )
+            message = f"{plan.name} uses the batch statistics of {', '.join(missing)}, which has no {kind}samples here"
+            hint = f"concatenate under `with advnorm.route(model, {plan.example_route}{forwarded}):`, or {_USE_STORED}"
+            raise RouteError("missing_samples", message, field="route", hint=hint)
 
     def _effective(self, bank: str, moments: Moments, *, constant: bool = False) -> tuple[Tensor, Tensor]:
         """Mean and inverse standard deviation of a bank, with the scope's perturbation (paper B, eq. 3)."""
@@ -355,13 +347,9 @@ class RoutedNorm(RoutedModule):
 
     def _validate_count(self, rows: int, x: Tensor, bank: str) -> None:
         if rows * math.prod(x.shape[2:]) <= 1:
-            raise RouteError(
-                "too_few_samples",
-                f"bank {bank!r} needs more than one value per channel, got one from input of shape {tuple(x.shape)}",
-                field=bank,
-                hint="give each domain (and each group of it) at least two samples, drop_last=True in the loader, or "
-                "use stored statistics: `with advnorm.statistics(model, mode='running'):`",
-            )
+            message = f"bank {bank!r} has one value per channel in an input of shape {tuple(x.shape)} and needs more"
+            hint = f"give each domain (and group) two samples or more, drop_last=True in the loader, or {_USE_STORED}"
+            raise RouteError("too_few_samples", message, field=bank, hint=hint)
 
     def _next_factor(self, bank: str) -> Any:
         """Count the batch and return the weight of its moments; momentum None gives a cumulative average."""
@@ -392,21 +380,29 @@ class RoutedNorm(RoutedModule):
         return ", ".join([*parts, f"eps={self.eps}", f"affine={self.affine}"])
 
 
-def setting_problems(shape: tuple[Any, ...], plan: Plan, dim: Any, **settings: Any) -> list[Problem]:
-    """Problems of the settings of a norm."""
+def _setting_problems(shape: tuple[Any, ...], plan: Plan, dim: Any, **settings: Any) -> list[Problem]:
     _, problems = convert_options("", RoutedNorm, settings)
     if dim not in (None, 1, 2, 3):
         message = "{field} must be the number of spatial dimensions, 1, 2 or 3"
         problems.append(Problem(code="out_of_range", message=message, field="dim", got=dim))
     if not shape or not all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in shape):
-        got = shape[0] if len(shape) == 1 else shape
-        message = "{field} must be an integer of at least 1"
-        problems.append(Problem(code="out_of_range", message=message, field="num_features", got=got))
+        message = "{field} must be integers of at least 1"
+        problems.append(Problem(code="out_of_range", message=message, field="num_features", got=shape))
     if not problems and plan.statistics == "group" and shape[0] % settings["num_groups"]:
         message = f"{{field}} must divide the {shape[0]} channels"
         got = settings["num_groups"]
         problems.append(Problem(code="not_divisible", message=message, field="num_groups", got=got))
     return problems
+
+
+def batch_norms(model: nn.Module) -> dict[str, RoutedNorm]:
+    """The norms of a model that have statistics banks, by name; raises if there are none."""
+    norms = {name: module for name, module in routed_modules(model).items() if isinstance(module, RoutedNorm)}
+    norms = {name: norm for name, norm in norms.items() if norm.plan.statistics == "batch"}
+    if not norms:
+        hint = "convert it with advnorm.convert_norm(model, 'bn')"
+        raise ConfigError("no_statistics_bank", "the model has no routed batch norm", field="model", hint=hint)
+    return norms
 
 
 def _names(banks: Sequence[str], *names: str) -> dict[str, tuple[str, ...]]:

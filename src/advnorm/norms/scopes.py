@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -39,22 +39,16 @@ class Scope:
             message = f"{type(model).__name__} has no routed norms"
             hint = "convert it with advnorm.convert_norm(model, 'dual_bn')"
             raise ConfigError("no_routed_norm", message, field="model", hint=hint)
-        raise_problems(
-            [
-                unknown_name("domain", domain, known)
-                for known in dict.fromkeys([module.plan.domains for module in modules])
-                for domain in dict.fromkeys(domains)
-                if domain not in known
-            ],
-            "bad route",
-        )
+        for known in dict.fromkeys([module.plan.domains for module in modules]):
+            unknown = [domain for domain in dict.fromkeys(domains) if domain not in known]
+            raise_problems([unknown_name("domain", domain, known) for domain in unknown], "bad route")
         self._modules = modules
         self._fields = dict(fields)
         self._perturbations = None if perturbation is None else [perturbation.get(n) for n in routed_modules(model)]
         self._before: list[ScopeState] | None = None
         self._outdated = False  # whether the states in _before no longer hold
 
-    def __enter__(self) -> Scope:
+    def __enter__(self) -> Self:
         if torch.compiler.is_compiling():
             self._open()
         else:
@@ -178,9 +172,12 @@ def mixture_component(model: nn.Module, domain: str) -> Scope:
     """
     scope = Scope(model, {"component": domain}, domains=[domain])
     if not mixture_norms(model):
-        hint = f"choose a branch with advnorm.route(model, {domain!r})"
-        raise ConfigError("no_mixture_norm", "the model has no mixture norm", field="model", hint=hint)
+        raise _no_mixture_norm(f"choose a branch with advnorm.route(model, {domain!r})")
     return scope
+
+
+def _no_mixture_norm(hint: str) -> ConfigError:
+    return ConfigError("no_mixture_norm", "the model has no mixture norm", field="model", hint=hint)
 
 
 def statistics(
@@ -206,32 +203,26 @@ def statistics(
     if perturbation is not None:
         problems += _perturbation_problems(routed_modules(model), perturbation)
     raise_problems(problems, "bad statistics scope")
-    given = {"mode": mode, "groups": groups}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = {name: value for name, value in {"mode": mode, "groups": groups}.items() if value is not None}
     return Scope(model, given, perturbation=perturbation)
 
 
-def _perturbation_problems(
-    norms: Mapping[str, RoutedModule], perturbation: Mapping[str, Mapping[str, Any]]
-) -> list[Problem]:
-    problems = []
+def _perturbation_problems(norms: Mapping[str, Any], perturbation: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
     hint = "make it with advnorm.zero_perturbation(model) from the same model"
+    problems = []
     for name, banks in perturbation.items():
-        if name not in norms:
-            problems.append(("unknown_name", "{field} names a norm that the model does not have", name))
+        known = norms[name].plan.statistics_banks if name in norms else ()
+        if name not in norms or not {*banks} <= {*known}:
+            message, got = f"{{field}} of {name!r} must name norms and banks of the model", list(banks)
+            problems.append(Problem(code="unknown_name", message=message, field="perturbation", got=got, hint=hint))
             continue
-        known, width = norms[name].plan.statistics_banks, getattr(norms[name], "num_features", None)
-        for bank, deltas in banks.items():
-            shapes = [tuple(delta.shape) for delta in deltas]
-            if bank not in known:
-                problems.append(("unknown_name", f"{{field}} of {name!r} must name banks of {', '.join(known)}", bank))
-            elif shapes != [(width,), (width,)]:
-                message = f"{{field}} of bank {bank!r} of {name!r} must be two tensors with {width} channels"
-                problems.append(("wrong_shape", message, shapes))
-    return [Problem(code=c, message=m, field="perturbation", got=got, hint=hint) for c, m, got in problems]
+        if any([delta.shape for delta in deltas] != [norms[name].shape] * 2 for deltas in banks.values()):
+            message = f"{{field}} of {name!r} must have two tensors of shape {norms[name].shape} per bank"
+            problems.append(Problem(code="wrong_shape", message=message, field="perturbation", hint=hint))
+    return problems
 
 
-class mixture_likelihood:
+class mixture_likelihood(Scope):
     """Scope that collects the negative log-likelihoods of the mixture norms in it (paper C, eq. 21).
 
     >>> with mixture_likelihood(model) as likelihood:
@@ -240,20 +231,14 @@ class mixture_likelihood:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        if not mixture_norms(model):
-            raise ConfigError(
-                "no_mixture_norm", "the model has no mixture norm", field="model", hint="use norm='gmm_bn'"
-            )
         self._terms: list[Tensor] = []
-        self._scope = Scope(model, {"likelihoods": self._terms})
+        super().__init__(model, {"likelihoods": self._terms})
+        if not mixture_norms(model):
+            raise _no_mixture_norm("use norm='gmm_bn'")
 
-    def __enter__(self) -> mixture_likelihood:
-        self._scope.__enter__()
+    def _open(self) -> None:
+        super()._open()
         self._terms.clear()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._scope.__exit__(*exception)
 
     def loss(self) -> Tensor:
         """``L_DBN``: summed over all positions and layers, averaged over the samples."""
@@ -267,11 +252,7 @@ def checkpoint_context(model: nn.Module) -> Callable[[], tuple[Scope, Scope]]:
 
     >>> checkpoint(model.layer1, x, use_reentrant=False, context_fn=checkpoint_context(model))
     """
-
-    def contexts() -> tuple[Scope, Scope]:
-        return Scope(model, {}), RecomputationScope(model)
-
-    return contexts
+    return lambda: (Scope(model, {}), RecomputationScope(model))
 
 
 class RecomputationScope(Scope):

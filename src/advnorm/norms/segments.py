@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -104,12 +104,7 @@ def find_spans(segments: Sequence[Segment]) -> list[Span]:
     return spans if len({span.feeds for span in spans}) == len(spans) else []
 
 
-class _HasRows(Protocol):
-    @property
-    def rows(self) -> int: ...
-
-
-Part = TypeVar("Part", bound=_HasRows)
+Part = TypeVar("Part", Segment, Span)
 
 
 def map_parts(x: Tensor, parts: Sequence[Part], function: Callable[[Tensor, Part], Tensor]) -> Tensor:

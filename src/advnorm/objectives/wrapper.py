@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from advnorm._core.errors import ConfigError, Problem, raise_problems
 from advnorm.norms import RoutedModule
-from advnorm.norms.updates import without_updates
+from advnorm.norms.norm_layers import without_updates
 from advnorm.objectives.base import Objective
 from advnorm.objectives.execution import EAGER, CraftedBatch, Execution, ObjectiveOutput
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from advnorm.norms import (
     statistics,
     zero_perturbation,
 )
-from advnorm.norms.updates import AttributeOverrides, without_updates
+from advnorm.norms.norm_layers import override, without_updates
 from support.norm_cases import (
     images,
     network,
@@ -54,10 +55,10 @@ def test_without_updates_a_builtin_norm_computes_what_it_would_and_stores_nothin
 
 
 def test_attributes_that_were_set_twice_go_back_to_the_first_value():
-    flags, owner = AttributeOverrides(), SimpleNamespace(training=True)
-    flags.set(owner, "training", False)
-    flags.set(owner, "training", None)
-    flags.restore()
+    owner = SimpleNamespace(training=True)
+    with ExitStack() as stack:
+        override(stack, owner, "training", False)
+        override(stack, owner, "training", None)
     assert owner.training is True
 
 
