@@ -304,8 +304,8 @@ def test_a_norm_in_eval_mode_stays_frozen(wrap):
     before = snapshot(model)
     objective = wrap(Standard(model))
     modes = []
-    moments = model.norm1._moments
-    model.norm1._moments = lambda *args: modes.append(args) or moments(*args)
+    moments = model.norm1._batch_moments
+    model.norm1._batch_moments = lambda *args: modes.append(args) or moments(*args)
     objective(X, Y).loss.backward()
     assert {name.partition(".")[0] for name in changed(model, before)} == {"norm2"}
     assert modes == [] and not model.norm1.training and model.norm2.training

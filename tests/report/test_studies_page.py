@@ -10,13 +10,12 @@ from html import unescape
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 import advnorm
 from advnorm._core.errors import ConfigError
-from advnorm.cli.report import report
 from advnorm.report import draw_figure, render_studies_page
 from advnorm.report.studies import MOST_ENTRIES, count_verdicts, format_cost
+from support.command import invoke
 from support.page_reader import Reader
 from support.problems import raises_problem
 
@@ -324,10 +323,8 @@ def test_the_page_needs_no_torch():
 
 
 def run_report(results, out):
-    console = Console(width=200, color_system=None, force_terminal=False)
-    with console.capture() as capture:
-        code = report(console, results, out)
-    return code, capture.get()
+    result = invoke("report", results, "--out", out)
+    return result.exit_code, result.output
 
 
 def test_the_command_writes_the_page_and_reports_problems(tmp_path):
