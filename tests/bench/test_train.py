@@ -87,9 +87,7 @@ def test_rates_epochs_and_operations_are_consistent():
     assert (plain.mode, plain.speedup, eager.mode) == ("plain", 1.0, "eager")
 
 
-@pytest.mark.world_size(2)
-def test_several_processes_divide_the_batch():
-    result = bench_train(**SMALL, processes=(1, 2), modes=("eager",))
+def check_rows_of_one_and_two_processes(result: TrainBenchmark) -> None:
     one, two = result.rows
     assert (one.processes, two.processes) == (1, 2) and one.batch_size == two.batch_size == 8
     assert one.speedup is None and two.speedup is None  # there is no plain loop to compare with
@@ -98,6 +96,21 @@ def test_several_processes_divide_the_batch():
     assert all(row.share_of_peak == pytest.approx(row.tflops / row.peak_tflops / row.processes) for row in (one, two))
     text = " ".join(" ".join(lines(result)).split())
     assert f"{one.peak_tflops:.3g} in each of 1 process(es), {two.peak_tflops:.3g} in each of 2 process(es)" in text
+
+
+def test_each_number_of_processes_has_rows_with_its_own_peak(monkeypatch):
+    def measure(count, case, device):
+        rows, notes = train._measure(case, case.load_data(), Ranks(device=torch.device(device)))
+        return [replace(row, processes=count, share_of_peak=row.share_of_peak / count) for row in rows], notes
+
+    monkeypatch.setattr(train, "_measure_spawned", measure)
+    check_rows_of_one_and_two_processes(bench_train(**SMALL, processes=(1, 2), modes=("eager",)))
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+def test_several_processes_divide_the_batch():
+    check_rows_of_one_and_two_processes(bench_train(**SMALL, processes=(1, 2), modes=("eager",)))
 
 
 def test_the_plain_loop_trains_and_updates_its_statistics_once_per_step(monkeypatch):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,9 +19,8 @@ from advnorm._core.errors import ConfigError
 from advnorm._core.modes import evaluating
 from advnorm.attacks import PGD
 from advnorm.attacks.autoattack import AutoAttack
-from advnorm.attacks.base import Progress
 from advnorm.bench.conditions import MeasuredConditions, device_name
-from advnorm.bench.timing import synchronize
+from advnorm.bench.timing import timed
 from advnorm.data import cifar10, digits
 from advnorm.models import create_model
 from advnorm.threat import ThreatModel
@@ -83,14 +82,14 @@ def load_network(
     x, y = (value[:images].to(device) for value in cifar10(data_dir, "test"))
     model = create_model("resnet18", norm="bn").to(device)
     model.load_state_dict(load_file(weights, device=str(device)))
-    return model.eval(), x.float() / 255, y, threat, f"ResNet-18 ({Path(weights).name}{_epochs(weights)})"
+    return model.eval(), x.float() / 255, y, threat, f"ResNet-18 ({describe_weights(weights)})"
 
 
-def _epochs(weights: Path | str) -> str:
-    """The epochs of training, if the file names them: many networks share a file name."""
-    with safe_open(weights, "pt") as file:
+def describe_weights(path: Path | str) -> str:
+    """Return the name of a file, with the epochs of training if it holds them: many networks share a file name."""
+    with safe_open(path, "pt") as file:
         epochs = (file.metadata() or {}).get("epochs")
-    return f", {epochs} epochs" if epochs else ""
+    return Path(path).name + (f", {epochs} epochs" if epochs else "")
 
 
 def _train_small(threat: ThreatModel, seed: int) -> nn.Module:
@@ -133,62 +132,45 @@ def bench_autoattack(
     notes = [] if installed or not official else [f"{OFFICIAL} is not installed: ratios are to our float32 run"]
     runs: dict[str, Callable[[], tuple[Tensor, dict[str, float]]]] = {}
     if official and installed:
-        runs[f"{OFFICIAL} (official code)"] = lambda: (_run_official(model, x, y, threat, official_batch, seed), {})
+        runs[f"{OFFICIAL} (official code)"] = partial(_run_official, model, x, y, threat, official_batch, seed)
     for precision in precisions:
         label = f"advnorm {precision}"
-        attack = replace(_build_attack(threat, precision, seed), progress=_report_percent(label, on_row))
-        runs[label] = lambda attack=attack: _run_ours(attack, model, x, y)
-    if not runs:
-        raise ConfigError("empty", "nothing to measure", field="precisions", hint="give at least one precision")
+        progress = partial(_report_percent, label, on_row)
+        attack = replace(_build_attack(threat, precision, seed), progress=progress)
+        runs[label] = partial(_run_ours, attack, model, x, y)
     with torch.no_grad(), evaluating(model):
         clean = torch.cat([model(part).argmax(1) for part in x.split(500)]) == y
     _warm_up(model, x[:official_batch], y[:official_batch])
-    rows: dict[str, AutoAttackRow] = {}
-    reference: tuple[str, Tensor, float] | None = None
-    result: AutoAttackBenchmark | None = None
+    result = AutoAttackBenchmark(
+        model=name,
+        threat=str(threat),
+        images=len(x),
+        device=device_name(x.device),
+        seed=seed,
+        reference=next(iter(runs)),
+        rows={},
+        notes=tuple(notes),
+    )
+    reference: tuple[Tensor, float] | None = None
     for label, run in runs.items():
         on_row(label)
-        synchronize(x.device)
-        started = time.perf_counter()
-        robust, stages = run()
+        (robust, stages), seconds = timed(run, x.device)
         robust = robust.cpu()
-        synchronize(x.device)
-        seconds = time.perf_counter() - started
-        reference = reference or (label, robust, seconds)
-        rows[label] = AutoAttackRow(
+        reference = reference or (robust, seconds)
+        result.rows[label] = AutoAttackRow(
             seconds=seconds,
             clean=clean.double().mean().item(),
             robust=robust.double().mean().item(),
-            speedup=reference[2] / seconds,
-            agreement=(robust == reference[1]).double().mean().item(),
+            speedup=reference[1] / seconds,
+            agreement=(robust == reference[0]).double().mean().item(),
             stages=stages,
         )
-        result = AutoAttackBenchmark(
-            model=name,
-            threat=str(threat),
-            images=len(x),
-            device=device_name(x.device),
-            seed=seed,
-            reference=reference[0],
-            rows=dict(rows),
-            notes=tuple(notes),
-        )
         on_result(result)
-    assert result is not None
     return result
 
 
-def _report_percent(label: str, report: Callable[[str], object]) -> Progress:
-    """Report the progress of an attack once per percent."""
-    last = -1
-
-    def progress(done: int, total: int) -> None:
-        nonlocal last
-        if (percent := 100 * done // total) != last:
-            last = percent
-            report(f"{label}: {percent} %")
-
-    return progress
+def _report_percent(label: str, report: Callable[[str], object], done: int, total: int) -> None:
+    report(f"{label}: {100 * done // total} %")
 
 
 def _build_attack(threat: ThreatModel, precision: str, seed: int) -> AutoAttack:
@@ -208,7 +190,9 @@ def _run_ours(attack: AutoAttack, model: nn.Module, x: Tensor, y: Tensor) -> tup
     return result.robust, result.seconds
 
 
-def _run_official(model: nn.Module, x: Tensor, y: Tensor, threat: ThreatModel, batch: int, seed: int) -> Tensor:
+def _run_official(
+    model: nn.Module, x: Tensor, y: Tensor, threat: ThreatModel, batch: int, seed: int
+) -> tuple[Tensor, dict[str, float]]:
     """Run the official code as documented: model in eval mode, default settings."""
     from pyautoattack import AutoAttack as OfficialAutoAttack  # pyright: ignore[reportMissingImports]
 
@@ -216,4 +200,4 @@ def _run_official(model: nn.Module, x: Tensor, y: Tensor, threat: ThreatModel, b
         attack = OfficialAutoAttack(model, norm=threat.norm, eps=threat.eps, seed=seed, device=x.device)
         x_adv, _ = attack.run_standard_evaluation(x, y, batch_size=batch)
         with torch.no_grad():
-            return torch.cat([model(part).argmax(1) for part in x_adv.split(batch)]) == y
+            return torch.cat([model(part).argmax(1) for part in x_adv.split(batch)]) == y, {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -39,9 +38,10 @@ def step_parts(step: Callable[[], object], device: torch.device, seconds: float)
         synchronize(device)
     parts: dict[str, float] = {}
     for event in recorded.key_averages():
-        spent, kind = _milliseconds(event, device), kind_of(event.key)
+        spent = event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
         if spent:
-            parts[kind] = parts.get(kind, 0.0) + spent
+            kind = kind_of(event.key)
+            parts[kind] = parts.get(kind, 0.0) + spent / 1e3
     parts[IDLE] = max(0.0, 1e3 * seconds - sum(parts.values()))
     return dict(sorted(parts.items(), key=lambda item: -item[1]))
 
@@ -49,7 +49,3 @@ def step_parts(step: Callable[[], object], device: torch.device, seconds: float)
 def kind_of(name: str) -> str:
     """Return the kind of a kernel or operation."""
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE)), OTHERS)
-
-
-def _milliseconds(event: Any, device: torch.device) -> float:
-    return (event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total) / 1e3

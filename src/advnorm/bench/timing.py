@@ -6,8 +6,11 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +28,15 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def timed(function: Callable[[], R], device: torch.device) -> tuple[R, float]:
+    """Return the result of a call and its seconds."""
+    synchronize(device)
+    start = time.perf_counter()
+    result = function()
+    synchronize(device)
+    return result, time.perf_counter() - start
+
+
 def side_by_side(
     functions: Mapping[str, Callable[[], object]],
     *,
@@ -35,22 +47,14 @@ def side_by_side(
     on_round: Callable[[], object] = lambda: None,
 ) -> dict[str, Timing]:
     """Time every function once per round, in alternating order; ratios to ``reference`` are taken within a round."""
-
-    def once(function: Callable[[], object]) -> float:
-        synchronize(device)
-        start = time.perf_counter()
-        function()
-        synchronize(device)
-        return time.perf_counter() - start
-
     for function in functions.values():
         for _ in range(warmup):
-            once(function)
+            timed(function, device)
     times: dict[str, list[float]] = {name: [] for name in functions}
     order = list(functions)
     for _ in range(rounds):
         for name in order:
-            times[name].append(once(functions[name]))
+            times[name].append(timed(functions[name], device)[1])
         order.reverse()
         on_round()
     result = {}

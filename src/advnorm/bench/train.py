@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -24,7 +23,7 @@ from advnorm._core.precision import choose_kernels, float32_as
 from advnorm._core.records import write_json
 from advnorm.bench.conditions import MeasuredConditions, device_name, minimum_problems
 from advnorm.bench.profile import step_parts
-from advnorm.bench.timing import side_by_side, synchronize
+from advnorm.bench.timing import side_by_side, timed
 from advnorm.config import AttackConfig, Config, Named
 from advnorm.data import ImageData, load
 from advnorm.models import create_model
@@ -175,17 +174,18 @@ def _problems(
     known = get_args(TrainMode)
     problems = [unknown_name("mode", mode, known) for mode in modes if mode not in known]
     problems += minimum_problems(1, steps=steps, processes=min(counts))
-    indivisible = [(size, count) for count in counts for size in batch_sizes if count > 0 and size % count]
     messages = [
-        (f"{count} processes cannot divide a batch of {size}", "use a multiple as the batch size")
-        for size, count in indivisible
+        f"{count} processes cannot divide a batch of {size}"
+        for count in counts
+        for size in batch_sizes
+        if count > 0 and size % count
     ]
     gpus = torch.cuda.device_count()
     if ranks.world > 1 and counts != (ranks.world,):
-        messages.append((f"torchrun started {ranks.world} processes", "leave processes out, or start without torchrun"))
+        messages.append(f"torchrun started {ranks.world} processes; leave processes out")
     elif ranks.device.type == "cuda" and max(counts) > gpus:
-        messages.append((f"{max(counts)} processes need {max(counts)} GPUs, found {gpus}", "use fewer processes"))
-    return problems + [Problem(code="conflict", message=m, field="processes", hint=hint) for m, hint in messages]
+        messages.append(f"{max(counts)} processes need {max(counts)} GPUs, found {gpus}")
+    return problems + [Problem(code="conflict", message=message, field="processes") for message in messages]
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -198,10 +198,9 @@ def _measure(
     case: _TrainCase, data: ImageData, ranks: Ranks, on_row: Callable[[str], object] = lambda row: None
 ) -> Measured:
     """Measure all configurations in this process group."""
-    peak, rows, notes = _peak_flops(ranks.device), [], []
-    for config in case.configs:
-        rows += _measure_modes(config, case, data, ranks, peak, notes, on_row)
-    return rows, notes
+    peak, notes = _peak_flops(ranks.device), []
+    rows = [_measure_modes(config, case, data, ranks, peak, notes, on_row) for config in case.configs]
+    return [*itertools.chain(*rows)], notes
 
 
 def _measure_spawned(count: int, case: _TrainCase, device: str) -> Measured:
@@ -240,22 +239,20 @@ def _measure_modes(
     notes: list[str],
     on_row: Callable[[str], object],
 ) -> list[TrainRow]:
-    device, modes, steps = ranks.device, case.modes, case.steps
-    name, count = config.model.name, config.attack.steps
+    device, steps, name, count = ranks.device, case.steps, config.model.name, config.attack.steps
     turn = min(steps, 10 if device.type == "cuda" else 1)
     torch._dynamo.reset()  # pyright: ignore  # the compiler stops compiling after several networks in one process
-    trainings: dict[str, Steps] = {}
-    start_up: dict[str, tuple[float, int | None]] = {}
-    for mode in modes:
+    trainings: dict[TrainMode, Steps] = {}
+    start_up: dict[TrainMode, tuple[float, int | None]] = {}
+    for mode in case.modes:
         on_row(f"{name}, batch {config.batch_size}, {count} attack steps, {ranks.world} process(es): {mode}")
         if mode == "plain":
             build = partial(_plain_steps, config, data, ranks)
         else:
             build = partial(_engine_steps, replace(config, compile=mode == "compiled"), data, ranks, notes)
-        run, seconds, memory = _start(build, device)
-        trainings[mode], start_up[mode] = run, (seconds, memory)
+        trainings[mode], start_up[mode] = _start(build, device)
     runners = {mode: partial(run, turn) for mode, run in trainings.items()}
-    reference = "plain" if "plain" in modes else modes[0]
+    reference = "plain" if "plain" in trainings else case.modes[0]
     timings = side_by_side(runners, reference=reference, rounds=max(1, steps // turn), device=device, warmup=0)
     # Training uses clean and adversarial images.
     forward = forward_flops(config.model.name, tuple(data.image_shape), data.num_classes)
@@ -279,46 +276,38 @@ def _measure_modes(
             spread=timings[mode].spread / 2 / timings[mode].ratio,
             parts=step_parts(partial(trainings[mode], 1), device, timings[mode].seconds / turn) if case.parts else None,
         )
-        for mode in dict.fromkeys(modes)
+        for mode in trainings
     ]
 
 
-def _start(build: Callable[[], Steps], device: torch.device) -> tuple[Steps, float, int | None]:
-    """Return a training, the seconds until everything is compiled and captured, and its memory from then on."""
+def _start(build: Callable[[], Steps], device: torch.device) -> tuple[Steps, tuple[float, int | None]]:
+    """Return a training, with the seconds until everything is compiled and captured, and its memory from then on."""
     on_gpu, before = device.type == "cuda", 0
     if on_gpu:
         gc.collect()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(device)
-    started = time.perf_counter()
-    run = build()
-    run(START_UP if on_gpu else 1)
-    synchronize(device)
-    seconds = time.perf_counter() - started
+
+    def start() -> Steps:
+        run = build()
+        run(START_UP if on_gpu else 1)
+        return run
+
+    run, seconds = timed(start, device)
     if not on_gpu:
-        return run, seconds, None
+        return run, (seconds, None)
     # Reserved memory, not allocated memory: the memory of graphs is neither free nor counted as allocated.
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
-    run(2)
-    synchronize(device)
-    return run, seconds, torch.cuda.max_memory_reserved(device) - before
-
-
-class _NoteList(Journal):
-    """Collects the messages of the training in a list."""
-
-    def __init__(self, notes: list[str]) -> None:
-        super().__init__(Path("bench"), active=False)
-        self._notes = notes
-
-    def log(self, message: str) -> None:
-        self._notes.append(message)
+    timed(partial(run, 2), device)
+    return run, (seconds, torch.cuda.max_memory_reserved(device) - before)
 
 
 def _engine_steps(config: Config, data: ImageData, ranks: Ranks, notes: list[str]) -> Steps:
     """The training of ``advnorm train``."""
-    loop = TrainingLoop(Run(Path("bench")), config, data, ranks, _NoteList(notes), workers=None)
+    journal = Journal(Path("bench"), active=False)
+    journal.log = lambda message: notes.append(message)
+    loop = TrainingLoop(Run(Path("bench")), config, data, ranks, journal, workers=None)
     loop.prepare(0)
     batches = itertools.chain.from_iterable(loop.loader.epoch(epoch, 0) for epoch in itertools.count())
 
@@ -374,13 +363,9 @@ def _peak_flops(device: torch.device) -> float:
     size, dtype, rounds = (8192, torch.bfloat16, 20) if device.type == "cuda" else (1024, torch.float32, 3)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
 
-    def multiply(times: int) -> None:
-        for _ in range(times):
+    def multiply() -> None:
+        for _ in range(rounds):
             torch.mm(a, b)
 
-    multiply(3)
-    synchronize(device)
-    started = time.perf_counter()
-    multiply(rounds)
-    synchronize(device)
-    return rounds * 2 * size**3 / (time.perf_counter() - started)
+    multiply()
+    return rounds * 2 * size**3 / timed(multiply, device)[1]
