@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import advnorm.attacks as attack_names
 from advnorm._core.errors import ConfigError, Problem, raise_problems
 from advnorm._core.memory import AdaptiveBatchSize
 from advnorm._core.records import digest, model_fingerprint
-from advnorm.attacks import input_gradient
+from advnorm.attacks import Attack, input_gradient
 from advnorm.attacks.losses import cross_entropy
 from advnorm.evaluation import audit_thresholds as limits
 from advnorm.evaluation.audit_ladder import BUDGET_IMAGES, Budget, budget_problems, build_ladder
@@ -105,7 +106,7 @@ def audit(
         return _Audit(runner, budget, surrogate, origin).run(given, identity)
 
     fingerprint = digest(plan.fingerprint, plan.threat, budget, plan.routes, route, origin)
-    return run_or_load(plan, Verdict, evaluate, fingerprint=fingerprint, references=references, progress=progress)
+    return run_or_load(plan, Verdict, evaluate, references, fingerprint=fingerprint, progress=progress)
 
 
 def _routes_to_evaluate(model: nn.Module, route: str | None) -> Sequence[str | None]:
@@ -177,9 +178,12 @@ class _Audit:
     def _attack(
         self, name: str, route: str | None, among: Tensor, *, threat: ThreatModel | None = None, origin: str = ""
     ) -> Tensor:
-        settings = {"seed": self.plan.seed, "route": route, "statistics": frozen_mode(self.plan.statistics)}
-        attack = attack_names.get(name, threat=threat or self.threat, **settings)
+        attack = self._build_attack(name, route, threat)
         return self.runner.evaluate_attack(AttackJob(name=name, attack=attack, route=route, origin=origin), among)
+
+    def _build_attack(self, name: str, route: str | None, threat: ThreatModel | None = None) -> Attack:
+        settings = {"seed": self.plan.seed, "route": route, "statistics": frozen_mode(self.plan.statistics)}
+        return attack_names.get(name, threat=threat or self.threat, **settings)
 
     def _summarize(self, route: str | None, clean: Tensor, claimed: Tensor, origin: str = "") -> dict[str, float]:
         """Return three accuracies of a branch that is reported beside the evaluated one."""
@@ -269,18 +273,15 @@ class _Audit:
 
     def _transfer(self, ladder: list[RungResult], worst: Tensor) -> Tensor:
         """Transfer attacks from the other branches and from the surrogate to the evaluated branch."""
-        sources: list[tuple[str, str | None, nn.Module | None]] = [
-            (f"from {route}", route, None)
-            for route in self.plan.routes
-            if route != self.route and self.gradients[route]
-        ]
+        others = [route for route in self.plan.routes if route != self.route and self.gradients[route]]
+        attacks: dict[str, tuple[Attack, nn.Module | None]] = {
+            f"from {route}": (self._build_attack("pgd50", route), None) for route in others
+        }
         if self.surrogate is not None:
-            sources.append(("from surrogate", same_branch(self.surrogate, self.route), self.surrogate))
+            attack = self._build_attack("pgd50", same_branch(self.surrogate, self.route))
+            attacks["from surrogate"] = replace(attack, statistics="running"), self.surrogate
         pgd10 = next(rung.alone for rung in ladder if rung.attack == "pgd10") or 0.0
-        for name, route, source in sources:
-            statistics = frozen_mode(self.plan.statistics) if source is None else "running"
-            settings = {"seed": self.plan.seed, "route": route, "statistics": statistics}
-            attack = attack_names.get("pgd50", threat=self.threat, **settings)
+        for name, (attack, source) in attacks.items():
             job = AttackJob(name=name, attack=attack, route=self.route, origin="" if source is None else self.origin)
             robust = self.runner.evaluate_attack(job, self.correct, source=source)
             alone, worst = fraction(robust), worst & robust

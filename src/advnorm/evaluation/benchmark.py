@@ -109,13 +109,9 @@ def accuracy_against_eps(
     raise_problems(type_problems(threat=(threat, ThreatModel)))
     values = [eps] if isinstance(eps, str) or not isinstance(eps, Iterable) else eps
     threats = {str(value): ThreatModel(norm=threat.norm, eps=value) for value in values}
-    attacks: dict[str, Attack] = {}
-    for label, value in threats.items():
-        if isinstance(attack, str):
-            built = attack_names.get(attack, threat=value, seed=seed, statistics=frozen_mode(statistics))
-        else:
-            built = dataclasses.replace(attack, threat=value)
-        attacks[f"eps={label}"] = built
+    if isinstance(attack, str):
+        attack = attack_names.get(attack, threat=threat, seed=seed, statistics=frozen_mode(statistics))
+    attacks = {f"eps={label}": dataclasses.replace(attack, threat=value) for label, value in threats.items()}
     settings = {"seed": seed, "any_threat": True, "record": record, "statistics": statistics}
     plan = plan_evaluation(model, data, threat, attacks, route, **settings, **options)
     radii = tuple(value.eps for value in threats.values())
@@ -126,10 +122,7 @@ def run_benchmark(plan: EvaluationPlan, *, progress: bool = False) -> BenchmarkR
     """Evaluate a plan, or read its finished record."""
     jobs = [(job.name, job.key) for job in plan.jobs]
     fingerprint = digest(plan.fingerprint, plan.threat, plan.routes, jobs)
-    references = plan.references
-    return run_or_load(
-        plan, BenchmarkResult, _evaluate, fingerprint=fingerprint, references=references, progress=progress
-    )
+    return run_or_load(plan, BenchmarkResult, _evaluate, plan.references, fingerprint=fingerprint, progress=progress)
 
 
 def _evaluate(runner: EvaluationRunner, identity: Mapping[str, Any]) -> BenchmarkResult:

@@ -24,23 +24,22 @@ def gather(data: Any, limit: int | None = None, rows: Tensor | None = None) -> t
     if isinstance(data, ImageData | FolderData):
         data = data.take(slice(limit) if rows is None else rows).in_memory()
         return data.pixels(), data.labels
-    images_parts: list[Tensor] = []
-    labels_parts: list[Tensor] = []
+    parts: list[tuple[Tensor, Tensor]] = []
     count = 0
     for item in _items(data) if rows is None else (data[row] for row in rows.tolist()):
         x, y = _as_batch(item)
-        images_parts.append(x.cpu())
-        labels_parts.append(y.cpu())
+        parts.append((x.cpu(), y.cpu()))
         count += len(x)
         if limit is not None and count >= limit:
             break
     if not count:
         raise ConfigError("empty", "the data set is empty", field="data", hint="check its path and its split")
-    shapes = {tuple(part.shape[1:]) for part in images_parts}
+    images, labels = zip(*parts)
+    shapes = {tuple(part.shape[1:]) for part in images}
     if len(shapes) > 1:
         hint = "resize or crop them in the data set"
         raise ConfigError("wrong_shape", "images must share one shape", field="data", got=sorted(shapes), hint=hint)
-    return torch.cat(images_parts)[:limit], torch.cat(labels_parts)[:limit]
+    return torch.cat(images)[:limit], torch.cat(labels)[:limit]
 
 
 def gather_spread(data: Any, limit: int | None) -> tuple[Tensor, Tensor, Tensor]:

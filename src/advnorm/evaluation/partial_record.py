@@ -67,26 +67,25 @@ class PartialRecord:
 
     def save(self, key: str, results: Tensor, seconds: float) -> None:
         """Store the results of a job and add to its seconds."""
-        job = self._jobs.setdefault(key, {"warnings": []})
+        job = self._job(key)
         job["verdicts"] = to_letters(results)
         job["seconds"] = job.get("seconds", 0.0) + seconds
         self._write()
 
     def begin(self, key: str) -> None:
         """Register a job before it writes to its own folder, so that the folder's owner is known."""
-        self._jobs.setdefault(key, {"warnings": []})
+        self._job(key)
         self._write()
 
     def warn(self, key: str, warning: str) -> None:
         """Store a warning once."""
-        warnings = self._jobs.setdefault(key, {}).setdefault("warnings", [])
-        if warning not in warnings:
-            warnings.append(warning)
+        if warning not in self._job(key)["warnings"]:
+            self._job(key)["warnings"].append(warning)
             self._write()
 
     def set_stages(self, key: str, accuracy: Mapping[str, float]) -> None:
         """Store the accuracy after each attack of a cascade."""
-        self._jobs.setdefault(key, {"warnings": []})["stages"] = dict(accuracy)
+        self._job(key)["stages"] = dict(accuracy)
 
     def stages(self, key: str) -> dict[str, float] | None:
         return self._jobs.get(key, {}).get("stages")
@@ -99,16 +98,18 @@ class PartialRecord:
         return float(self._jobs.get(key, {}).get("seconds", 0.0))
 
     def warnings(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(warning for job in self._jobs.values() for warning in job.get("warnings", [])))
+        return tuple(dict.fromkeys(warning for job in self._jobs.values() for warning in job["warnings"]))
 
     def remove(self) -> None:
         """Delete the file and the folders of its jobs."""
-        for key in self._jobs:
-            folder = self.folder(key)
+        for folder in map(self.folder, self._jobs):
             if folder is not None and folder.is_dir():
                 shutil.rmtree(folder)
         if self.path is not None:
             self.path.unlink(missing_ok=True)
+
+    def _job(self, key: str) -> dict[str, Any]:
+        return self._jobs.setdefault(key, {"warnings": []})
 
     def _write(self) -> None:
         if self.path is not None:

@@ -69,9 +69,8 @@ class EvaluationPlan:
     @cached_property
     def references(self) -> dict[str, ReferenceLogits]:
         """Logits of the first images, by the names of the routes in records."""
-        return {
-            route or DEFAULT_ROUTE: ReferenceLogits.compute(self.forward, route, self.images) for route in self.routes
-        }
+        forward, images = self.forward, self.images
+        return {route or DEFAULT_ROUTE: ReferenceLogits.compute(forward, route, images) for route in self.routes}
 
     def with_surrogate(self, surrogate: nn.Module) -> EvaluationPlan:
         """Return the plan of computing attacks on a surrogate."""

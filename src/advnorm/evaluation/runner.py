@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +15,7 @@ from advnorm._core.errors import ConfigError
 from advnorm._core.locks import exclusive
 from advnorm._core.memory import AdaptiveBatchSize
 from advnorm._core.precision import float32_as
-from advnorm._core.progress import ProgressDisplay, ProgressTask, show_progress
+from advnorm._core.progress import ProgressDisplay, show_progress
 from advnorm._core.records import write_json, writing
 from advnorm.attacks import Attack
 from advnorm.attacks.autoattack import AutoAttack
@@ -42,9 +42,9 @@ def run_or_load(
     plan: EvaluationPlan,
     kind: type[R],
     evaluate: Callable[[EvaluationRunner, dict[str, Any]], R],
+    references: Mapping[str, ReferenceLogits],
     *,
     fingerprint: str,
-    references: Mapping[str, ReferenceLogits],
     progress: bool,
 ) -> R:
     """Read the finished record of a plan, or evaluate the plan, from a partial record if there is one, and write it.
@@ -123,8 +123,8 @@ class EvaluationRunner:
         def evaluate(part: slice) -> None:
             rows, done, started = pending[part], total - len(pending) + part.start, time.perf_counter()
             attack = job.attack
-            if attack.progress is None:
-                attack = dataclasses.replace(attack, progress=_progress_within(shown, done, len(rows)))
+            if attack.progress is None:  # the progress within a batch as progress over all images
+                attack = replace(attack, progress=lambda n, of: shown.update(done + len(rows) * n / of))
             extended = rows if isinstance(attack, AutoAttack) else self._at_least_minimum(rows)
             x, y, index = plan.images[extended], plan.labels[extended], plan.index[extended]
             if isinstance(attack, AutoAttack):
@@ -184,7 +184,7 @@ class EvaluationRunner:
         self.partial.begin(job.key)
         folder = self.partial.folder(job.key)
         if attack.batch_size is None and plan.statistics != "running":  # the batches whose statistics are evaluated
-            attack = dataclasses.replace(attack, batch_size=plan.batch_size)
+            attack = replace(attack, batch_size=plan.batch_size)
         with writing(folder):
             found = attack.evaluate(plan.model, x, y, index=index, record=folder, bar=False)
         # Relative to all images: x lacks those that are misclassified without an attack.
@@ -211,8 +211,3 @@ class EvaluationRunner:
         if memory.halved:
             sizes, size = ", ".join(map(str, memory.halved)), memory.halved[-1] // 2
             self.partial.warn(key, f"{name}: out of memory for batches of {sizes} {unit}, continued with {size}")
-
-
-def _progress_within(task: ProgressTask, done: int, images: int) -> Callable[[int, int], None]:
-    """Progress within a batch as progress over all images."""
-    return lambda n, of: task.update(done + images * n / of)
