@@ -36,7 +36,7 @@ def test_the_matrix_is_one_where_models_agree_and_zero_where_they_do_not():
     found = transfer(models, sets, batch_size=7)
     rows = [tuple(row.values()) for row in found.accuracy.values()]
     assert rows == [(1, 1, 0, 0), (1, 1, 1, 0), (0, 0, 1, 0), (0.5, 0.5, 0, 0)]
-    assert found.sources == ["first", "both", "second", "half"] and found.targets == list(models)
+    assert list(found.accuracy) == ["first", "both", "second", "half"] and list(found.accuracy["both"]) == list(models)
     assert found.images == dict.fromkeys(sets, 40)
     assert found.record()["accuracy"]["second"] == {"first": 0, "same": 0, "second": 1, "shifted": 0}
 
@@ -61,7 +61,7 @@ def test_adversarial_examples_fool_their_own_model_most(digits):
     targets = [digits.target("bn"), digits.target("dual_bn")]
     seen = []
     found = compare(targets, source="adversarial", progress=lambda *done: seen.append(done))
-    assert found.targets == found.sources == ["bn", "dual_bn (clean)", "dual_bn (adv)"]
+    assert list(found.accuracy) == list(found.accuracy["bn"]) == ["bn", "dual_bn (clean)", "dual_bn (adv)"]
     x_adv = targets[0].attack(digits.networks["bn"], digits.x, digits.y)
     with torch.no_grad():
         expected = (digits.networks["bn"](x_adv).argmax(1) == digits.y).double().mean()

@@ -81,9 +81,7 @@ def stored_statistics(model: nn.Module, domain: str | None = None) -> dict[str, 
     """Return the running statistics of every batch norm for a domain: those of the bank that its samples update."""
     found = _banks_of_domain(model, domain, statistics_banks, "feeds")
     if not found:
-        raise ConfigError(
-            "not_supported", "no norm of this model stores statistics; only batch norms do", field="model"
-        )
+        raise ConfigError("not_supported", "no norm of this model stores statistics", field="model")
     return found
 
 

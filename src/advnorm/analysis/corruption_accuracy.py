@@ -225,9 +225,7 @@ class CorruptionAccuracy(Finding):
             axes.plot(score.severities, along(score.adapted), **hollow)
 
 
-@register_analysis(
-    "corruptions", summary="accuracy under common corruptions, adapted or not", paper="D fig. 1", several=True
-)
+@register_analysis("corruptions", summary="accuracy under common corruptions", paper="D fig. 1", several=True)
 def corruptions_of_runs(
     targets: Sequence[EvaluationTarget],
     *,
@@ -241,22 +239,12 @@ def corruptions_of_runs(
 ) -> CorruptionAccuracy:
     """Evaluate networks under corruptions; adapt those that have batch statistics."""
     views = branch_views(targets, route)
-    networks = {
-        name: corruption_accuracy(
-            target.model,
-            target.images,
-            target.labels,
-            corruptions=corruptions,
-            severities=severities,
-            adapt=adapt and has_batch_statistics(target.model),
-            arrays=arrays,
-            route=branch,
-            batch_size=target.batch_size,
-            seed=seed,
-            rows=target.rows,
-        )
-        for name, target, branch in track(views, progress)
-    }
+    how: Any = {"corruptions": corruptions, "severities": severities, "arrays": arrays, "seed": seed}
+    networks = {}
+    for name, target, branch in track(views, progress):
+        how |= {"adapt": adapt and has_batch_statistics(target.model), "route": branch}
+        how |= {"batch_size": target.batch_size, "rows": target.rows}
+        networks[name] = corruption_accuracy(target.model, target.images, target.labels, **how)
     return CorruptionAccuracy(
         networks=networks,
         images=len(views[0].target.images),

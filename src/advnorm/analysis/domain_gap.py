@@ -118,9 +118,7 @@ def domain_gap(
     )
 
 
-@register_analysis(
-    "domain_gap", summary="distances between clean, adversarial and other inputs, by layer", paper="A fig. 7, C"
-)
+@register_analysis("domain_gap", summary="distances between kinds of images, by layer", paper="A fig. 7, C")
 def domain_gap_of_run(
     target: EvaluationTarget,
     *,
@@ -135,16 +133,8 @@ def domain_gap_of_run(
         raise ConfigError("missing_option", "{field} must contain 'adv'", field="inputs", got=list(inputs))
     images = craft_inputs(target, names, route=branch, progress=progress)
     clean, adv = images.pop("clean"), images.pop("adv")
-    found = domain_gap(
-        target.model,
-        clean,
-        adv,
-        others=images,
-        labels=target.labels,
-        route=branch,
-        statistics=statistics,
-        batch_size=target.batch_size,
-    )
+    how: Any = {"route": branch, "statistics": statistics, "batch_size": target.batch_size}
+    found = domain_gap(target.model, clean, adv, others=images, labels=target.labels, **how)
     return found.under(target_conditions(target, names, through=branch, **found.conditions))
 
 
@@ -186,12 +176,7 @@ class DomainGapTable(Finding):
         return figure
 
 
-@register_analysis(
-    "domain_gap_table",
-    summary="summed distances of several runs with their accuracies",
-    paper="C table 2",
-    several=True,
-)
+@register_analysis("domain_gap_table", summary="summed distances of several runs", paper="C table 2", several=True)
 def domain_gap_table(
     targets: Sequence[EvaluationTarget],
     *,
@@ -269,14 +254,8 @@ def branch_gap(
     if not set(domains) <= set(known) or len(set(domains)) != 2:
         hint = f"the model has: {', '.join(known) or 'none'}; a norm with branches is dual_bn"
         raise ConfigError("wrong_route", "{field} must be two branches", field="domains", got=domains, hint=hint)
-    found = norm_statistics(
-        model,
-        dict(zip(domains, (x, x_adv))),
-        affines=domains,
-        statistics=statistics,
-        batch_size=batch_size,
-        progress=progress,
-    )
+    how: Any = {"affines": domains, "statistics": statistics, "batch_size": batch_size, "progress": progress}
+    found = norm_statistics(model, dict(zip(domains, (x, x_adv))), **how)
     one, other = domains
     ns = {
         affine: {name: {layer: m.gaussian() for layer, m in moments.items()} for name, moments in row.items()}
@@ -299,9 +278,7 @@ def branch_gap(
     )
 
 
-@register_analysis(
-    "branch_gap", summary="distances of NS and of AP between the clean and the adversarial branch", paper="A fig. 6"
-)
+@register_analysis("branch_gap", summary="distances of NS and of AP between the branches", paper="A fig. 6")
 def branch_gap_of_run(
     target: EvaluationTarget,
     *,

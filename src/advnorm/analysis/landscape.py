@@ -250,18 +250,12 @@ def _panels(x_label: str) -> tuple[Figure, Any]:
     figure, panels = new_figure(1, 3, height=3.0)
     titles = ("Loss along gradient", "Change of gradient", "β-smoothness")
     units = ("loss", "l2 distance", "change / distance moved")
-    for axes, title, unit in zip(panels, titles, units):
-        axes.set_title(title)
-        axes.set_ylabel(unit)
-        axes.set_xlabel(x_label)
-    for axes in panels[1:]:
-        axes.set_yscale("log")
+    for axes, title, unit, scale in zip(panels, titles, units, ("linear", "log", "log")):
+        axes.set(title=title, xlabel=x_label, ylabel=unit, yscale=scale)
     return figure, panels
 
 
-@register_analysis(
-    "landscape", summary="loss and gradient along the gradient direction", paper="D fig. 14-17", several=True
-)
+@register_analysis("landscape", summary="loss and gradient along the gradient", paper="D fig. 14-17", several=True)
 def landscape_of_runs(
     targets: Sequence[EvaluationTarget],
     *,

@@ -166,8 +166,7 @@ class LIGSComparison(Finding):
             axes.vlines(x, low, high, color=style["color"], linewidth=3, alpha=0.35)
             handles += axes.plot(x, [found.mean for found in values], **style)
         axes.set_xticks(range(len(shifts)), [SHIFT_NAMES[shift] for shift in shifts])
-        axes.set_xlim(-0.5, len(shifts) - 0.5)
-        axes.set_ylabel("cosine: mean, middle half of images")
+        axes.set(xlim=(-0.5, len(shifts) - 0.5), ylabel="cosine: mean, middle half of images")
         axes.set_title(f"Similarity of input gradients under a shift of size {self.size:g}")
         legend_below(figure, handles, names)
         return figure
@@ -243,9 +242,7 @@ class LIGSTrend(Finding):
                 axes.plot([s.epoch for s in stages], [value(s) for s in stages], **series_style(place))[0]
                 for place, stages in enumerate(self.series.values())
             ]
-            axes.set_title(title)
-            axes.set_ylabel(unit)
-            axes.set_xlabel("epoch")
+            axes.set(title=title, xlabel="epoch", ylabel=unit)
         for axes in grid[len(panels) :]:
             axes.remove()
         legend_below(figure, handles, list(self.series))

@@ -106,9 +106,7 @@ def observe_norm_inputs(
                 message, hint = "{field} must be float tensors", "divide bytes by 255: x.float() / 255"
                 raise ConfigError("wrong_dtype", message, field="images", got=got, hint=hint)
             classes.append(predict(images.to(device)).argmax(1).cpu())
-    if not classes:
-        message = "{field} must not be empty"
-        raise ConfigError("empty", message, field="images", hint="an iterator can be used only once")
+    require_any(classes, "images", "a list of batches; an iterator can be used only once")
     return torch.cat(classes)
 
 
@@ -162,13 +160,9 @@ def moments_and_classes(model: nn.Module, x: Images, **settings: Any) -> tuple[M
     classes = observe_norm_inputs(model, x, pool, **settings)
     found = {name: LayerMoments(m[0].cpu(), v[0].cpu(), int(n)) for name, (m, v, n) in pooled.items()}
     broken = [name for name, one in found.items() if not bool((one.mean + one.biased_variance).isfinite().all())]
-    raise_problems(
-        [
-            Problem(code="not_finite", message=f"the input of {name} is not finite", field="images")
-            for name in broken[:3]
-        ],
-        "check model and images",
-    )
+    if broken:
+        message = f"the input of {', '.join(broken[:3])} is not finite"
+        raise ConfigError("not_finite", message, field="images", hint="check model and images")
     return found, classes
 
 
@@ -258,9 +252,7 @@ def norm_statistics(
     return NormStatistics(moments=found, conditions={"statistics": statistics, "batch_size": batch_size})
 
 
-@register_analysis(
-    "moments", summary="mean and deviation of every norm's input, by affine bank and images", paper="A sec. 5"
-)
+@register_analysis("moments", summary="mean and deviation of the input of every norm", paper="A sec. 5")
 def moments_of_run(
     target: EvaluationTarget,
     *,

@@ -35,6 +35,7 @@ from advnorm.evaluation.target import EvaluationTarget
 from advnorm.norms import RoutedNorm, routed_modules
 
 RADII = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
+Groups = Annotated[Sequence[int], Setting("Numbers of groups of a batch with their own statistics.", "[1, inf)")]
 Radii = Annotated[Sequence[float], Setting("Sizes of the perturbation as shares of the statistics.", "[0, 1)")]
 
 
@@ -105,13 +106,9 @@ def _equal_batches(count: int, size: int, groups: Sequence[int]) -> list[slice]:
     unit = math.lcm(*groups)
     even = count // -(-count // size) // unit * unit if count else 0
     if even < 2 * unit:
-        raise ConfigError(
-            "conflict",
-            f"batches must have two images for each group, groups {sorted(set(groups))}",
-            field="groups",
-            got=Description(f"{count} images in batches of {size}"),
-            hint="use more images, larger batches or fewer groups",
-        )
+        message = f"batches must have two images for each group, {{field}} {sorted(set(groups))}"
+        got, hint = Description(f"{count} images in batches of {size}"), "use more images or fewer groups"
+        raise ConfigError("conflict", message, field="groups", got=got, hint=hint)
     return list(even_slices(count // even * even, even))
 
 
@@ -173,11 +170,7 @@ def statistics_attack_of_run(
     target: EvaluationTarget,
     *,
     radii: Radii = RADII,
-    groups: Annotated[Sequence[int], Setting("Numbers of groups of a batch with their own statistics.", "[1, inf)")] = (
-        1,
-        2,
-        8,
-    ),
+    groups: Groups = (1, 2, 8),
     which: Annotated[Which, Setting("The perturbed statistics.")] = "both",
     route: EveryRouteSetting = None,
     seed: Seed = 0,

@@ -26,6 +26,7 @@ from advnorm.analysis.targets import craft_inputs, default_branch, target_condit
 from advnorm.attacks.base import Progress
 from advnorm.evaluation.target import EvaluationTarget
 
+Layers = Annotated[Sequence[str] | None, Setting("Layers by name. Default: the first, middle and last norm.")]
 Samples = Annotated[int, Setting("Number of images of each kind.", "[2, inf)")]
 
 
@@ -136,16 +137,12 @@ def projection(
     return Projection(layers=found, conditions=conditions)
 
 
-@register_analysis(
-    "projection", summary="clean, PGD and AutoAttack images in the plane of a layer's inputs", paper="C fig. 1"
-)
+@register_analysis("projection", summary="images in the plane of a layer's inputs", paper="C fig. 1")
 def projection_of_run(
     target: EvaluationTarget,
     *,
     inputs: Inputs = ("clean", "adv", "autoattack"),
-    layers: Annotated[Sequence[str] | None, Setting("Layers by name. Default: the first, middle and last norm.")] = (
-        None
-    ),
+    layers: Layers = None,
     samples: Samples = 500,
     route: RouteSetting = None,
     progress: Progress | None = None,

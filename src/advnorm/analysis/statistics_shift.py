@@ -27,6 +27,9 @@ from advnorm.norms import RoutedNorm, domains, functional, mixture_norms, routed
 from advnorm.norms.plan import SHARED
 from advnorm.objectives.base import OBJECTIVES, Layout
 
+LayoutSetting = Annotated[Layout, Setting("How batches are forwarded: one domain at a time, or all together.")]
+RunLayout = Annotated[Layout | None, Setting("How batches are forwarded. Default: as in the training of the run.")]
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StatisticsShift(Finding):
@@ -66,9 +69,7 @@ def statistics_shift(
     inputs: Mapping[str, Images],
     *,
     routes: Mapping[str, str | None] | None = None,
-    layout: Annotated[Layout, Setting("How batches are forwarded: one domain at a time, or all together.")] = (
-        "sequential"
-    ),
+    layout: LayoutSetting = "sequential",
     batch_size: BatchSize = 256,
     progress: Progress | None = None,
 ) -> StatisticsShift:
@@ -149,9 +150,7 @@ def statistics_shift_of_run(
     target: EvaluationTarget,
     *,
     inputs: Inputs = ("clean", "adv"),
-    layout: Annotated[Layout | None, Setting("How batches are forwarded. Default: as in the training of the run.")] = (
-        None
-    ),
+    layout: RunLayout = None,
     progress: Progress | None = None,
 ) -> StatisticsShift:
     """Measure the shift of the images of a run, each kind through its own branch, else through that of ``adv``.

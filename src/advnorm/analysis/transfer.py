@@ -36,16 +36,6 @@ class Transfer(Finding):
     images: Mapping[str, int]  # by source
     what: str = "images"
 
-    @property
-    def sources(self) -> list[str]:
-        """The names of the sources."""
-        return list(self.accuracy)
-
-    @property
-    def targets(self) -> list[str]:
-        """The names of the target models."""
-        return list(next(iter(self.accuracy.values())))
-
     def table(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
         rows = [
             [source, target, format_percent(value)]
@@ -55,7 +45,8 @@ class Transfer(Finding):
         return [f"{self.what} from", "evaluated on", "accuracy"], rows
 
     def draw(self) -> Figure:
-        left, below = wrap_names(self.sources, 24), wrap_names(self.targets, 60 // len(self.targets))
+        targets = list(next(iter(self.accuracy.values())))
+        left, below = wrap_names(self.accuracy, 24), wrap_names(targets, 60 // len(targets))
         lines = max(name.count("\n") + 1 for name in left)
         figure, axes = new_figure(height=1.6 + max(0.42, 0.1 + 0.16 * lines) * len(left))
         values = [list(row.values()) for row in self.accuracy.values()]
@@ -78,8 +69,7 @@ class Transfer(Finding):
 
 def check_comparable(views: Sequence[BranchView]) -> None:
     """Raise if networks cannot classify each other's images: other image shapes or numbers of classes."""
-    shapes = {view.name: tuple(view.target.images.shape[1:]) for view in views}
-    _check_equal("image shapes", shapes)
+    _check_equal("image shapes", {view.name: tuple(view.target.images.shape[1:]) for view in views})
     classes = {view.name: count_classes(view.target.model, view.target.images[:1], view.route) for view in views}
     _check_equal("numbers of classes", classes)
 
@@ -87,7 +77,7 @@ def check_comparable(views: Sequence[BranchView]) -> None:
 def _check_equal(what: str, values: Mapping[str, Any]) -> None:
     if len(set(values.values())) > 1:
         got = Description(", ".join(f"{value} for {name}" for name, value in values.items()))
-        hint = "compare runs on one data set"
+        hint = "compare runs with the same data"
         raise ConfigError("conflict", f"the runs have different {what}", field="targets", got=got, hint=hint)
 
 
@@ -126,9 +116,7 @@ def transfer(
     )
 
 
-@register_analysis(
-    "transfer", summary="features or attacks from each run, evaluated on all", paper="D table 3", several=True
-)
+@register_analysis("transfer", summary="features or attacks of each run on all", paper="D table 3", several=True)
 def transfer_between_runs(
     targets: Sequence[EvaluationTarget],
     *,
@@ -218,11 +206,8 @@ class Alignment(Finding):
                 places = [place + (i - 0.5) * 0.36 for place in range(len(self.names))]
                 bars = axes.bar(places, height, 0.34, color=COLOURS[i], label=label)
                 axes.bar_label(bars, fmt="%.1f", padding=1, fontsize=8)
-        axes.set(
-            ylim=(0, 105),
-            ylabel="test images classified by them (%)",
-            title="Which features decide after training on conflicting ones",
-        )
+        axes.set(ylim=(0, 105), ylabel="test images classified by them (%)")
+        axes.set_title("Which features decide after training on conflicting ones")
         if by_epoch:
             axes.set_xlabel("epoch")
             axes.margins(x=0.02)
@@ -249,9 +234,17 @@ def alignment(
     the label t + ``offset``. On an image of class y, a network that learned robust features predicts y + ``offset``; a
     network that learned non-robust features predicts y. ``models``: by name, or pairs of an epoch and a network.
     """
+    pairs = models.items() if isinstance(models, Mapping) else models
+    return _align(((name, model, route) for name, model in pairs), x, y, offset, batch_size)
+
+
+def _align(
+    models: Iterable[tuple[Any, nn.Module, str | None]], x: Tensor, y: Tensor, offset: int, batch_size: int
+) -> Alignment:
+    """Return the alignment of networks, each through its branch."""
     validate_batch(x, y)
     names, robust, non_robust = [], [], []
-    for name, model in models.items() if isinstance(models, Mapping) else models:
+    for name, model, route in models:
         classes = count_classes(model, x[:1], route)
         if offset % classes == 0:
             message = f"{{field}} must not be a multiple of the {classes} classes"
@@ -270,12 +263,7 @@ def alignment(
     )
 
 
-@register_analysis(
-    "alignment",
-    summary="do runs trained on D_conflict rely on robust features?",
-    paper="D fig. 7",
-    several=True,
-)
+@register_analysis("alignment", summary="which of conflicting features decide", paper="D fig. 7", several=True)
 def alignment_of_runs(
     targets: Sequence[EvaluationTarget],
     *,
@@ -287,18 +275,8 @@ def alignment_of_runs(
     views = branch_views(targets, route)
     check_comparable(views)
     x, y, size = views[0].target.images, views[0].target.labels, views[0].target.batch_size
-    parts = [
-        alignment({name: target.model}, x, y, offset=offset, route=branch, batch_size=size)
-        for name, target, branch in views
-    ]
-    return Alignment(
-        names=tuple(view.name for view in views),
-        aligned_with_robust_features=tuple(part.aligned_with_robust_features[0] for part in parts),
-        aligned_with_non_robust_features=tuple(part.aligned_with_non_robust_features[0] for part in parts),
-        offset=offset,
-        images=len(y),
-        conditions={"runs": view_conditions(views)},
-    )
+    models = ((view.name, view.target.model, view.route) for view in views)
+    return _align(models, x, y, offset, size).under({"runs": view_conditions(views)})
 
 
 def _common_offset(targets: Sequence[EvaluationTarget], given: int | None) -> int:
@@ -317,10 +295,6 @@ def _common_offset(targets: Sequence[EvaluationTarget], given: int | None) -> in
             problems.append(Problem(code="conflict", message=message, field="offset", got=given, hint="leave it out"))
         else:
             offsets[target.name] = offset
-    if len(set(offsets.values())) > 1:
-        got = Description(", ".join(f"{offset} for {name}" for name, offset in offsets.items()))
-        message = "the runs have different offsets"
-        hint = "compare runs of one offset"
-        problems.append(Problem(code="conflict", message=message, field="targets", got=got, hint=hint))
     raise_problems(problems, "bad alignment")
+    _check_equal("class offsets", offsets)
     return next(iter(offsets.values()), 1 if given is None else given)
