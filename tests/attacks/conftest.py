@@ -19,7 +19,7 @@ from advnorm.threat import ThreatModel
 
 @dataclass(frozen=True)
 class Trained:
-    """A network, the threat it is judged by, and 797 images that it has not seen."""
+    """A network, the threat model of its evaluation, and 797 images that it has not seen."""
 
     model: nn.Sequential
     threat: ThreatModel
@@ -62,7 +62,7 @@ def network() -> nn.Sequential:
     )
 
 
-def train(threat: ThreatModel, judged: ThreatModel, epochs: int = 30) -> Trained:
+def train(threat: ThreatModel, evaluated: ThreatModel, epochs: int = 30) -> Trained:
     x, y = digits()
     unseen = x[1000:], y[1000:]
     x, y = x[:1000], y[:1000]
@@ -81,7 +81,7 @@ def train(threat: ThreatModel, judged: ThreatModel, epochs: int = 30) -> Trained
             F.cross_entropy(model(x_adv), y[rows]).backward()
             optimizer.step()
             schedule.step()
-    return Trained(model.eval(), judged, *unseen)
+    return Trained(model.eval(), evaluated, *unseen)
 
 
 @pytest.fixture(scope="session")
@@ -96,6 +96,6 @@ def l2() -> Trained:
 
 @pytest.fixture(scope="session")
 def trained(linf: Trained, l2: Trained) -> dict[str, Trained]:
-    """By norm; L1 is judged on the network that was trained for L2."""
+    """By norm; L1 is evaluated on the network that was trained for L2."""
     l1 = Trained(l2.model, ThreatModel(norm="L1", eps=1.2), l2.x, l2.y)
     return {"Linf": linf, "L2": l2, "L1": l1}

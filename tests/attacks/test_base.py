@@ -88,10 +88,17 @@ def test_an_attack_that_raises_leaves_the_model_unchanged(name, at, victim):
     assert_same(before, snapshot(model))
 
 
+#: Every name with one norm; all other pairs run with the slow tests.
+NAME_AND_NORM = [
+    pytest.param(name, norm, torch.float64, marks=[] if i % len(THREAT_NORMS) == j else pytest.mark.slow)
+    for i, name in enumerate(NAMES)
+    for j, norm in enumerate(THREAT_NORMS)
+]
+
+
 @pytest.mark.parametrize(
     ("name", "norm", "dtype"),
-    [(name, norm, torch.float64) for name in NAMES for norm in THREAT_NORMS]
-    + [(name, "Linf", torch.float32) for name in NAMES if name in ("fgsm", "pgd10", "cw20")],
+    [*NAME_AND_NORM, *((name, "Linf", torch.float32) for name in NAMES if name in ("fgsm", "pgd10", "cw20"))],
 )
 def test_the_result_does_not_depend_on_the_batch(name, norm, dtype):
     """Batches of 1, 7 and 64, and shuffled. In float64, since the model's float32 logits differ in the last bit between

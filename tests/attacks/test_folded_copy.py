@@ -1,4 +1,4 @@
-"""The copy to climb on computes what the network computes, with norms and activations inside the convolutions."""
+"""The folded copy computes what the network computes, with norms and activations inside the convolutions."""
 
 import copy
 
@@ -106,6 +106,7 @@ def test_a_copy_of_a_linked_network_follows_it():
     same(linked, after, tolerance=1e-6)
 
 
+@pytest.mark.slow
 def test_a_compiled_copy_follows_too():
     model = branch("small_cnn")
     copy = make_folded_copy(strip(model, "adv", linked=True))

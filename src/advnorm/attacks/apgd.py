@@ -247,11 +247,7 @@ def on_sphere(threat: ThreatModel, x: Tensor, noise: ImageNoise) -> Tensor:
 for _name, _settings, _summary in (
     ("apgd-ce", {"loss": "ce"}, "Auto-PGD on the cross-entropy"),
     ("apgd-dlr", {"loss": "dlr"}, "Auto-PGD on the DLR loss"),
-    (
-        "apgd-t",
-        {"loss": "dlr", "targets": 9},
-        "Auto-PGD on the DLR loss, targeting the 9 most likely other classes",
-    ),
+    ("apgd-t", {"loss": "dlr", "targets": 9}, "Auto-PGD on the DLR loss towards the 9 most likely other classes"),
 ):
     _options = count_options("steps", "restarts", "samples")
     register_attack(_name, settings=_settings, options=_options, summary=_summary, paper="A, C")(APGD)

@@ -77,7 +77,7 @@ class Attack(ABC):
         ``index`` identifies each image for its random numbers, for example by its position in the data set. With an
         index the result does not depend on the other images of the batch, as far as the model's arithmetic does not.
         """
-        return self._attack(model, x, y, index, self.perturb)
+        return self._attack(model, x, y, index)
 
     def run(self, model: nn.Module, x: Tensor, y: Tensor, *, index: Tensor | None = None, **call: Any) -> AttackResult:
         """Return the same images as a call, and whether a strict float32 forward misclassifies each of them.
@@ -100,20 +100,14 @@ class Attack(ABC):
         """
 
     def _attack(
-        self,
-        model: nn.Module,
-        x: Tensor,
-        y: Tensor,
-        index: Tensor | None,
-        perturb: Callable[[Predict, Tensor, Tensor, ImageNoise], Tensor],
+        self, model: nn.Module, x: Tensor, y: Tensor, index: Tensor | None, *, largest_class: int = 0, **options: Any
     ) -> Tensor:
-        largest_label = validate_batch(x, y)
+        """Attack with ``options`` of :meth:`perturb`, which need logits up to ``largest_class``."""
+        largest_class = max(largest_class, validate_batch(x, y))
         with predicting(model, route=self.route, statistics=self.statistics) as predict:
-            images, labels = detach(x), detach(y)
-            index = torch.arange(len(x), device=x.device) if index is None else index.to(x.device)
-            validate_index(index, x)
-            predict = validating_first_logits(predict, largest_label, images)
-            return self.constrain(perturb(predict, images, labels, self.noise(index)), images)
+            images, labels, noise = detach(x), detach(y), self.noise(validated_index(index, x))
+            predict = validating_first_logits(predict, largest_class, images)
+            return self.constrain(self.perturb(predict, images, labels, noise, **options), images)
 
     def noise(self, index: Tensor) -> ImageNoise:
         """The random numbers that this attack draws for each image."""
@@ -134,8 +128,11 @@ def detach(value: Tensor) -> Tensor:
     return value.detach().clone() if value.is_inference() else value.detach()
 
 
-def validate_index(index: Tensor, x: Tensor) -> None:
-    """Raise unless ``index`` has one entry per image."""
+def validated_index(index: Tensor | None, x: Tensor) -> Tensor:
+    """Return one number per image on its device, by default the position in the batch."""
+    if index is None:
+        return torch.arange(len(x), device=x.device)
     if len(index) != len(x):
         message = f"{{field}} must identify each of {len(x)} images"
         raise ConfigError("wrong_shape", message, field="index", got=len(index))
+    return index.to(x.device)

@@ -110,15 +110,10 @@ class FAB(Search):
     def _move(self, state: _State, difference: Tensor, normal: Tensor) -> None:
         """One step towards the boundary, biased towards the image: eq. 9 and 10 with the projections of section 3."""
         w = normal.flatten(1)
-        # w·p + offset is the linearized difference at p, for the point and for the image.
-        at_point = difference
+        # The linearized difference at the point and at the image; both are projected in one call.
         at_image = difference + (w * (state.x - state.point).flatten(1)).sum(1)
-        d, d_image = onto_boundary(
-            torch.cat([state.point, state.x]).flatten(1),
-            torch.cat([w, w]),
-            torch.cat([at_point, at_image]),
-            self.threat,
-        ).view(2, *state.x.shape)
+        points, values = torch.cat([state.point, state.x]).flatten(1), torch.cat([difference, at_image])
+        d, d_image = onto_boundary(points, torch.cat([w, w]), values, self.threat).view(2, *state.x.shape)
         length, length_image = (threat_norm(v.flatten(1), self.threat).clamp_min(1e-8) for v in (d, d_image))
         alpha = per_image((length / (length + length_image)).clamp_max(self.alpha_max), state.x)
         ahead = (1 - alpha) * (state.point + self.eta * d) + alpha * (state.x + self.eta * d_image)
@@ -178,10 +173,9 @@ def _level(slope: Tensor, limit: Tensor, need: Tensor) -> Tensor:
     return level
 
 
-_OPTIONS = count_options("steps", "restarts")
-register_attack(
-    "fab", settings={"targets": 0}, options=_OPTIONS, summary="the nearest boundary of all classes", paper="A, C"
-)(FAB)
-register_attack(
-    "fab-t", options=_OPTIONS, summary="the boundary to each of the 9 most likely other classes", paper="A, C"
-)(FAB)
+for _name, _settings, _summary in (
+    ("fab", {"targets": 0}, "the nearest boundary of all classes"),
+    ("fab-t", {}, "the boundary to each of the 9 most likely other classes"),
+):
+    _options = count_options("steps", "restarts")
+    register_attack(_name, settings=_settings, options=_options, summary=_summary, paper="A, C")(FAB)

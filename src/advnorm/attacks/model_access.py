@@ -31,16 +31,9 @@ def predicting(model: nn.Module, *, route: str | None = None, statistics: Mode =
     restored; only ``statistics="batch"`` changes the running statistics.
 
     ``route``: the branch of a model with routed norms. By default an enclosing ``advnorm.route`` applies.
-
-    ``statistics`` selects what batch norms use:
-
-    ================  ==================================================================
-    ``running``       the running statistics
-    ``batch``         the statistics of the batch, which also update the running ones
-    ``batch_frozen``  the statistics of the batch; the running ones do not change
-    ================  ==================================================================
-
-    A norm in eval mode inside a model in train mode was frozen by its owner and keeps its running statistics.
+    ``statistics``: batch norms use the ``running`` statistics, or those of the ``batch``, which update the running ones
+    unless ``batch_frozen``. A norm in eval mode inside a model in train mode was frozen by its owner and keeps its
+    running statistics.
     """
     if not isinstance(model, nn.Module):
         got, hint = Description(type(model).__name__), "wrap a function in a module"
@@ -75,7 +68,8 @@ def predicting(model: nn.Module, *, route: str | None = None, statistics: Mode =
                     stack.enter_context(Scope(module, {"mode": "running"}))
             if route is not None:
                 stack.enter_context(route_scope(model, route))
-        yield _predictor(model)
+        dtype = dtype_of(model)
+        yield lambda x: extract_logits(model(x.to(dtype)), len(x)).float()
 
 
 def _cuda_devices(model: nn.Module) -> list[int]:
@@ -83,15 +77,6 @@ def _cuda_devices(model: nn.Module) -> list[int]:
         return []
     tensors = [*model.parameters(), *model.buffers()]
     return sorted({t.device.index for t in tensors if t.is_cuda} | {torch.cuda.current_device()})
-
-
-def _predictor(model: nn.Module) -> Predict:
-    dtype = dtype_of(model)
-
-    def predict(x: Tensor) -> Tensor:
-        return extract_logits(model(x.to(dtype)), len(x)).float()
-
-    return predict
 
 
 def never_alone(predict: Predict) -> Predict:
@@ -121,13 +106,8 @@ def extract_logits(output: Any, batch: int) -> Tensor:
     if not isinstance(output, Tensor):
         logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
-        raise ConfigError(
-            "wrong_type",
-            "the model must return {field}",
-            field="logits",
-            got=Description(type(output).__name__),
-            hint="wrap it in a module whose forward returns them, for example `return self.model(x)[0]`",
-        )
+        got, hint = Description(type(output).__name__), "wrap it in a module whose forward returns them"
+        raise ConfigError("wrong_type", "the model must return {field}", field="logits", got=got, hint=hint)
     if logits.dim() != 2 or len(logits) != batch or logits.shape[1] < 2:
         message = f"{{field}} of {batch} images must have shape ({batch}, classes) with at least 2 classes"
         raise ConfigError("wrong_shape", message, field="logits", got=tuple(logits.shape))
@@ -143,11 +123,7 @@ def input_gradient(value_N: Tensor, x: Tensor) -> Tensor:
     if value_N.requires_grad:
         (grad,) = torch.autograd.grad(value_N.sum(), x, allow_unused=True)
     if grad is None:
-        raise ConfigError(
-            "no_gradient",
-            "the {field} have no gradient with respect to the images (detach, no_grad, rounding or numpy in the "
-            "forward?)",
-            field="logits",
-            hint="use an attack without gradients, such as 'square'",
-        )
+        message = "the {field} have no gradient with respect to the images (detach, no_grad, rounding or numpy?)"
+        hint = "use an attack without gradients, such as 'square'"
+        raise ConfigError("no_gradient", message, field="logits", hint=hint)
     return grad.detach()

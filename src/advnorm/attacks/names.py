@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from advnorm._core.errors import Problem, raise_problems, unknown_name
+from advnorm._core.errors import ConfigError, Problem, raise_problems, unknown_name
 from advnorm._core.registry import Registry
 from advnorm.attacks.base import Attack
 from advnorm.threat import Norm
@@ -112,8 +112,7 @@ def parse_name(name: str) -> tuple[AttackFamily, dict[str, Any]]:
             problems += [problem] if problem else []
         raise_problems(problems, f"bad attack {name!r}")
         return family, settings
-    raise_problems([unknown_name("attack", name, list_attacks())])
-    raise AssertionError
+    raise ConfigError.listing([unknown_name("attack", name, list_attacks())])
 
 
 def _parse_option(token: str, family: AttackFamily, settings: dict[str, Any]) -> Problem | None:

@@ -13,7 +13,6 @@ from advnorm._core.errors import ConfigError, Description, Problem, raise_proble
 from advnorm._core.seeding import ImageNoise
 from advnorm._core.settings import Setting
 from advnorm.attacks.base import Attack, Restarts, Steps
-from advnorm.attacks.inputs import validating_first_logits
 from advnorm.attacks.losses import LOSSES, class_count_problems, minimum_classes
 from advnorm.attacks.model_access import Predict, input_gradient
 from advnorm.attacks.names import NameOption, count_options, register_attack
@@ -132,11 +131,7 @@ class PGD(PGDSettings, Attack):
             raise ConfigError("conflict", "{field} must differ from the label", field="target", hint=hint)
         if least < 0:
             raise ConfigError("out_of_range", "{field} must be at least 0", field="target", got=least)
-
-        def towards(predict: Predict, x: Tensor, y: Tensor, noise: ImageNoise) -> Tensor:
-            return self.perturb(validating_first_logits(predict, most, x), x, y, noise, target=target)
-
-        return self._attack(model, x, y, index, towards)
+        return self._attack(model, x, y, index, largest_class=int(most), target=target)
 
     def perturb(
         self,
@@ -188,13 +183,7 @@ class PGD(PGDSettings, Attack):
         return torch.where(clean, x, uniform)
 
     def _objective(
-        self,
-        predict: Predict,
-        x: Tensor,
-        y: Tensor,
-        noise: ImageNoise,
-        target: Tensor | None,
-        clean: Tensor | None = None,
+        self, predict: Predict, x: Tensor, y: Tensor, noise: ImageNoise, target: Tensor | None, clean: Tensor | None
     ) -> tuple[Objective, Tensor | None]:
         """The values to maximize as a function of the logits, and the target classes if there are any.
 
@@ -253,10 +242,10 @@ OPTIONS = {
     "worst": NameOption(setting="keep", value="worst"),
     "momentum": NameOption(setting="momentum", parse=float),
 }
-LOSS_OPTIONS = {loss: NameOption(setting="loss", value=loss) for loss in ("cw", "dlr", "kl")}
+PGD_OPTIONS = OPTIONS | {loss: NameOption(setting="loss", value=loss) for loss in ("cw", "dlr", "kl")}
 
 
-@register_attack("fgsm", options=OPTIONS | LOSS_OPTIONS, summary="one signed step from the clean image", paper="D")
+@register_attack("fgsm", options=PGD_OPTIONS, summary="one signed step from the clean image", paper="D")
 @dataclass(frozen=True, kw_only=True)
 class FGSM(PGD):
     """One step of size eps from the clean image: ``x + ε · sign(∇ loss)`` (Goodfellow et al. 2015)."""
@@ -269,14 +258,7 @@ class FGSM(PGD):
         return self.threat.eps if self.step_size is None else parse_length(self.step_size)
 
 
-register_attack(
-    "pgd", steps=10, options=OPTIONS | LOSS_OPTIONS, summary="projected gradient descent", paper="A, C, D, E"
-)(PGD)
-register_attack(
-    "cw",
-    steps=20,
-    settings={"loss": "cw"},
-    options=OPTIONS,
-    summary="projected gradient descent on the CW margin",
-    paper="D",
-)(PGD)
+register_attack("pgd", steps=10, options=PGD_OPTIONS, summary="projected gradient descent", paper="A, C, D, E")(PGD)
+register_attack("cw", steps=20, settings={"loss": "cw"}, options=OPTIONS, summary="PGD on the CW margin", paper="D")(
+    PGD
+)

@@ -58,10 +58,5 @@ class RandomNoise(Attack):
 
 
 for _kind in get_args(Kind):
-    register_attack(
-        f"noise-{_kind}",
-        settings={"kind": _kind},
-        options=count_options("restarts"),
-        summary=f"{_kind} noise in the ball",
-        paper="D",
-    )(RandomNoise)
+    _settings, _options, _summary = {"kind": _kind}, count_options("restarts"), f"{_kind} noise in the ball"
+    register_attack(f"noise-{_kind}", settings=_settings, options=_options, summary=_summary, paper="D")(RandomNoise)

@@ -36,9 +36,7 @@ class SearchResult:
 
     def to(self, device: torch.device) -> SearchResult:
         """Return a copy on another device."""
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        moved: dict[str, Any] = {name: None if value is None else value.to(device) for name, value in values.items()}
-        return SearchResult(**moved)
+        return SearchResult(**{name: v if v is None else v.to(device) for name, v in vars(self).items()})
 
 
 class CandidateGrid:
@@ -104,12 +102,9 @@ class CandidateGrid:
         dropped = self._done if finished is None else self._done | finished
         if int(dropped.sum()) < min(len(dropped), max(1, math.ceil(self.DROP * len(dropped)))):
             return None
-        for whole, part in (
-            (self._result.x_adv, self._point),
-            (self._result.fooled, self._done),
-            (self._result.margin, torch.minimum(self._margin, self._lowest)),
-        ):
-            whole[self._images] = part
+        self._result.x_adv[self._images] = self._point
+        self._result.fooled[self._images] = self._done
+        self._result.margin[self._images] = torch.minimum(self._margin, self._lowest)
         kept = (~dropped).nonzero()[:, 0]
         for name in ("_images", "_x", "_y", "_point", "_margin", "_lowest", "_done"):
             setattr(self, name, getattr(self, name)[kept])

@@ -258,7 +258,7 @@ def test_bad_input_raises_before_any_computation(linf, tmp_path):
         attack.evaluate(linf.model, x, y, index=torch.arange(3))
 
 
-def test_progress_goes_from_zero_to_the_total(linf, capsys, monkeypatch):
+def test_progress_is_reported_from_zero_to_the_total(linf, capsys, monkeypatch):
     monkeypatch.setattr(progress, "LINE_EVERY", 0.0)
     reported: list[tuple[int, int]] = []
     attack = quick(linf.threat, progress=lambda done, total: reported.append((done, total)), batch_size=30)

@@ -127,7 +127,7 @@ def test_the_batch_is_halved_until_it_fits(linf, most, tmp_path):
     assert json.loads((tmp_path / "record/record.json").read_text())["answer"]["result"]["halved"] == [*result.halved]
 
 
-def test_a_single_image_that_does_not_fit_is_told(linf):
+def test_a_single_image_that_does_not_fit_raises(linf):
     with raises_problem("out_of_memory", kind=AdvnormError):
         quick(linf.threat).evaluate(Cramped(linf.model, 0), *linf.first(4))
 

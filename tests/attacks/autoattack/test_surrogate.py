@@ -85,7 +85,7 @@ def gradient_of(network, x):
 
 
 def replaying(model, *sizes):
-    """A stand-in that has captured forwards and gradients of these many rows."""
+    """A surrogate that has captured forwards and gradients of batches with these numbers of rows."""
     fast = make_surrogate(model, route="adv", statistics="running")
     for rows in sizes:
         x = torch.rand(rows, 3, 32, 32, device="cuda")

@@ -24,7 +24,7 @@ from advnorm.attacks.autoattack.cascade import Cascade
 from advnorm.attacks.autoattack.record import AutoAttackResult, CascadeRecord
 from advnorm.attacks.autoattack.settings import VERSIONS, AutoAttackSettings, Precision
 from advnorm.attacks.autoattack.surrogate import search_surrogate
-from advnorm.attacks.base import detach, validate_index
+from advnorm.attacks.base import detach, validated_index
 from advnorm.attacks.inputs import validate_batch, validating_first_logits
 from advnorm.attacks.model_access import Predict, predicting
 from advnorm.attacks.names import NameOption, count_options, register_attack
@@ -54,7 +54,7 @@ class AutoAttack(AutoAttackSettings):
     def perturb(self, predict: Predict, x: Tensor, y: Tensor, noise: ImageNoise) -> Tensor:
         with float32_as("ieee", x.device):
             surrogate, scope = search_surrogate(self, predict, x.device)
-            cascade = Cascade(self, predict, x, y, noise, device=x.device, surrogate=surrogate, precision=scope)
+            cascade = Cascade(self, predict, x, y, noise, surrogate=surrogate, precision=scope)
             return cascade.run().x_adv
 
     def evaluate(
@@ -75,8 +75,7 @@ class AutoAttack(AutoAttackSettings):
         folded, half precision) that guides the search instead of ``precision``; the model itself decides.
         """
         largest_label = validate_batch(x, y)
-        index = torch.arange(len(x)) if index is None else index
-        validate_index(index, x)
+        index = validated_index(index, x)
         tensors = (*model.parameters(), *model.buffers()) if isinstance(model, nn.Module) else ()
         device = next((tensor.device for tensor in tensors), x.device)
         callers_precision = snapshot_precision(device)
@@ -86,21 +85,11 @@ class AutoAttack(AutoAttackSettings):
             x, y = detach(x), detach(y)
             torch.manual_seed(self.seed)  # for randomized models; `predicting` restores the caller's state
             predict = validating_first_logits(predict, largest_label)
-            noise = ImageNoise(self.seed, index.to(device)).fold(type(self).__name__)
+            noise, given = self.noise(index.to(device)), search is not None
             surrogate, scope = search, callers_precision
-            if surrogate is None:
+            if not given:
                 surrogate, scope = search_surrogate(self, predict, device, model)
-            cascade = Cascade(
-                self,
-                predict,
-                x,
-                y,
-                noise,
-                device=device,
-                surrogate=surrogate,
-                precision=scope,
-                given=search is not None,
-            )
+            cascade = Cascade(self, predict, x, y, noise, surrogate=surrogate, precision=scope, given=given)
             if record is not None:
                 cascade.record = CascadeRecord(Path(record), self._request(model, x, y, index, cascade))
             if sys.stderr.isatty() if bar is None else bar:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -46,13 +46,12 @@ class Cascade:
         y: Tensor,
         noise: ImageNoise,
         *,
-        device: torch.device,
         surrogate: Predict | None,
         precision: ContextFactory,
         given: bool = False,
     ) -> None:
-        self.attack, self.x, self.y, self.noise, self.device = attack, x, y, noise, device
-        self.given = given
+        self.attack, self.x, self.y, self.noise, self.given = attack, x, y, noise, given
+        self.device = device = noise.device
         self.memory = AdaptiveBatchSize(attack.batch_size or (CPU_ROWS if device.type == "cpu" else GPU_ROWS))
         self.padded = device.type == "cuda" and attack.statistics == "running"
         if self.padded:
@@ -138,16 +137,12 @@ class Cascade:
         if len(gap):
             self.victim.tolerance = 2 * gap.max().item()
             return
-        problem = (
-            f"for none of the first {len(probe)} images the search has a finite margin to compare with the model's; "
-            "check its logits for overflow and NaN"
-        )
+        problem = f"it has no finite margin for the first {len(probe)} images; check its logits for overflow and NaN"
         if self.given:
             raise ConfigError("not_finite", f"{{field}}= cannot guide an attack: {problem}", field="search")
         self.victim = self.strict
-        self.warnings.append(
-            ReliabilityWarning("float32-search", f"the search ran in float32: {problem} in {self.attack.precision}")
-        )
+        message = f"the search ran in float32, not in {self.attack.precision}: {problem}"
+        self.warnings.append(ReliabilityWarning("float32-search", message))
 
     def _stage(self, place: int, names: tuple[str, ...], search: Search, left: Tensor, classes: int) -> None:
         """Run one attack on the remaining images, batch by batch."""
@@ -177,16 +172,14 @@ class Cascade:
             batches.size = min(batches.size or 1, (self.memory.size or 1) // variants or 1)
 
         show(0)
-        with self._kernels():
+        scope = nullcontext()
+        if self.padded and self.victim is self.strict:
+            # cuDNN benchmarks its kernels for a strict search of few sizes; its default can be 3 times slower.
+            scope = choose_kernels(deterministic=torch.backends.cudnn.deterministic)
+        with scope:
             batches.map(len(left), attack_part)
         self.memory.halved += [images * variants for images in batches.halved]
         show(len(left))
-
-    def _kernels(self) -> AbstractContextManager[None]:
-        """Scope: cuDNN benchmarks its kernels for a strict search of few sizes; its default can be 3 times slower."""
-        if self.padded and self.victim is self.strict:
-            return choose_kernels(deterministic=torch.backends.cudnn.deterministic)
-        return nullcontext()
 
     def _attack(self, name: str, search: Search, images: Tensor) -> SearchResult:
         x, y = self.x[images].to(self.device), self.y[images].to(self.device)

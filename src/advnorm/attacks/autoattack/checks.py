@@ -33,10 +33,7 @@ def warnings_before(
     if not randomized and len(x) > 1:
         alone = _finite(torch.cat([victim.strict_logits(image) for image in x[:4].split(1)]))
         if (((alone - logits[:4]).norm(dim=1)) / scale[:4]).max().item() > 1e-3:
-            message = (
-                "the output for an image depends on the other images of its batch (batch statistics at test time?), "
-                "and so does the result; use statistics='running', or fix a branch"
-            )
+            message = "outputs depend on the other images of the batch; use statistics='running', or fix a branch"
             warnings.append(ReliabilityWarning("batch-dependent", message))
     if logits.min() > -1e-5 and logits.max() < 1 + 1e-5 and ((logits.sum(1) - 1).abs() < 1e-5).all():
         message = "the outputs look like probabilities, whose gradients vanish; return logits, without softmax"
@@ -90,10 +87,7 @@ def warnings_after(
     warnings = []
     without = ", ".join(f"{name} on {count} images" for name, count in no_gradient.items() if count)
     if without:
-        message = (
-            f"zero gradients: {without}; gradient attacks cannot be trusted there; "
-            "check for saturation, rounding or a huge scale of the logits"
-        )
+        message = f"zero gradients: {without}; check for saturation, rounding or a huge scale of the logits"
         warnings.append(ReliabilityWarning("zero-gradients", message))
     return warnings + square_warnings(names, fooled_by, len(fooled_by))
 

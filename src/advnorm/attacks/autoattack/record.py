@@ -117,9 +117,6 @@ class CascadeRecord:
             write_json(self._json, {"format": self.FORMAT, "asked": request})
         self._data = self._read()
 
-    def __str__(self) -> str:
-        return str(self.folder)
-
     def _read(self) -> dict[str, Any]:
         try:
             data = json.loads(self._json.read_text(encoding="utf-8"))
@@ -145,14 +142,8 @@ class CascadeRecord:
 
     def add(self, batch: StageBatch) -> None:
         """Write a finished batch."""
-        found = batch.found
-        tensors = {
-            "images": batch.images,
-            "x_adv": found.x_adv,
-            "fooled": found.fooled,
-            "margin": found.margin,
-            "zero_gradient": found.zero_gradient,
-        }
+        tensors = {name: value for name, value in vars(batch.found).items() if value is not None}
+        tensors["images"] = batch.images
         facts = {"stage": batch.stage, "seconds": batch.seconds, "forwards": batch.forwards}
         self._count += 1
         _write_tensors(self.folder / f"batch-{self._count:06}.safetensors", tensors, facts)
