@@ -1,15 +1,6 @@
-"""Attacks by name: the registry, and the grammar of names such as ``pgd20-restarts5`` and ``autoattack-bf16``.
+"""Attacks by name: the registry, and the grammar of names, ``FAMILY[STEPS]{-OPTION}``: ``pgd20-restarts5-worst``.
 
-A name consists of a family, a number of steps and options::
-
-    name    = family [steps] { "-" option }
-    family  = a registered name: "pgd", "apgd-ce", "noise-uniform"; the longest that fits
-    steps   = digits, if the family declares a number of steps: "pgd10"
-    option  = flag | word number
-    flag    = an option with a fixed value: "worst", "targeted", "bf16"
-    word    = an option that takes a number: "restarts5", "momentum0.9"
-
-Each option sets one setting of the attack. Settings that the name leaves open are keywords of :func:`get`.
+The longest registered family that fits counts. An option is a flag with a fixed value or a word with a number.
 """
 
 from __future__ import annotations
@@ -121,9 +112,6 @@ def _parse_option(token: str, family: AttackFamily, settings: dict[str, Any]) ->
     option, number = family.options.get(word), token[len(word) :]
     if option is None:
         return unknown_name("option", word, family.options)
-    if (option.parse is None) == bool(number):
-        message = f"option {word!r} {'needs a' if option.parse else 'takes no'} number"
-        return Problem(code="wrong_type", field=option.setting, message=message)
     if option.setting in settings:
         return Problem(code="conflict", field=option.setting, message="{field} is set twice")
     try:
@@ -131,4 +119,6 @@ def _parse_option(token: str, family: AttackFamily, settings: dict[str, Any]) ->
     except ValueError:
         kind = "a whole number" if option.parse is int else "a number"
         return Problem(code="wrong_type", field=option.setting, message=f"option {word!r} needs {kind}", got=number)
+    if number and not option.parse:
+        return Problem(code="wrong_type", field=option.setting, message=f"option {word!r} takes no number", got=number)
     return None

@@ -159,7 +159,9 @@ class PGD(PGDSettings, Attack):
                     worst.offer(x_adv, logits, loss)
                 grad = grad.nan_to_num(nan=0.0)  # a NaN output is a success: stay there
                 if self.momentum:
-                    grad = velocity = self.momentum * velocity + _per_image_scale(grad)
+                    # Divided by each image's mean size, so that gradients of different scale add up.
+                    size = grad.abs().flatten(1).mean(1).clamp_min(torch.finfo(grad.dtype).tiny)
+                    grad = velocity = self.momentum * velocity + grad / per_image(size, grad)
                 x_adv = project(self.threat.ascended(x_adv.detach(), grad, self.step))
                 if self.progress is not None:
                     self.progress(restart * self.steps + step + 1, self.restarts * self.steps)
@@ -215,16 +217,7 @@ def least_likely(logits: Tensor, y: Tensor) -> Tensor:
     return logits.scatter(1, y[:, None], torch.inf).argmin(1)
 
 
-def _per_image_scale(grad: Tensor) -> Tensor:
-    """Divide by each image's mean absolute gradient, so that gradients of different scale add up."""
-    mean = grad.abs().flatten(1).mean(1).clamp_min(torch.finfo(grad.dtype).tiny)
-    return grad / per_image(mean, grad)
-
-
-#: The problem of a target with the kl loss.
-_KL_TARGET = Problem(
-    code="conflict", field="target", message="the kl loss has no {field}", hint="leave target out or use loss='ce'"
-)
+_KL_TARGET = Problem(code="conflict", field="target", message="the kl loss has no {field}", hint="use loss='ce'")
 
 
 def _in_255ths(number: str) -> str:
@@ -259,6 +252,4 @@ class FGSM(PGD):
 
 
 register_attack("pgd", steps=10, options=PGD_OPTIONS, summary="projected gradient descent", paper="A, C, D, E")(PGD)
-register_attack("cw", steps=20, settings={"loss": "cw"}, options=OPTIONS, summary="PGD on the CW margin", paper="D")(
-    PGD
-)
+register_attack("cw", steps=20, settings={"loss": "cw"}, options=OPTIONS, summary="PGD on the CW loss", paper="D")(PGD)

@@ -44,10 +44,7 @@ Queries = Annotated[int, Setting("Number of queries per image.", "[1, inf)")]
 
 
 @register_attack(
-    "square",
-    options=count_options("queries", "restarts"),
-    summary="random search with squares, without gradients",
-    paper="A, C",
+    "square", options=count_options("queries", "restarts"), summary="random search without gradients", paper="A, C"
 )
 @dataclass(frozen=True, kw_only=True)
 class Square(Search):

@@ -15,7 +15,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from advnorm._core.errors import ConfigError
-from advnorm._core.records import digest, interrupted_write, write_atomic, write_json
+from advnorm._core.records import digest, interrupted_write, read_json, write_atomic, write_json
 from advnorm.attacks.autoattack.settings import AutoAttackSettings
 from advnorm.attacks.search import SearchResult
 
@@ -118,15 +118,12 @@ class CascadeRecord:
         self._data = self._read()
 
     def _read(self) -> dict[str, Any]:
-        try:
-            data = json.loads(self._json.read_text(encoding="utf-8"))
-            found, known = dict(data["asked"]), data["format"] == self.FORMAT
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise _damaged(self._json, repr(error)) from None
+        data = read_json(self._json)
         hint = "give record= another folder, or remove this one"
-        if not known:
+        if data.get("format") != self.FORMAT:
             message = f"{self._json} must have format {self.FORMAT}; another version of advnorm wrote it"
-            raise ConfigError("wrong_format", message, field="record", got=data["format"], hint=hint)
+            raise ConfigError("wrong_format", message, field="record", got=data.get("format"), hint=hint)
+        found = data.get("asked", {})
         differing = [name for name in self.request if name != "logits" and found.get(name) != self.request[name]]
         if not differing:
             ours, theirs = (
@@ -204,10 +201,6 @@ def _read_tensors(path: Path, device: torch.device) -> tuple[dict[str, Tensor], 
             raise ValueError("the content does not match the hash")
         facts = json.loads(header["facts"])
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise _damaged(path, str(error)) from None
+        message, hint = f"{path} is damaged ({error})", f"remove the folder {path.parent} to start again"
+        raise ConfigError("damaged_file", message, field="record", hint=hint) from None
     return {name: value.to(device) for name, value in tensors.items()}, facts
-
-
-def _damaged(path: Path, reason: str) -> ConfigError:
-    hint = f"remove the folder {path.parent} to start again"
-    return ConfigError("damaged_file", f"{path} is damaged ({reason})", field="record", hint=hint)
