@@ -36,7 +36,7 @@ class SearchResult:
 
     def to(self, device: torch.device) -> SearchResult:
         """Return a copy on another device."""
-        return SearchResult(**{name: v if v is None else v.to(device) for name, v in vars(self).items()})
+        return SearchResult(**{name: value.to(device) for name, value in vars(self).items() if value is not None})
 
 
 class CandidateGrid:
