@@ -15,7 +15,7 @@ def test_a_decorator_registers_and_returns_the_decorated_object():
         return width
 
     assert resnet() == 1 and plain.get("resnet") is resnet and entries.get("resnet50") == (resnet, 50)
-    assert list(entries) == ["resnet18", "resnet50"] == entries.names("resnet*") and len(entries) == 2
+    assert list(entries) == ["resnet18", "resnet50"] == entries.names("resnet*") and len(list(entries)) == 2
     assert list(keywords(resnet)) == ["width"]
 
 

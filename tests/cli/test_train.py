@@ -42,9 +42,9 @@ def test_the_printed_evaluate_command_works(tmp_path):
     assert done.exit_code == 0, done.output
     words = shlex.split(done.output[done.output.index("evaluate it: ") :])[2:]
     assert words[:2] == ["advnorm", "evaluate"] and words[-2:] == ["--data-dir", str(folder)]
-    judged = CliRunner().invoke(app, [*words[1:], "--attacks", "fgsm", "--device", "cpu"])
-    assert judged.exit_code == 0, judged.output
-    assert "branches: clean, adv; --route chooses" in judged.output
+    evaluated = CliRunner().invoke(app, [*words[1:], "--attacks", "fgsm", "--device", "cpu"])
+    assert evaluated.exit_code == 0, evaluated.output
+    assert "branches: clean, adv; --route chooses" in evaluated.output
 
 
 def test_errors_of_the_command_name_its_options(tmp_path):

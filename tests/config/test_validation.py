@@ -132,7 +132,7 @@ def test_a_bad_value_is_rejected_by_code_and_field(name, value, code):
         (
             {"second_pass": {"name": "apart", "groups": 4, "samples": 2}, "batch_size": 8},
             "conflict",
-            "second_pass.samples",
+            "second_pass.groups",
         ),
     ],
 )

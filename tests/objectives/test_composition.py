@@ -123,10 +123,10 @@ def test_all_problems_of_options_come_in_one_error(kind, options, fields):
 @pytest.mark.parametrize("norm", ["gn", "dual_affine_ln", "none", "plain"])
 def test_apart_needs_statistics_of_batches_to_attack_and_says_how_to_get_them(kind, norm):
     model = tiny(plain=True) if norm == "plain" else tiny(norm)
-    with pytest.raises(ConfigError, match=r"convert.*convert_norm") as told:
+    with pytest.raises(ConfigError, match=r"convert.*convert_norm") as caught:
         kind(Standard(model))
     if norm == "plain":
-        assert "'bn'" in str(told.value) or '"bn"' in str(told.value)
+        assert "'bn'" in str(caught.value) or '"bn"' in str(caught.value)
         advnorm.convert_norm(model, "bn")
         kind(Standard(model))(X, Y).loss.backward()
 

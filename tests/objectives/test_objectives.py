@@ -245,8 +245,8 @@ def test_a_sequential_step_feeds_one_bank_twice_and_a_concatenated_one_once():
 
 
 @pytest.mark.parametrize(("mode", "clean", "adv"), [("running", 0, 0), ("batch_frozen", 0, 0), ("batch", 1, 5)])
-def test_an_attack_feeds_the_banks_it_goes_through_where_it_is_told_to_and_only_there(mode, clean, adv):
-    """Beside the one batch of the training pass; TRADES looks at the clean output once, then climbs (trap 1)."""
+def test_an_attack_updates_only_the_banks_that_its_statistics_option_allows(mode, clean, adv):
+    """Beside the training pass: TRADES computes the clean output once, then maximizes the loss (trap 1)."""
     model = tiny("dual_bn")
     before = [int(model.norm1.statistics_bank(domain)[2]) for domain in ("clean", "adv")]
     OBJECTIVES.get("trades")(model, pgd(steps=5, statistics=mode))(X, Y)
@@ -258,7 +258,7 @@ def test_an_attack_feeds_the_banks_it_goes_through_where_it_is_told_to_and_only_
 
 
 def spread(kept: int, count: int) -> list[int]:
-    """So many of ``count`` images, evenly over the batch: every rank of a batch that is cut then keeps its share."""
+    """Positions of ``kept`` of ``count`` images, spread evenly, so that every rank keeps its share of them."""
     return [position * count // kept for position in range(kept)]
 
 

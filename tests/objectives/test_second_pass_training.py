@@ -198,7 +198,7 @@ def test_a_training_continues_from_the_model_alone(wrap):
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_the_attack_on_statistics_hurts_far_more_than_chance_and_more_in_groups(seed):
-    """Paper B, fig. 1: one batch makes the perturbation, the training set judges."""
+    """Paper B, fig. 1: one batch makes the perturbation, and the training set evaluates it."""
     model, everything = train(6, seed=seed), batches("train")
 
     def under(radius: float, kind: str = "gradient", groups: int = 1, draw: int = 0) -> float:

@@ -113,7 +113,7 @@ def test_figure_6_is_confirmed_if_variances_differ_more_than_means():
 
 
 def test_claims_are_refuted_by_numbers_that_contradict_them(as_printed):
-    """Each check looks at what it speaks of: with all numbers of table 7 equal nothing holds but flat curves."""
+    """Each check reads its own numbers: with equal numbers in table 7 only the flat curves hold."""
     values = {place: [30.0] for place in as_printed("E/table7") | as_printed("E/table3")} | as_printed("E/table1")
     values |= {("adv/pgd30", "shared/pgd2000"): [30.0], ("adv/pgd30", "shared/clean"): [80.0]}
     values |= {("adv_to_clean", "shared/clean"): [73], ("clean_to_adv", "shared/pgd2000"): [20]}

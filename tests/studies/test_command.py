@@ -52,7 +52,7 @@ def test_a_dry_run_lists_the_state_of_each_cell_and_runs_nothing(tmp_path):
     assert "single/eps8/fast-seed0.json was made with other settings than the study has now: lr 7.0, now" in out.output
     assert "single/eps16/fast-seed0.json is skipped: not a record of a cell: its format must be" in out.output
     assert sorted(tmp_path.rglob("*")) == before
-    assert "88.06 | 90.00" in out.output and "claim: " in out.output  # what is there already
+    assert "88.06 | 90.00" in out.output and "claim: " in out.output  # existing records
     empty = invoke("study", "A/table3", "--protocol", "fast", "--dry-run", "--out", tmp_path / "empty")
     assert empty.exit_code == 0 and "claim: " not in empty.output
 

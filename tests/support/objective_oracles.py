@@ -71,7 +71,7 @@ def crafted(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Given(Attack):
-    """An attack that takes no look at the model: it returns :func:`crafted` images."""
+    """An attack that ignores the model and returns :func:`crafted` images."""
 
     threat: ThreatModel = field(default_factory=lambda: ThreatModel(eps=1.0))
 

@@ -31,7 +31,7 @@ class Case:
     norm: str
     options: dict[str, Any] = field(default_factory=dict)
     norm_options: dict[str, Any] = field(default_factory=dict)
-    find_unused: bool = False  # parameters that get no gradient, which DDP must be told
+    find_unused: bool = False  # DDP must expect parameters without a gradient
 
     def objective(self, *, sync: bool) -> Objective:
         model = tiny(self.norm, sync=sync, **self.norm_options)

@@ -54,7 +54,7 @@ SYNCHRONIZED = {
 SYNCHRONIZED["share"] = Config.from_dict(
     {**LONG, "norm": "dual_bn", "objective": {"name": "hybrid", "clean_share": 0.25}}
 )
-#: Parameters of one domain get no gradient: DDP must be told.
+#: DDP must expect parameters without a gradient: those of one domain.
 UNUSED = {
     "classical-dual_bn": Config.from_dict({**LONG, "norm": "dual_bn", "objective": "classical"}),
     "cross-cross_bn": Config.from_dict({**LONG, "norm": "cross_bn", "objective": "cross"}),
@@ -76,7 +76,7 @@ SINGLE = Config.from_dict(
 )
 
 CALLS = {"bucket": 0}
-JUDGED: list[str] = []  # fingerprints of the models that were validated
+VALIDATED: list[str] = []  # fingerprints of the models that were validated
 
 
 class Counting(DistributedDataParallel):
@@ -96,7 +96,7 @@ def remember_judged() -> None:
     original = Validation.__call__
 
     def remembered(self: Validation, model: torch.nn.Module, *stopped: Any) -> dict[str, float] | None:
-        JUDGED.append(model_fingerprint(model))
+        VALIDATED.append(model_fingerprint(model))
         return original(self, model, *stopped)
 
     Validation.__call__ = remembered
@@ -104,13 +104,13 @@ def remember_judged() -> None:
 
 def trained(config: Config, out: Path, **settings: Any) -> dict[str, Any]:
     CALLS.update(bucket=0)
-    JUDGED.clear()
+    VALIDATED.clear()
     run = advnorm.train(config, out=out, device="cpu", **settings)
-    return {"finished": run.finished, "folder": str(run.folder), "judged": list(JUDGED), **CALLS}
+    return {"finished": run.finished, "folder": str(run.folder), "validated": list(VALIDATED), **CALLS}
 
 
 def stopped(config: Config, out: Path, rank: int) -> dict[str, Any]:
-    """SIGTERM to the last rank in mid-epoch stops all; then all go on."""
+    """SIGTERM to the last rank in mid-epoch stops all; then all resume."""
     original = loop.TrainingLoop.train_step
     if rank == WORLD - 1:
         patched(loop.TrainingLoop, "train_step", before=lambda *_: os.kill(os.getpid(), signal.SIGTERM), at=3)

@@ -1,7 +1,7 @@
 """Trainings that are killed, in processes of their own: ``python train_worker.py FOLDER``.
 
-For every way to die it forks a child that trains and dies so, then another one that goes on, until one finishes. What
-each child ended with is written to FOLDER/codes.json; test_train.py compares the runs with one that was left alone.
+For every way to die it forks a child that trains and dies so, then another one that resumes, until one finishes. The
+exit code of each child is written to FOLDER/codes.json; test_train.py compares the runs with one that was left alone.
 """
 
 from __future__ import annotations

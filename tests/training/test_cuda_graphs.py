@@ -274,7 +274,7 @@ def test_second_passes_train_compiled_as_they_do_eagerly(tmp_path, kind):
 
 @pytest.mark.parametrize("precision", [pytest.param(value, marks=on_gpu) for value in ("float32", "bf16")])
 def test_a_replay_draws_what_the_step_itself_would_draw(tmp_path, monkeypatch, precision):
-    """Dropout depends on the step alone, so that a resumed training goes on with the same masks."""
+    """Dropout depends on the step alone, so that a resumed training draws the same masks."""
     features = SmallCNN.feature_map
     monkeypatch.setattr(SmallCNN, "feature_map", lambda self, x: torch.nn.functional.dropout(features(self, x), 0.5))
     settings = {"objective": "standard", "norm": "bn", "precision": precision, "compile": True}

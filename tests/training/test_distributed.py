@@ -88,10 +88,10 @@ def test_statistics_that_are_pooled_need_no_more_than_an_image_of_each_process(l
 def test_without_synchronization_the_first_process_rules(launched, name):
     first, second = seen(launched, name)
     assert first["finished"] and second["finished"]
-    assert first["judged"] == second["judged"] and len(set(first["judged"])) == 2, (
-        "all judge the same model, each epoch"
+    assert first["validated"] == second["validated"] and len(set(first["validated"])) == 2, (
+        "every rank validates the same model after each epoch"
     )
-    assert first["judged"][-1] == model_fingerprint(only_run(launched[0] / name).model("last"))
+    assert first["validated"][-1] == model_fingerprint(only_run(launched[0] / name).model("last"))
 
 
 def test_sigterm_to_one_process_stops_all_and_they_go_on_to_the_same_bits(launched):

@@ -88,7 +88,7 @@ def test_max_minutes_stops_at_a_checkpoint_and_the_same_call_resumes(tmp_path):
             break
         with raises_problem("not_finished", "run"):
             _ = run.record
-    assert codes == [False] * 14 + [True], "a step at a time, or an epoch that is judged: 12 steps and 3 epochs"
+    assert codes == [False] * 14 + [True], "a step at a time, or the validation of an epoch: 12 steps and 3 epochs"
     alone = train(config, tmp_path / "alone")
     assert state(run) == state(alone)
 
@@ -108,12 +108,12 @@ def test_a_stop_interrupts_validation(tmp_path, monkeypatch):
     config = small(norm="dual_bn", ema=0.9, validation_attack="pgd3")
     asked = []
 
-    def told(loop) -> bool:  # in the midst of the second epoch's attack
+    def interrupts(loop) -> bool:  # during the attack of the second epoch
         asked.append(loop.state.step)
         return asked.count(8) == 3
 
     with monkeypatch.context() as patch:
-        patch.setattr(TrainingLoop, "_interrupts_validation", told)
+        patch.setattr(TrainingLoop, "_interrupts_validation", interrupts)
         run = train(config, tmp_path)
     assert not run.finished and len(run.metrics()) == 1 and asked.count(8) == 3
     assert "stopped in the validation of epoch 2 of 3" in (run.folder / "log.txt").read_text()
@@ -237,7 +237,7 @@ def test_a_signal_to_the_whole_process_group_stops_at_a_checkpoint(tmp_path, num
         process.kill()
     assert process.returncode == status, out + err
     assert "Traceback" not in err and "same command" in out
-    assert lines[0].strip() == "run: runs/grouped-seed0", "what is going on is told without a terminal too"
+    assert lines[0].strip() == "run: runs/grouped-seed0", "progress is printed without a terminal too"
     assert "20000 steps of" in lines[2] and [line[:11] for line in lines[-2:]] == ["epoch   1  ", "epoch   2  "]
     assert checkpoint.exists(tmp_path / "runs/grouped-seed0/checkpoints", "last")
 

@@ -74,11 +74,11 @@ def test_held_out_accuracies_do_not_depend_on_the_batch_size(monkeypatch):
     assert torch.equal(clean, images[0]) and torch.equal(adv, images[1]) and not torch.equal(clean, adv)
 
 
-@pytest.mark.parametrize(("every", "judged"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (4, [4, 5]), (9, [5])])
-def test_validation_runs_every_few_epochs_and_after_the_last(tmp_path, every, judged):
+@pytest.mark.parametrize(("every", "validated"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (4, [4, 5]), (9, [5])])
+def test_validation_runs_every_few_epochs_and_after_the_last(tmp_path, every, validated):
     run = train(small(objective="standard", epochs=5, validate_every=every), tmp_path)
-    assert [row["epoch"] for row in run.metrics() if "held_out" in row] == judged
-    assert run.record["best"]["epoch"] in judged
+    assert [row["epoch"] for row in run.metrics() if "held_out" in row] == validated
+    assert run.record["best"]["epoch"] in validated
 
 
 def test_validation_evaluates_in_float32_in_every_precision():

@@ -8,8 +8,6 @@ import torch
 
 from advnorm._core.errors import ConfigError
 
-_HINT = "use 'cpu', 'cuda' or leave it out"
-
 
 def resolve_device(device: str | torch.device | None = None) -> torch.device:
     """Return an available device; by default CUDA if available, else the CPU.
@@ -19,11 +17,11 @@ def resolve_device(device: str | torch.device | None = None) -> torch.device:
     try:
         wanted = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
     except RuntimeError:
-        raise ConfigError("no_device", f"unknown {{field}} {str(device)!r}", field="device", hint=_HINT) from None
+        wanted = None
+    if wanted is None or wanted.type not in ("cpu", "cuda"):
+        raise ConfigError("no_device", "{field} must be 'cpu' or 'cuda'", field="device", got=str(device))
     if wanted.type == "cpu":
         return wanted
-    if wanted.type != "cuda":
-        raise ConfigError("no_device", "{field} must be 'cpu' or 'cuda'", field="device", got=str(device), hint=_HINT)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     index = wanted.index
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

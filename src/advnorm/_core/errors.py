@@ -44,9 +44,6 @@ class AdvnormError(Exception):
     >>> raise ConfigError("out_of_range", "{field} must be at least 1", field="epochs", got=0)
     """
 
-    problems: tuple[Problem, ...]
-    heading: str
-
     def __init__(
         self, code: str, message: str, *, field: str = "", got: Any = NOTHING, hint: str = "", heading: str = ""
     ) -> None:
@@ -94,10 +91,7 @@ def raise_problems(problems: Iterable[Problem], heading: str = "", kind: type[Ad
 
 @contextmanager
 def collect_problems(problems: list[Problem], parent: str = "") -> Iterator[None]:
-    """Append the problems of an error to a list instead of raising it, so that all are raised together later.
-
-    With a ``parent`` they are problems inside it.
-    """
+    """Append the problems of an error, as problems inside ``parent``, to a list instead of raising the error."""
     try:
         yield
     except AdvnormError as error:

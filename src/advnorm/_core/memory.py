@@ -33,6 +33,8 @@ class AdaptiveBatchSize:
             stop = count if count - stop < self.minimum else stop
             try:
                 results.append(function(slice(start, stop)))
+                start = stop
+                continue
             except torch.OutOfMemoryError as error:
                 size = stop - start
                 if size < 2 * self.minimum:
@@ -40,9 +42,6 @@ class AdaptiveBatchSize:
                     raise AdvnormError("out_of_memory", words, field="batch_size", hint=hint) from error
                 self.halved.append(size)
                 self.size = size // 2
-            else:
-                start = stop
-                continue
             # Outside of the except clause, whose traceback keeps the activations of the failed batch alive.
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()

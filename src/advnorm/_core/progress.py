@@ -10,8 +10,6 @@ from typing import Any, TextIO
 
 #: Seconds between two log lines.
 LINE_EVERY = 30.0
-#: Seconds between two updates of a detail line that costs a device synchronization.
-DETAIL_EVERY = 0.5
 
 
 class ProgressDisplay:
@@ -91,7 +89,7 @@ class _Lines(ProgressDisplay):
 
 
 class _Bars(ProgressDisplay):
-    detail_every = DETAIL_EVERY
+    detail_every = 0.5  # a new detail may cost a device synchronization
 
     def __init__(self, bars: Any) -> None:
         self._bars = bars

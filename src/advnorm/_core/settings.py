@@ -23,7 +23,15 @@ from advnorm._core.errors import ConfigError, Problem, collect_problems, raise_p
 from advnorm._core.registry import keywords
 
 T = TypeVar("T")
-_LARGEST = sys.float_info.max  # NaN, infinity and integers beyond float fail the comparison
+#: Values that each scalar type accepts. NaN, infinity and integers beyond float fail the comparison.
+_ACCEPTS: Mapping[Any, Callable[[Any], bool]] = {
+    bool: lambda value: isinstance(value, bool),
+    int: lambda value: isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63,
+    float: lambda value: (
+        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    ),
+    str: lambda value: isinstance(value, str) and value.isprintable(),
+}
 
 
 @dataclass(frozen=True)
@@ -69,9 +77,8 @@ def convert(label: str, hint: Any, value: Any) -> Any:
     """
     hint, setting = _split(hint)
     converted = _convert(label, hint, value)
-    if setting is not None and setting.range:
-        numbers = converted if isinstance(converted, tuple) else (converted,)
-        for number in numbers:
+    if setting.range:
+        for number in converted if isinstance(converted, tuple) else (converted,):
             if isinstance(number, int | float) and not in_range(setting.range, number):
                 words = f"{{field}} must {range_words(setting.range)}"
                 raise ConfigError("out_of_range", words, field=label, got=value)
@@ -96,18 +103,9 @@ def _convert(label: str, hint: Any, value: Any) -> Any:
     elif origin in (tuple, Sequence):
         if isinstance(value, list | tuple):
             return tuple(convert(label, members[0], item) for item in value)
-    elif hint is bool:
-        if isinstance(value, bool):
-            return value
-    elif hint is int:
-        if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63:
-            return int(value)
-    elif hint is float:
-        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST:
-            return float(value)
-    elif hint is str:
-        if text is not None and text.isprintable():
-            return str(text)
+    elif hint in _ACCEPTS:
+        if _ACCEPTS[hint](value):
+            return hint(value)
     elif hint is Named:
         return _named(label, value)
     elif origin is dict:
@@ -129,12 +127,10 @@ def _convert(label: str, hint: Any, value: Any) -> Any:
     raise ConfigError("wrong_type", f"{{field}} must be {type_words(hint)}", field=label, got=value)
 
 
-def _split(hint: Any) -> tuple[Any, Setting | None]:
-    """A type and its declaration."""
-    if get_origin(hint) is not Annotated:
-        return hint, None
-    plain, *metadata = get_args(hint)
-    return plain, next((item for item in metadata if isinstance(item, Setting)), None)
+def _split(hint: Any) -> tuple[Any, Setting]:
+    """Return a type and its declaration, which is empty if the type has none."""
+    plain, *metadata = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    return plain, next((item for item in metadata if isinstance(item, Setting)), Setting(""))
 
 
 def _named(label: str, value: Any) -> Named:
@@ -197,7 +193,7 @@ def range_words(interval: str) -> str:
 def _declared(kind: type) -> Mapping[str, Any]:
     """Type hints of the fields that are declared with a :class:`Setting`."""
     hints = get_type_hints(kind, include_extras=True)
-    return {f.name: hints[f.name] for f in fields(kind) if _split(hints[f.name])[1] is not None}
+    return {f.name: hints[f.name] for f in fields(kind) if _split(hints[f.name])[1].help}
 
 
 def convert_fields(settings: Any) -> list[Problem]:
@@ -262,7 +258,6 @@ def describe(owner: type | Callable[..., Any]) -> list[SettingRow]:
     rows = []
     for name, declared in hints.items():
         hint, setting = _split(declared)
-        setting = setting or Setting("")
         rows.append(SettingRow(name, type_words(hint), setting.range, defaults[name], setting.help))
     return rows
 

@@ -34,7 +34,7 @@ def analyze(
     device: Device = None,
     seed: Seed = 0,
 ) -> None:
-    """Measure and draw what happens inside a trained network.
+    """Analyze a trained network: print the numbers, write a figure and its data.
 
     Example: `advnorm analyze domain_gap runs/NAME --data-dir data --out figures`
     """

@@ -59,7 +59,7 @@ def before_every_verb(
         typer.Option(
             "--import",
             envvar="ADVNORM_IMPORT",
-            help="A .py file or a module that registers your own models, data sets or norms. Goes before the verb.",
+            help="A .py file or a module that registers your models, data sets or norms. Write it before the verb.",
         ),
     ] = None,
 ) -> None:

@@ -25,7 +25,7 @@ def audit(
     ] = "standard",
     surrogate: Annotated[str | None, typer.Option(help="module:function of a model to transfer attacks from.")] = None,
     surrogate_weights: Annotated[
-        Path | None, typer.Option(help="Weights of the surrogate, a .safetensors file. Default: those of the model.")
+        Path | None, typer.Option(help="Weights of the surrogate, a .safetensors file. Default: --weights.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Write the figure to this file (.png, .svg, .pdf).")] = None,
 ) -> int:

@@ -19,7 +19,7 @@ app = typer.Typer(no_args_is_help=True, help="Measure speed and memory against a
 def bench_norms(
     norms: Annotated[list[str] | None, typer.Argument(help="Norms to measure. Default: bn and dual_bn.")] = None,
     model: Annotated[str, typer.Option(help="Network; see `advnorm ls models`.")] = "resnet18",
-    batch_size: Annotated[int | None, typer.Option(help="Default: 32 on the CPU, 512 on a GPU.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Images per batch. Default: 512 on a GPU, else 32.")] = None,
     device: Device = None,
     precision: Annotated[str, typer.Option(help="float32, tf32 or bf16 (autocast).")] = "float32",
     compiled: Annotated[bool, typer.Option("--compile", help="Compile every network, the plain one too.")] = False,
@@ -57,10 +57,10 @@ def bench_train(
     norm: Annotated[str, typer.Option(help="Norm of the networks.")] = "dual_bn",
     batch_size: Annotated[
         list[int] | None,
-        typer.Option(min=2, metavar=INTEGERS, help="One or several. Default: 128 and 512; on the CPU 16."),
+        typer.Option(min=2, metavar=INTEGERS, help="One or several batch sizes. Default: 128 and 512; on the CPU 16."),
     ] = None,
     attack_steps: Annotated[
-        list[int] | None, typer.Option(min=1, metavar=INTEGERS, help="One or several. Default: 10.")
+        list[int] | None, typer.Option(min=1, metavar=INTEGERS, help="One or several numbers. Default: 10.")
     ] = None,
     mode: Annotated[
         list[str] | None,

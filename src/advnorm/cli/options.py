@@ -38,21 +38,19 @@ JsonCopy = Annotated[Path | None, typer.Option(help="Also write the record to th
 class EvaluateOptions:
     """Options of ``evaluate`` and ``audit``: what is evaluated, on which images, under which threat."""
 
-    target: Annotated[
-        str, typer.Argument(help="Folder of a run, or module:function that returns a model (from this folder).")
-    ]
+    target: Annotated[str, typer.Argument(help="Folder of a run, or module:function that returns a model.")]
     weights: Annotated[Path | None, typer.Option(help="Weights of the model, a .safetensors file.")] = None
     checkpoint: Checkpoint = None
     data: Annotated[
         str | None,
-        typer.Option(help="NAME:FOLDER of a data set, or a .npz or .safetensors file of x and y. Default: the run's."),
+        typer.Option(help="Data set NAME:FOLDER, or a .npz or .safetensors file with x and y. Default: the run's."),
     ] = None
     data_dir: DataDir = None
     eps: Eps = None
-    threat_norm: Annotated[str | None, typer.Option(help="Linf, L2 or L1. Default: the run's, or Linf.")] = None
-    statistics: Annotated[
-        str, typer.Option(help="Statistics that batch norms use: running, batch or batch_frozen.")
-    ] = "running"
+    threat_norm: Annotated[str | None, typer.Option(help="Linf, L2 or L1. Default: the run's, else Linf.")] = None
+    statistics: Annotated[str, typer.Option(help="Statistics of batch norms: running, batch or batch_frozen.")] = (
+        "running"
+    )
     limit: Limit = None
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Images per batch. Default: 512 on a GPU, 128 on the CPU.")

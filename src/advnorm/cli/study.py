@@ -21,7 +21,7 @@ def study(
     name: Annotated[str, typer.Argument(help="A table or figure, or one cell of it; see `advnorm ls studies`.")],
     seeds: Annotated[list[int] | None, typer.Option(metavar=INTEGERS, help="Seeds. Default: 0.")] = None,
     protocol: Annotated[
-        str | None, typer.Option(help="paper: as printed (default). fast: 30 epochs, batch 512, one cycle.")
+        str | None, typer.Option(help="paper: as in the paper (default). fast: 30 epochs, batch size 512, one_cycle.")
     ] = None,
     smoke: Annotated[
         bool, typer.Option(help="Run two steps on synthetic images, to check that every part works.")
@@ -33,10 +33,10 @@ def study(
     data_dir: DataDir = None,
     device: Device = None,
     launcher: Annotated[str, typer.Option(help="local: processes on this computer. ray: a cluster.")] = "local",
-    address: Annotated[str | None, typer.Option(help="Address of the Ray cluster. Default: the running one.")] = None,
+    address: Annotated[str | None, typer.Option(help="Address of a Ray cluster. Default: the running one.")] = None,
     processes: Annotated[int, typer.Option(min=1, help="Number of workers per device.")] = 1,
 ) -> int:
-    """Run every cell of a table and print it, the paper's numbers beside ours.
+    """Run every cell of a table or figure and print our numbers beside the paper's.
 
     Exit status: 0 done, 1 a cell failed, 75 stopped before the end. Examples:
     `advnorm study A/table3 --protocol fast --seeds 0 1 2 --data-dir data`, `advnorm study A/table3 --smoke`,

@@ -31,7 +31,7 @@ def train(
     download: Annotated[bool, typer.Option(help="Download a missing data set from its official address.")] = False,
     workers: Annotated[int | None, typer.Option(min=0, help="Number of processes that decode image files.")] = None,
     max_minutes: Annotated[
-        float | None, typer.Option(help="Stop at a checkpoint after this time (exit status 75).")
+        float | None, typer.Option(help="Stop at a checkpoint after this many minutes (exit status 75).")
     ] = None,
     checkpoint_minutes: Annotated[float, typer.Option(help="Minutes between checkpoints within an epoch.")] = 10,
     tensorboard: Annotated[bool, typer.Option(help="Also write TensorBoard events.")] = False,

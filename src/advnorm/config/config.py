@@ -47,8 +47,6 @@ class Config(TrainingSettings):
                 problems += found
         return problems
 
-    # -- meaning -------------------------------------------------------------------------------------------------------
-
     def scaled(self) -> Config:
         """Return the same training with ``budget=1``: epochs, milestones, snapshots and warm-ups multiplied by it."""
         times = self.budget
@@ -99,8 +97,6 @@ class Config(TrainingSettings):
         length = f"eps{eps.strip()}" if self.threat == "Linf" else f"{self.threat}_{eps}"
         length = re.sub(r"[^A-Za-z0-9.]+", "_", length)
         return "-".join((self.data.name, self.model.name, self.norm, self.objective.name, length, self.digest[:8]))
-
-    # -- plain data ----------------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings in JSON types; :meth:`from_dict` gives the same configuration back, exactly."""

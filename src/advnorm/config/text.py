@@ -59,8 +59,7 @@ def _value(node: yaml.Node, seen: set[int]) -> Any:
 def unique_keys(pairs: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
     """Return a dictionary of pairs whose keys must differ."""
     counts = Counter(str(key) for key, _ in pairs)  # a YAML key may be a list, reported as unknown later
-    twice = [key for key, count in counts.items() if count > 1]
-    raise_problems([_set_twice(key) for key in twice], "duplicate keys")
+    raise_problems([_set_twice(key) for key, count in counts.items() if count > 1], "duplicate keys")
     return {str(key): value for key, value in pairs}
 
 

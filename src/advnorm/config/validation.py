@@ -85,11 +85,6 @@ class _Checks:
     def reject(self, field: str, message: str, hint: str = "", *, got: Any = NOTHING, code: str = "conflict") -> None:
         self.problems.append(Problem(code=code, message=message, field=field, got=got, hint=hint))
 
-    def add_parts(self, parent: str, found: Iterable[Problem]) -> None:
-        self.problems += (problem.inside(parent) for problem in found)
-
-    # -- names ---------------------------------------------------------------------------------------------------------
-
     def check_names(self) -> None:
         s = self.settings
         for label, registry in WITH_OPTIONS.items():
@@ -154,39 +149,35 @@ class _Checks:
         if self.valid("running_epochs") and s.running_epochs > 0:
             self.reject("running_epochs", f"norm {s.norm!r} has no running statistics", "use running_epochs=0")
 
-    # -- objective -----------------------------------------------------------------------------------------------------
-
     def check_objective(self) -> None:
         s = self.settings
         if self.valid("objective", "norm", "norm_options"):
             statistics = s.attack.statistics if self.valid("attack") else "running"
             kind = OBJECTIVES.get(s.objective.name)
             found = kind.problems(s.norm, s.norm_options, attack_statistics=statistics, **s.objective.options)
-            self.add_parts("objective", found)
+            self.problems += (problem.inside("objective") for problem in found)
 
     def check_second_pass(self) -> None:
         s = self.settings
         for label in ("regularizer", "second_pass"):
             named = getattr(s, label)
             if self.valid(label) and named is not None:
-                self.add_parts(label, WITH_OPTIONS[label].get(named.name).option_problems(**named.options))
+                found = WITH_OPTIONS[label].get(named.name).option_problems(**named.options)
+                self.problems += (problem.inside(label) for problem in found)
         if not self.valid("second_pass", "batch_size") or s.second_pass is None:
             return
         groups = s.second_pass.options.get("groups", 1)
         samples = s.second_pass.options.get("samples", 1.0)
         if isinstance(samples, int) and samples > s.batch_size:
             self.reject("second_pass.samples", f"{{field}} must be at most batch_size ({s.batch_size})", got=samples)
-        if not (isinstance(groups, int) and isinstance(samples, int | float) and groups > 1):
-            return
-        if groups > s.batch_size:
-            self.reject("second_pass.groups", f"{{field}} must be at most batch_size ({s.batch_size})", got=groups)
+        if groups <= 1:
             return
         rows = rows_of_second_pass(s.batch_size, samples, groups)
         share = s.objective.options.get("clean_share", 1.0) if self.valid("objective") else 1.0
         clean = clean_images(rows, share) if rows else 0
         if not rows:
-            words = f"{{field}} ({samples}) of batch_size ({s.batch_size}) is less than groups ({groups})"
-            self.reject("second_pass.samples", words)
+            words = f"{{field}} must be at most the number of images: {samples} of batch_size ({s.batch_size})"
+            self.reject("second_pass.groups", words, got=groups)
         elif clean % groups:
             words = f"{{field}} must divide the number of clean images in the second pass ({clean})"
             hint = "change groups, samples, batch_size or objective.clean_share"
@@ -202,8 +193,6 @@ class _Checks:
         if self.valid("regularizer") and s.regularizer and s.regularizer.options.get("shift") in ATTACKS:
             words = f"{{field}}={s.mix!r} gives soft labels, but the regularizer's attack needs hard labels"
             self.reject("mix", words, "use regularizer.shift=gaussian or uniform")
-
-    # -- schedule ------------------------------------------------------------------------------------------------------
 
     def check_schedule(self) -> None:
         s = self.settings
@@ -247,8 +236,6 @@ class _Checks:
         for name, (others, used, owner) in needs.items():
             if self.valid(name, *others) and not used and getattr(s, name) != getattr(TrainingSettings, name):
                 self.reject(name, f"{{field}} belongs to {owner} and has no effect here", "leave it out")
-
-    # -- validation and attacks ----------------------------------------------------------------------------------------
 
     def check_validation_images(self) -> None:
         s = self.settings
