@@ -43,7 +43,7 @@ def test_the_readme_lists_every_norm():
 def test_the_make_targets_that_the_pages_name_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
-        named = re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(), flags=re.MULTILINE)  # commands, not prose
+        named = re.findall(r"(?:^|\$ |`)make ([a-z-]+)", page.read_text(), flags=re.MULTILINE)  # commands, not prose
         assert set(named) <= targets
 
 
