@@ -111,7 +111,7 @@ def _convert(label: str, hint: Any, value: Any) -> Any:
     elif origin is dict:
         if isinstance(value, Mapping):
             return freeze(label, value)
-    elif hint is Any:
+    elif hint is Any or hint is inspect.Parameter.empty:
         return freeze(label, value)
     elif is_dataclass(hint):
         if isinstance(value, hint):  # pyright: ignore[reportArgumentType]

@@ -21,8 +21,8 @@ def load_config(source: str | Path, overrides: Sequence[str] = ()) -> Config:
     path = Path(source)
     readers = {".yaml": _read_yaml, ".yml": _read_yaml, ".json": _read_json, ".py": _read_python}
     if path.suffix not in readers:
-        words = f"the file of a configuration must end in {', '.join(readers)}"
-        raise ConfigError("unknown_name", words, field=str(path), got=str(path))
+        words = f"a configuration is a file that ends in {', '.join(readers)}"
+        raise ConfigError("unknown_name", words, field=str(path), heading=str(path))
     try:
         return Config.from_dict(readers[path.suffix](path), overrides)
     except ConfigError as error:
