@@ -109,7 +109,7 @@ def test_a_full_disk_is_one_readable_error_and_the_run_resumes_later(tmp_path, l
         ),
         ({"regularizer": {"name": "ligs", "shift": "fgsm", "size": 2}}, {}, "size must lie in pixel scale"),
         ({}, {"device": "cuda"}, "device 'cuda:0' is not available"),
-        ({}, {"device": "tpu"}, "unknown device 'tpu'"),
+        ({}, {"device": "tpu"}, "device must be 'cpu' or 'cuda', got 'tpu'"),
         ({}, {"max_minutes": -1, "checkpoint_minutes": math.nan}, "max_minutes .* got -1; checkpoint_minutes"),
     ],
     ids=lambda value: str(value)[:40],
