@@ -21,6 +21,7 @@ from advnorm.analysis import ANALYSES, ligs, ligs_along
 from advnorm.analysis.base import to_record
 from advnorm.analysis.ligs import SHIFTS, GradientSimilarities, LIGSComparison
 from advnorm.attacks import FGSM, PGD, predicting
+from support.confident import confident_network, exact_direction
 from support.problems import raises_problem
 
 
@@ -136,7 +137,7 @@ def test_a_shift_to_where_the_gradient_turns_has_ligs_minus_1():
 
 @pytest.mark.parametrize("gap", [10.0, 60.0])
 def test_a_confident_network_has_a_gradient_direction(gap):
-    """Float32 rounds ``p_y - 1`` to 0 there, and a third of the gradient with it."""
+    """Float32, and with a gap of 60 float64 too, rounds ``p_y - 1`` to 0, and a third of the gradient with it."""
     torch.manual_seed(0)
     first = nn.Linear(6, 3)
     model = nn.Sequential(nn.Flatten(), first)
@@ -146,9 +147,28 @@ def test_a_confident_network_has_a_gradient_direction(gap):
     x, y = torch.rand(5, 1, 2, 3), torch.zeros(5, dtype=torch.long)
     near = shifted_by_hand(model, x, y, "gaussian", 0.5, None)
     found = ligs(model, x, y, size=0.5)
-    expected = one_by_one(model, x, near, y)
+    expected = (exact_direction(model, x, y) * exact_direction(model, near, y)).flatten(1).sum(1)
     torch.testing.assert_close(found.per_image, expected, rtol=1e-5, atol=1e-5)
     assert float(expected.min()) < 0.99
+
+
+@pytest.mark.parametrize(
+    ("scale", "near_enough"), [(1, 1e-5), (10, 1e-4)]
+)  # float32 logits of 1,000 have steps of 6e-5
+def test_the_value_of_a_confident_network_is_exact_however_large_its_margins(scale, near_enough):
+    model, x, y = confident_network()
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        model[-1].weight *= scale
+        model[-1].bias *= scale
+    near = shifted_by_hand(model, x, y, "gaussian", 0.05, None)
+    expected = (exact_direction(model, x, y) * exact_direction(model, near, y)).flatten(1).sum(1)
+    found = ligs(model, x, y, size=0.05)
+    assert found.without_gradient == 0
+    torch.testing.assert_close(found.per_image, expected, rtol=0, atol=near_enough)
+    noise = ImageNoise(0, torch.arange(len(x))).fold("ligs")
+    regularizer = advnorm.objectives.LIGS(advnorm.objectives.Standard(model), size=0.05).similarity(x, y, noise)
+    assert float(regularizer.detach()) == pytest.approx(float(expected.mean()), abs=1e-5)
 
 
 def test_images_without_a_gradient_are_counted_and_left_out():

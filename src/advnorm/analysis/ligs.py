@@ -29,13 +29,12 @@ from advnorm.analysis.settings import (
     setting_problems,
 )
 from advnorm.analysis.targets import branch_views, view_conditions
-from advnorm.attacks import Attack, input_gradient, predicting
+from advnorm.attacks import Attack, predicting
 from advnorm.attacks.base import Progress
 from advnorm.attacks.inputs import validate_batch, validating_first_logits
-from advnorm.attacks.losses import cross_entropy
 from advnorm.attacks.model_access import Predict
 from advnorm.evaluation.target import EvaluationTarget
-from advnorm.objectives.ligs import Shift, shift_images
+from advnorm.objectives.ligs import Shift, loss_direction, shift_images
 from advnorm.threat import ThreatModel, parse_length
 
 SHIFTS: tuple[Shift, ...] = get_args(Shift)
@@ -118,9 +117,9 @@ def _size_problems(size: Any) -> list[Problem]:
 
 
 def _gradient(predict: Predict, x: Tensor, y: Tensor) -> Tensor:
-    """Return ``∇_x l`` of each image; in float64, because float32 loses ``p_y - 1`` for a confident network."""
+    """Return ``∇_x l`` of each image, up to a factor."""
     x = x.detach().requires_grad_()
-    return input_gradient(cross_entropy(predict(x).double(), y), x)
+    return loss_direction(predict(x), y, x)
 
 
 def _cosine(a: Tensor, b: Tensor) -> Tensor:

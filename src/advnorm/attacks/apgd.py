@@ -77,7 +77,7 @@ class APGD(Search):
 
     def _value(self, classes: int) -> Value:
         few = classes < minimum_classes(self.loss, targeted=bool(self.targets))
-        loss = LOSSES["cw" if few else self.loss]
+        loss = LOSSES["cw" if few else "published_ce" if self.loss == "ce" else self.loss]
         if not self.targets:
             return lambda logits, y, _target: loss.untargeted(logits, y)
         assert loss.targeted is not None

@@ -15,8 +15,23 @@ from advnorm._core.precision import at_least_float32
 _TINY = 1e-12
 
 
+def log_odds(logits: Tensor, y: Tensor) -> Tensor:
+    """``log Σ_{j≠y} exp(z_j) - z_y``: the logarithm of ``(1 - p_y) / p_y``."""
+    logits = at_least_float32(logits)
+    return logits.scatter(1, y[:, None], -torch.inf).logsumexp(1) - _at(logits, y)
+
+
 def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
-    """``-log softmax(z)_y``."""
+    """``-log softmax(z)_y``, as the softplus of the log-odds.
+
+    The gradient of the usual form contains ``p_y - 1``. In float32 a confident network rounds that to zero, or to
+    something that no longer cancels the other classes, and the gradient of the images turns to another direction.
+    """
+    return -F.logsigmoid(-log_odds(logits, y))  # unlike torch's softplus, this is exact for large arguments too
+
+
+def published_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
+    """``-log softmax(z)_y`` in the usual form, which the published AutoAttack uses."""
     return F.cross_entropy(at_least_float32(logits), y, reduction="none")
 
 
@@ -46,7 +61,9 @@ def dlr_targeted(logits: Tensor, y: Tensor, target: Tensor) -> Tensor:
 
 def kl_to_clean(logits: Tensor, clean_log_probs: Tensor) -> Tensor:
     """``KL(p(clean) || p(adv))`` (TRADES), from log probabilities, so that an underflow to 0 gives no NaN."""
-    return F.kl_div(at_least_float32(logits).log_softmax(1), clean_log_probs, reduction="none", log_target=True).sum(1)
+    logits, top = at_least_float32(logits), clean_log_probs.argmax(1)
+    log_probs = logits.log_softmax(1).scatter(1, top[:, None], -cross_entropy(logits, top)[:, None])
+    return F.kl_div(log_probs, clean_log_probs, reduction="none", log_target=True).sum(1)
 
 
 def _at(logits: Tensor, y: Tensor) -> Tensor:
@@ -78,10 +95,16 @@ class Loss:
     targeted: Callable[[Tensor, Tensor, Tensor], Tensor] | None
 
 
+def _towards_target(loss: Callable[[Tensor, Tensor], Tensor]) -> Loss:
+    """A loss whose targeted form is the negated loss of the target."""
+    return Loss(untargeted=loss, targeted=lambda z, y, t: -loss(z, t))
+
+
 #: ``kl`` takes the clean log probabilities instead of the labels.
 LOSSES: dict[str, Loss] = {
-    "ce": Loss(untargeted=cross_entropy, targeted=lambda z, y, t: -cross_entropy(z, t)),
-    "cw": Loss(untargeted=cw_margin, targeted=lambda z, y, t: -cw_margin(z, t)),
+    "ce": _towards_target(cross_entropy),
+    "published_ce": _towards_target(published_cross_entropy),
+    "cw": _towards_target(cw_margin),
     "dlr": Loss(untargeted=dlr, targeted=dlr_targeted),
     "kl": Loss(untargeted=kl_to_clean, targeted=None),
 }

@@ -10,10 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from advnorm._core.errors import ConfigError, Problem
+from advnorm._core.precision import at_least_float32
 from advnorm._core.registry import Registry
 from advnorm._core.seeding import ImageNoise
 from advnorm._core.settings import Setting
 from advnorm._core.wrappers import unwrap_model
+from advnorm.attacks.losses import log_odds
 from advnorm.attacks.model_access import extract_logits
 from advnorm.attacks.pgd import FGSM, PGD
 from advnorm.norms import domains, route, routed_modules, statistics
@@ -38,6 +40,19 @@ def shift_images(kind: Shift, x: Tensor, y: Tensor, noise: ImageNoise, size: flo
     threat = ThreatModel(eps=size)
     attack = FGSM(threat=threat) if kind == "fgsm" else PGD(threat=threat, steps=7)
     return attack.constrain(attack.perturb(predict, x, y, noise), x)
+
+
+def loss_direction(logits: Tensor, y: Tensor, x: Tensor, *, create_graph: bool = False) -> Tensor:
+    """The gradient of the summed cross-entropy with respect to ``x``, up to a factor for very confident images.
+
+    The gradient of image i's loss is ``σ(m_i) ∇m_i`` with the log-odds ``m``. Float32 cannot hold ``σ(m)`` beyond a
+    margin of 87. A cosine needs the direction alone, so that ``σ(m)`` stops at ``exp(-70)``.
+    """
+    if y.dim() == 2:  # soft labels: p - y does not round away
+        loss = F.cross_entropy(at_least_float32(logits), y, reduction="sum")
+        return torch.autograd.grad(loss, x, create_graph=create_graph)[0]
+    odds = log_odds(logits, y)
+    return torch.autograd.grad(odds, x, F.logsigmoid(odds).clamp_min(-70).exp(), create_graph=create_graph)[0]
 
 
 #: Regularizers by name, for configurations and listings.
@@ -107,14 +122,12 @@ class LIGS(Wrapper):
         stored = any(needs_both_domains(module.plan) for module in routed_modules(model).values())
 
         def predict(images: Tensor) -> Tensor:
-            logits = extract_logits(model(images.to(self.innermost.dtype)), len(images))
-            return logits if logits.dtype == torch.float64 else logits.float()
+            return extract_logits(model(images.to(self.innermost.dtype)), len(images))
 
         def gradient(images: Tensor) -> Tensor:
             images = images.detach().requires_grad_()
-            loss = F.cross_entropy(predict(images), y, reduction="sum")
-            rows = torch.autograd.grad(loss, images, create_graph=True)[0].flatten(1)
-            # Only the direction counts, and a cosine treats the small gradients of confident networks as zero.
+            rows = loss_direction(predict(images), y, images, create_graph=True).flatten(1)
+            # Only the direction counts, and a cosine treats small gradients as zero.
             largest = rows.detach().abs().amax(1, keepdim=True)
             there = largest > torch.finfo(rows.dtype).tiny
             return torch.where(there, rows / torch.where(there, largest, 1), 0)
