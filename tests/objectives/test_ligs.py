@@ -241,7 +241,8 @@ def test_a_compiled_model_is_regularized_by_the_model_inside():
 
 
 def test_a_size_is_a_length_in_pixel_scale_for_every_shift():
-    assert LIGS(Standard(tiny("bn")), size="8/255").size == 8 / 255
+    one, other = (LIGS(Standard(tiny("bn")), size=size)(X, Y, index=INDEX) for size in ("8/255", 8 / 255))
+    assert torch.equal(one.terms["ligs"], other.terms["ligs"])
     for shift in SHIFTS:
         with raises_problem("out_of_range", "size"):
             LIGS(Standard(tiny("bn")), shift=shift, size=8)

@@ -167,7 +167,7 @@ def test_optimizer_average_and_generators_are_not_touched(wrap):
 
     def state() -> list[Tensor]:
         momentum = [entry["momentum_buffer"] for entry in optimizer.state.values()]
-        return [v.clone() for v in (*momentum, *ema.state_dict()["average"].values(), torch.get_rng_state())]
+        return [v.clone() for v in (*momentum, *ema.average.values(), torch.get_rng_state())]
 
     before, updates = state(), ema.updates
     objective(X, Y).loss.backward()

@@ -230,7 +230,6 @@ def test_apart_leaves_norms_of_single_samples_alone():
 
 def test_what_an_objective_is_says_all_that_is_around_it():
     objective = APARTSAM(LIGS(Standard(tiny()), weight=0.5), rho=0.1)
-    assert objective.class_names == ("APARTSAM", "LIGS", "Standard")
     for part in ("APARTSAM(", "rho=0.1", "LIGS(Standard(", "weight=0.5"):
         assert part in objective.describe()
 

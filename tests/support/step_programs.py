@@ -86,7 +86,7 @@ def adversarial(loop: TrainingLoop, craft: Craft | None = None) -> torch.Tensor:
     """The first batch attacked: by ``craft``, or as the loop's program does."""
     batch, inner = first_batch(loop), loop.objective.innermost
     craft = craft or loop.program.execution.craft or partial(inner.craft, execution=loop.program.execution)
-    with autocast(loop.precision, loop.ranks.device):
+    with autocast(loop.config.precision, loop.ranks.device):
         return craft(batch.x, batch.y, batch.index)
 
 

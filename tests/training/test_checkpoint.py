@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import safetensors.torch
@@ -25,6 +25,7 @@ from torch import nn
 
 import advnorm
 from advnorm._core.errors import AdvnormError, ConfigError
+from advnorm.config.fields import OptimizerName, TrainingSettings
 from advnorm.training import checkpoint
 from advnorm.training.checkpoint import (
     CheckpointError,
@@ -34,7 +35,7 @@ from advnorm.training.checkpoint import (
     restore_optimizer,
     save_weights,
 )
-from advnorm.training.optimizer import OPTIMIZERS, make_optimizer
+from advnorm.training.optimizer import make_optimizer
 from support.problems import raises_problem
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(7), "c": torch.ones(3, dtype=torch.bfloat16)}
@@ -310,12 +311,10 @@ def test_a_load_while_a_run_saves_the_next_one_gets_one_of_them(tmp_path, monkey
     assert checkpoint.load(tmp_path, "last")[1] == {"step": 2}
 
 
-def test_all_that_is_wrong_with_a_checkpoint_comes_in_one_error_before_anything_is_written(tmp_path):
-    with pytest.raises(ConfigError) as caught:
-        checkpoint.save(tmp_path, "../last", TENSORS, {"loss": float("nan")})
-    assert [problem.field for problem in caught.value.problems] == ["name", "meta", "meta.step"]
-    with raises_problem("wrong_type", "meta"):
-        checkpoint.save(tmp_path, "last", TENSORS, {"step": 1, "x": torch.ones(1)})
+def test_meta_that_json_cannot_hold_is_rejected_before_anything_is_written(tmp_path):
+    for meta in ({"step": 1, "loss": float("nan")}, {"step": 1, "x": torch.ones(1)}):
+        with pytest.raises((TypeError, ValueError), match="JSON"):
+            checkpoint.save(tmp_path, "last", TENSORS, meta)
     assert files(tmp_path) == []
 
 
@@ -327,8 +326,14 @@ def model_and_optimizer(kind: str, device: str = "cpu", **options) -> tuple[nn.M
     model = advnorm.create_model("small_cnn", norm="dual_bn", in_channels=1).to(device)
     model = model.to(memory_format=torch.channels_last)
     model.scalar = nn.Parameter(torch.tensor(2.0, device=device))  # as small as a step count
-    settings = {"lr": 0.01, "momentum": 0.9, "nesterov": kind == "sgd", "weight_decay": 0.01}
-    return model, make_optimizer(model, optimizer=kind, norm_weight_decay=False, **settings | options)
+    settings = {
+        "lr": 0.01,
+        "momentum": 0.9,
+        "nesterov": kind == "sgd",
+        "weight_decay": 0.01,
+        "norm_weight_decay": False,
+    }
+    return model, make_optimizer(model, TrainingSettings(optimizer=kind, **settings | options))
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> None:
@@ -375,14 +380,14 @@ def goes_on_bit_for_bit(kind: str, folder: Path, device: str) -> None:
     assert settings[0] == settings[1]
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", get_args(OptimizerName))
 def test_a_restored_optimizer_goes_on_bit_for_bit(kind, tmp_path):
     goes_on_bit_for_bit(kind, tmp_path, "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", get_args(OptimizerName))
 def test_a_restored_optimizer_goes_on_bit_for_bit_on_a_gpu(kind, tmp_path):
     before = torch.backends.cudnn.deterministic
     torch.backends.cudnn.deterministic = True
@@ -394,7 +399,7 @@ def test_a_restored_optimizer_goes_on_bit_for_bit_on_a_gpu(kind, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", get_args(OptimizerName))
 def test_a_run_goes_on_on_another_device(kind):
     model, optimizer = model_and_optimizer(kind, "cpu")
     train(model, optimizer, range(3))
@@ -432,30 +437,17 @@ def test_the_restored_state_is_no_view_of_what_was_loaded():
     assert same(kept, before)
 
 
-def test_what_does_not_fit_an_optimizer_is_listed_and_nothing_changes():
+def test_a_state_of_another_optimizer_is_rejected_and_nothing_changes():
     model, optimizer = model_and_optimizer("sgd")
     train(model, optimizer, range(2))
     tensors, meta = flatten_optimizer(optimizer, names_of(model))
-    fresh = make_optimizer(model, optimizer="sgd", lr=0.01, norm_weight_decay=False)
-    missing = tensors.copy()
-    missing["optimizer.extra.momentum_buffer"] = missing.pop("optimizer.conv1.weight.momentum_buffer")
-    with pytest.raises(ConfigError) as caught:
-        restore_optimizer(fresh, names_of(model), missing, meta)
-    assert "missing: optimizer.conv1.weight.momentum_buffer" in str(caught.value)
-    assert "not expected: optimizer.extra.momentum_buffer" in str(caught.value)
-    wrong = tensors | {"optimizer.conv1.weight.momentum_buffer": torch.zeros(2)}
-    with pytest.raises(ConfigError, match=r"optimizer.conv1.weight.momentum_buffer is \(2,\)"):
-        restore_optimizer(fresh, names_of(model), wrong, meta)
-    adam = make_optimizer(model, optimizer="adam", lr=0.01, norm_weight_decay=False)
-    with pytest.raises(ConfigError, match="the state is of SGD, the optimizer is Adam"):
-        restore_optimizer(adam, names_of(model), tensors, meta)
-    one_group = make_optimizer(model, optimizer="sgd", lr=0.01, norm_weight_decay=True)
-    with pytest.raises(ConfigError, match="the parameter groups differ"):
-        restore_optimizer(one_group, names_of(model), tensors, meta)
+    other_kind = make_optimizer(model, TrainingSettings(optimizer="adam", norm_weight_decay=False))
+    one_group = make_optimizer(model, TrainingSettings(norm_weight_decay=True))
     fewer = torch.optim.SGD([model.conv1.weight], lr=0.1)
-    with pytest.raises(ConfigError, match="state for .*bn1.bias_adv, which is not optimized.*and .* more"):
-        restore_optimizer(fewer, names_of(model), tensors, meta)
-    assert not fresh.state and not adam.state
+    for other in (other_kind, one_group, fewer):
+        with raises_problem("wrong_tensors"):
+            restore_optimizer(other, names_of(model), tensors, meta)
+        assert not other.state
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
@@ -528,8 +520,6 @@ def test_files_that_are_no_weights_are_refused_with_the_cure(tmp_path):
         path.write_bytes(data)
         with raises_problem("damaged_file", "weights"):
             load_weights(model, path)
-    with raises_problem("wrong_type", "meta"):
-        save_weights(path, model, {"x": float("inf")})
 
 
 def test_weights_that_cannot_be_written_leave_nothing_behind(tmp_path):

@@ -83,7 +83,7 @@ def differentiate(loop: TrainingLoop, batch: CraftedBatch) -> None:
     if isinstance(loop.program, CapturedProgram):
         loop.program.captured(batch)
         return
-    with autocast(loop.precision, loop.ranks.device):
+    with autocast(loop.config.precision, loop.ranks.device):
         output = loop.objective.compute_loss(batch, loop.program.execution)
     loop.optimizer.zero_grad(set_to_none=True)
     output.loss.backward()
@@ -196,7 +196,7 @@ def test_a_fast_training_moves_as_the_eager_one(tmp_path, case):
     for name, value in slow.model.named_parameters():
         moved = (value - start[name]).norm()
         assert moved > 0 and (dict(fast.model.named_parameters())[name] - value).norm() <= 0.02 * moved, name
-        average, other = (loop.ema.state_dict()["average"][name] for loop in (slow, fast))
+        average, other = (loop.ema.average[name] for loop in (slow, fast))
         assert (average - other).norm() <= 0.02 * (average - start[name]).norm() > 0, name
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from advnorm._core.records import model_fingerprint
 from advnorm.data import load, make_loader
 from advnorm.training import checkpoint
 from support import train_ranks
-from support.train_ranks import OWN, STEPS, SYNCHRONIZED, UNUSED, WORLD
+from support.train_ranks import COMPARED, OWN, SLOW, STEPS, SYNCHRONIZED, WORLD
 
 pytestmark = [
     pytest.mark.world_size(WORLD),
@@ -23,13 +24,31 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def launched(launch, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[dict[str, Any]]]:
+Launched = tuple[Path, Path, list[dict[str, Any]]]
+
+
+def launch_cases(speed: str, launch, tmp_path_factory: pytest.TempPathFactory) -> Launched:
     """Folders of the runs of two processes and of one, and what each of the two saw; started at the same time."""
     folder, alone = tmp_path_factory.mktemp("ranks"), tmp_path_factory.mktemp("alone")
     arguments = [[rank, WORLD, folder / "init", folder] for rank in range(WORLD)] + [[alone]]
-    launch(*([train_ranks.__file__, *words] for words in arguments), timeout=300)
+    launch(*([train_ranks.__file__, speed, *words] for words in arguments), timeout=300)
     return folder, alone, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(WORLD)]
+
+
+@pytest.fixture(scope="module")
+def launched(launch, tmp_path_factory) -> Launched:
+    return launch_cases("fast", launch, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def launched_slow(launch, tmp_path_factory) -> Launched:
+    return launch_cases("slow", launch, tmp_path_factory)
+
+
+def in_all_launches(fast: Iterable[str]) -> Any:
+    """The cases of both launches; a test finds its launch by the name of the fixture."""
+    slow = [pytest.param("launched_slow", name, marks=pytest.mark.slow) for name in SLOW]
+    return pytest.mark.parametrize(("fixture", "name"), [*(("launched", name) for name in fast), *slow])
 
 
 def seen(launched: Any, name: str) -> list[dict[str, Any]]:
@@ -47,8 +66,9 @@ def weights(run: Run) -> dict[str, torch.Tensor]:
     return checkpoint.load(run.checkpoints, "last")[0]
 
 
-@pytest.mark.parametrize("name", [*SYNCHRONIZED, *UNUSED])
-def test_two_processes_train_as_one_on_the_whole_batch(launched, name):
+@in_all_launches(COMPARED["fast"])
+def test_two_processes_train_as_one_on_the_whole_batch(request, fixture, name):
+    launched = request.getfixturevalue(fixture)
     seen(launched, name)
     two, one = only_run(launched[0] / name), only_run(launched[1] / name)
     assert two.record["processes"] == 2 and one.record["processes"] == 1
@@ -56,15 +76,15 @@ def test_two_processes_train_as_one_on_the_whole_batch(launched, name):
     for found, expected in zip(two.metrics(), one.metrics(), strict=True):
         assert found["held_out"] == expected["held_out"]
         for term in expected.keys() - {"held_out"}:
-            assert found[term] == pytest.approx(expected[term], rel=1e-5), term
+            assert found[term] == pytest.approx(expected[term], rel=1e-12), term
     expected = weights(one)
     for key, value in weights(two).items():
-        torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
+        torch.testing.assert_close(value, expected[key], rtol=1e-12, atol=1e-12, msg=lambda m, key=key: f"{key}: {m}")
 
 
-@pytest.mark.parametrize("name", SYNCHRONIZED)
-def test_a_step_reduces_the_gradients_once(launched, name):
-    for result in seen(launched, name):
+@in_all_launches(SYNCHRONIZED)
+def test_a_step_reduces_the_gradients_once(request, fixture, name):
+    for result in seen(request.getfixturevalue(fixture), name):
         assert result["bucket"] == STEPS
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import signal
 import threading
+from typing import get_args
 
 import pytest
 import torch
@@ -13,14 +15,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import advnorm
+from advnorm.config.fields import OptimizerName, ScheduleName
 from advnorm.data import load, make_loader, split_held_out
 from advnorm.objectives import OBJECTIVES
 from advnorm.training import loop as loop_module
 from advnorm.training.averaging import EMA
-from advnorm.training.build import build_model, describe_data
+from advnorm.training.build import build_model, data_properties
 from advnorm.training.loop import TrainingLoop
-from advnorm.training.optimizer import OPTIMIZERS, norm_parameters
-from advnorm.training.schedule import SCHEDULES
+from advnorm.training.optimizer import norm_parameters
 from support.small_runs import norm_for, small, tensors, train
 
 
@@ -31,7 +33,7 @@ def test_standard_training_equals_a_loop_by_hand(tmp_path):
     part, _ = split_held_out(data, 16, 0)
     loader = make_loader(part, batch_size=12, seed=0, augment="none")
     torch.manual_seed(0)
-    model = build_model(config, describe_data(data))
+    model = build_model(config, data_properties(data))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
     for epoch in range(3):
         optimizer.param_groups[0]["lr"] = 0.05 if epoch < 2 else 0.05 * 0.1
@@ -67,7 +69,7 @@ def test_hybrid_training_equals_its_objective_in_a_loop_by_hand(tmp_path):
     run = train(config, tmp_path)
     data = load("synthetic", "train", **config.data.options)
     torch.manual_seed(0)
-    model = build_model(config, describe_data(data))
+    model = build_model(config, data_properties(data))
     attack = advnorm.attacks.PGD(threat=advnorm.ThreatModel(eps=0.05), steps=2)
     an_epoch_by_hand(advnorm.objectives.Hybrid(model, attack, label_smoothing=0.1), data, seed=0)
     trained = run.model().state_dict()
@@ -84,7 +86,7 @@ def test_seed_augmentation_decay_rates_and_average_are_those_of_a_loop_by_hand(t
     part, _ = split_held_out(data, 16, 3)
     loader = make_loader(part, batch_size=12, seed=3, augment="crop_flip")
     torch.manual_seed(3)
-    model = build_model(config, describe_data(data)).train()
+    model = build_model(config, data_properties(data)).train()
     norms = set(norm_parameters(model))
     groups = [{"params": [p for p in model.parameters() if (p in norms) == own]} for own in (False, True)]
     groups[1]["weight_decay"] = 0.0
@@ -99,7 +101,7 @@ def test_seed_augmentation_decay_rates_and_average_are_those_of_a_loop_by_hand(t
         optimizer.step()
         average.update(model)
     assert all(torch.equal(found[f"model.{name}"], value) for name, value in model.state_dict().items())
-    assert all(torch.equal(found[f"ema.{name}"], value) for name, value in average.state_dict()["average"].items())
+    assert all(torch.equal(found[f"ema.{name}"], value) for name, value in average.average.items())
 
 
 def test_a_regularizer_and_a_second_pass_are_those_of_a_loop_by_hand(tmp_path):
@@ -108,7 +110,7 @@ def test_a_regularizer_and_a_second_pass_are_those_of_a_loop_by_hand(tmp_path):
     run = train(config, tmp_path)
     data = load("synthetic", "train", **config.data.options)
     torch.manual_seed(3)
-    model = build_model(config, describe_data(data)).train()
+    model = build_model(config, data_properties(data)).train()
     bare = advnorm.objectives.Standard(model)
     bare.seed = 3
     regularized = advnorm.objectives.LIGS(bare, weight=0.5, size=0.1)
@@ -167,7 +169,7 @@ def test_every_objective_trains_by_its_name(tmp_path, name):
 
 
 PAIRWISE = [("sgd", "step"), ("adam", "cosine"), ("adagrad", "one_cycle"), ("rmsprop", "constant")]
-CROSSING = [(optimizer, schedule) for optimizer in OPTIMIZERS for schedule in SCHEDULES]
+CROSSING = list(itertools.product(get_args(OptimizerName), get_args(ScheduleName)))
 
 
 @pytest.mark.parametrize(

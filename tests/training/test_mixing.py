@@ -5,8 +5,9 @@ import pytest
 import torch
 
 import advnorm
+from advnorm.config.fields import TrainingSettings
 from advnorm.data import load, make_loader
-from advnorm.training.build import build_model, describe_data
+from advnorm.training.build import build_model, data_properties
 from advnorm.training.mixing import mix_batch
 
 X = torch.rand(6, 3, 8, 10, generator=torch.Generator().manual_seed(0))
@@ -14,7 +15,7 @@ Y = torch.tensor([0, 1, 2, 3, 0, 1])
 
 
 def draw(kind, step, **settings):
-    return mix_batch(kind, X, Y, **{"classes": 4, "alpha": 1.0, "seed": 3, "step": step, **settings})
+    return mix_batch(TrainingSettings(mix=kind, **{"seed": 3, **settings}), X, Y, classes=4, step=step)
 
 
 @pytest.mark.parametrize("step", range(5))
@@ -78,7 +79,7 @@ def test_without_mixing_images_and_labels_are_as_they_were():
 
 def test_alpha_spreads_the_shares():
     near_half = [np.random.default_rng([0, step]).beta(50.0, 50.0) for step in range(50)]
-    shares = [float(draw("mixup", step, alpha=50.0, seed=0)[1][0, 0]) for step in range(50)]
+    shares = [float(draw("mixup", step, mix_alpha=50.0, seed=0)[1][0, 0]) for step in range(50)]
     np.testing.assert_allclose(shares, near_half, atol=1e-6)  # the neighbour of image 0 has another label
 
 
@@ -101,14 +102,14 @@ def test_mixed_images_and_labels_are_those_of_a_loop_by_hand(tmp_path):
     run = advnorm.train(config, out=tmp_path, device="cpu")
     images = load(split="train", **data)
     torch.manual_seed(3)
-    model = build_model(config, describe_data(images)).train()
+    model = build_model(config, data_properties(images)).train()
     objective = advnorm.objectives.Standard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
     loader = make_loader(images, batch_size=12, seed=3, augment="none")
     for epoch, row in enumerate(run.metrics()):
         right = []
         for place, batch in enumerate(loader.epoch(epoch)):
-            x, y = mix_batch("mixup", batch.x, batch.y, classes=4, alpha=0.5, seed=3, step=4 * epoch + place)
+            x, y = mix_batch(config, batch.x, batch.y, classes=4, step=4 * epoch + place)
             step = objective(x, y, index=batch.index)
             optimizer.zero_grad()
             step.loss.backward()

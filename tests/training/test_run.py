@@ -15,7 +15,7 @@ from advnorm import ConfigError
 from advnorm.cli.app import app
 from advnorm.data import load
 from advnorm.training import checkpoint, entry_point
-from advnorm.training.build import build_model, describe_data
+from advnorm.training.build import build_model, data_properties
 from advnorm.training.optimizer import norm_parameters
 from support.problems import raises_problem
 from support.small_runs import arguments, small, tensors, train
@@ -116,7 +116,7 @@ def test_a_resumed_run_does_not_need_its_initial_weights(tmp_path):
 
 
 def test_other_initial_weights_of_the_same_name_are_rejected(tmp_path):
-    model = build_model(small(), describe_data(load("synthetic", "train", **small().data.options)))
+    model = build_model(small(), data_properties(load("synthetic", "train", **small().data.options)))
     file = checkpoint.save_weights(tmp_path / "w.safetensors", model, {})
     config = small(epochs=1, weights=str(file))
     run = train(config, tmp_path, max_minutes=0)

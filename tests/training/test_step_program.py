@@ -11,7 +11,7 @@ import advnorm
 from advnorm import Config
 from advnorm._core.precision import choose_kernels
 from advnorm.objectives import LIGS, SAM, Objective, Standard
-from advnorm.training.attack_copy import AttackOnCopy
+from advnorm.training.attack_on_copy import AttackOnCopy
 from advnorm.training.compilation import CompiledFunction
 from advnorm.training.cuda_graphs import CapturedAttack
 from advnorm.training.ranks import Ranks

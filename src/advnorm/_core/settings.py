@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -203,6 +203,18 @@ def convert_fields(settings: Any) -> list[Problem]:
         with collect_problems(problems):
             object.__setattr__(settings, name, convert(name, hint, getattr(settings, name)))
     return problems
+
+
+@cache
+def class_settings(kind: type) -> Mapping[str, inspect.Parameter]:
+    """The attributes that a class and its bases declare with a :class:`Setting`, as keyword-only parameters."""
+    found: dict[str, inspect.Parameter] = {}
+    for base in kind.__mro__:
+        for name, hint in inspect.get_annotations(base, eval_str=True).items():
+            if name not in found and _split(hint)[1].help:
+                declared = {"default": getattr(kind, name), "annotation": hint}
+                found[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, **declared)
+    return found
 
 
 def convert_options(

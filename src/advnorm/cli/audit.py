@@ -39,7 +39,7 @@ def audit(
     from advnorm._core.devices import resolve_device
     from advnorm._core.errors import Problem, collect_problems
     from advnorm._core.records import writing
-    from advnorm.cli.user_code import build_model
+    from advnorm.cli.user_code import load_user_model
     from advnorm.evaluation.audit import audit as run_audit
     from advnorm.evaluation.audit import budget_problems
     from advnorm.evaluation.verdict import plot_problems
@@ -48,7 +48,7 @@ def audit(
     source = None
     if surrogate is not None:
         with collect_problems(problems, "surrogate"):
-            source = build_model(surrogate, surrogate_weights or options.weights, resolve_device(options.device))
+            source = load_user_model(surrogate, surrogate_weights or options.weights, resolve_device(options.device))
     elif surrogate_weights is not None:
         message = "--surrogate-weights needs a --surrogate"
         problems.append(Problem(code="conflict", message=message, field="surrogate_weights"))

@@ -71,7 +71,7 @@ def open_target(options: EvaluateOptions, problems: list[Problem]) -> Evaluation
     from advnorm._core.errors import ConfigError, collect_problems, raise_problems
     from advnorm._core.records import writable_problems
     from advnorm.attacks import PGD
-    from advnorm.cli.user_code import build_model
+    from advnorm.cli.user_code import load_user_model
     from advnorm.evaluation.plan import statistics_problems
     from advnorm.evaluation.target import EvaluationTarget, describe_data, load_test_data, open_run
     from advnorm.threat import THREAT_NORMS, ThreatModel
@@ -102,7 +102,7 @@ def open_target(options: EvaluateOptions, problems: list[Problem]) -> Evaluation
             if options.checkpoint is not None:
                 message = "--checkpoint belongs to the folder of a run"
                 raise ConfigError("conflict", message, field="checkpoint", hint="use --weights")
-            model = build_model(options.target, options.weights, resolve_device(options.device))
+            model = load_user_model(options.target, options.weights, resolve_device(options.device))
         with collect_problems(problems):
             threat = ThreatModel(norm=threat_norm or "Linf", eps=options.eps or "8/255")  # pyright: ignore[reportArgumentType]
         with collect_problems(problems):

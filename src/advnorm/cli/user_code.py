@@ -29,7 +29,7 @@ def import_code(source: str) -> None:
         runpy.run_path(source)
 
 
-def build_model(target: str, weights: Path | None, device: torch.device) -> nn.Module:
+def load_user_model(target: str, weights: Path | None, device: torch.device) -> nn.Module:
     """Call ``package.module:function``, found from the working directory, and load the weights into its model."""
     name, _, function = target.partition(":")
     if not name or not function:

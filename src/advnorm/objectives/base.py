@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -15,16 +15,17 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from advnorm._core.distributed import rank
-from advnorm._core.errors import AdvnormError, ConfigError, Description, Problem, raise_problems
+from advnorm._core.errors import AdvnormError, ConfigError, Description, Problem, collect_problems, raise_problems
 from advnorm._core.precision import at_least_float32
-from advnorm._core.registry import Registry, keywords
-from advnorm._core.settings import Setting, convert, convert_options
+from advnorm._core.registry import Registry
+from advnorm._core.settings import Setting, class_settings, convert, convert_options
 from advnorm._core.wrappers import dtype_of
 from advnorm.attacks.base import Attack
 from advnorm.attacks.inputs import image_range_problems, label_problems, negative_label_problems, validate_classes
 from advnorm.attacks.model_access import extract_logits, predicting
 from advnorm.norms import Mode, domains, make_plan, route, routed_modules, statistics
 from advnorm.norms.factory import MODULE_OPTIONS
+from advnorm.norms.norm_layers import override
 from advnorm.norms.plan import Plan
 from advnorm.objectives.execution import EAGER, CraftedBatch, Execution, ObjectiveOutput
 
@@ -44,8 +45,9 @@ class Objective(nn.Module):
     If a training leaves a domain out (``classical`` on ``dual_bn``), that domain's parameters get no gradient: give
     DDP ``find_unused_parameters=True``, or freeze them.
 
-    Subclasses declare their settings as keyword-only parameters and pass them on; this class validates all of them and
-    sets them as attributes. A training may change ``attack`` and ``statistics`` from epoch to epoch.
+    The options of an objective are its settings: attributes that its class and its bases declare with a
+    :class:`Setting`. A subclass that only changes a default assigns the attribute. Every assignment is validated; a
+    training changes ``attack`` and ``statistics`` from epoch to epoch.
     """
 
     needs_attack: ClassVar[bool] = True
@@ -55,20 +57,18 @@ class Objective(nn.Module):
     summary: ClassVar[str] = ""
     paper: ClassVar[str] = ""
 
-    label_smoothing: float
+    label_smoothing: Annotated[float, Setting("Label smoothing of the cross-entropy terms.", "[0, 1)")] = 0.0
+    statistics: Annotated[TrainingStatistics, Setting("Statistics of the training pass.")] = "batch"
 
-    def __init__(
-        self,
-        model: nn.Module,
-        attack: Attack | None = None,
-        *,
-        label_smoothing: Annotated[float, Setting("Label smoothing of the cross-entropy terms.", "[0, 1)")] = 0.0,
-        statistics: Annotated[TrainingStatistics, Setting("Statistics of the training pass.")] = "batch",
-        **options: Any,
-    ) -> None:
+    def __init_subclass__(cls) -> None:
+        """Put the options into the signature, for help and completion."""
+        parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+        fixed = [parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+        cls.__signature__ = inspect.Signature([*fixed, *cls.options().values()])
+
+    def __init__(self, model: nn.Module, attack: Attack | None = None, **options: Any) -> None:
+        settings = self._validate(model, attack, options)
         super().__init__()
-        given = {"label_smoothing": label_smoothing, "statistics": statistics, **options}
-        settings = self._validate(model, attack, given)
         self.model = model
         self.attack = attack
         for name, value in settings.items():
@@ -82,30 +82,21 @@ class Objective(nn.Module):
     @classmethod
     def _validate(cls, model: nn.Module, attack: Attack | None, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings in their types, or raise one error with all problems."""
-        problems = []
-        if not isinstance(model, nn.Module):
-            got = Description(type(model).__name__)
-            problems.append(Problem(code="wrong_type", message="{field} must be an nn.Module", field="model", got=got))
+        settings, problems = cls.convert_settings(options)
         problems += cls._attack_problems(attack)
-        settings, bad = cls.convert_settings(options)
-        problems += bad
         if isinstance(model, nn.Module):
             plans = list(dict.fromkeys(module.plan for module in routed_modules(model).values()))
-            problems += cls.plan_problems(plans, **settings)
-            if isinstance(attack, Attack):
-                problems += cls._attack_statistics_problems(plans, attack.statistics)
+            problems += cls.plan_problems(plans, attack_statistics=getattr(attack, "statistics", "running"), **settings)
+        else:
+            got = Description(type(model).__name__)
+            problems.append(Problem(code="wrong_type", message="{field} must be an nn.Module", field="model", got=got))
         raise_problems(problems, f"bad objective {cls.__name__}")
         return settings
 
     @classmethod
-    def options(cls) -> dict[str, inspect.Parameter]:
-        """The keyword-only parameters of this objective, its own before those of its bases."""
-        found: dict[str, inspect.Parameter] = {}
-        for base in cls.__mro__:
-            if issubclass(base, Objective) and "__init__" in vars(base):
-                for name, parameter in keywords(base.__init__).items():
-                    found.setdefault(name, parameter)
-        return found
+    def options(cls) -> Mapping[str, inspect.Parameter]:
+        """The settings of this objective, its own before those of its bases."""
+        return class_settings(cls)
 
     @classmethod
     def convert_settings(cls, options: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
@@ -114,6 +105,11 @@ class Objective(nn.Module):
         wrong = {problem.field for problem in problems}
         settings = {name: parameter.default for name, parameter in cls.options().items()}
         return settings | {name: value for name, value in converted.items() if name not in wrong}, problems
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.options():
+            value = convert(name, self.options()[name].annotation, value)
+        super().__setattr__(name, value)
 
     @classmethod
     def problems(
@@ -130,12 +126,11 @@ class Objective(nn.Module):
             plan = make_plan(norm, **own)
         except (AdvnormError, TypeError):
             return []  # the configuration reports an unknown norm
-        problems = cls.plan_problems([plan], **cls.convert_settings(options)[0])
-        return problems + cls._attack_statistics_problems([plan], attack_statistics)
+        return cls.plan_problems([plan], attack_statistics=attack_statistics, **cls.convert_settings(options)[0])
 
     @classmethod
-    def plan_problems(cls, plans: Iterable[Plan], **options: Any) -> list[Problem]:
-        """The problems of a complete set of valid options on a network with these plans; subclasses add to it."""
+    def plan_problems(cls, plans: Sequence[Plan], *, attack_statistics: Mode, **settings: Any) -> list[Problem]:
+        """The problems of a complete set of valid settings on a network with these plans; subclasses add to it."""
         problems = []
         for plan in plans:
             missing = [domain for domain in cls.domains if domain not in plan.domains]
@@ -146,14 +141,10 @@ class Objective(nn.Module):
                 )
                 hint = f"add {' and '.join(missing)} to its domains"
                 problems.append(Problem(code="conflict", message=message, field="norm", hint=hint))
+        if cls.needs_attack and attack_statistics != "running":
+            seen = f"an attack with statistics={attack_statistics!r} sees one"
+            problems += both_domains_problems(plans, seen, "attack.statistics", "attack with statistics='running'")
         return problems
-
-    @classmethod
-    def _attack_statistics_problems(cls, plans: Iterable[Plan], statistics: Mode) -> list[Problem]:
-        if not cls.needs_attack or statistics == "running":
-            return []
-        seen = f"an attack with statistics={statistics!r} sees one"
-        return both_domains_problems(plans, seen, "attack.statistics", "attack with statistics='running'")
 
     def trained_domains(self) -> tuple[str, ...]:
         """The domains whose parameters get a gradient in each step."""
@@ -181,32 +172,22 @@ class Objective(nn.Module):
     @classmethod
     def _attack_problems(cls, attack: Any) -> list[Problem]:
         example = "PGD(threat=ThreatModel(eps='8/255'), steps=10)"
-        if attack is None:
-            message = f"{cls.__name__} needs an attack"
-            missing = Problem(code="missing_attack", message=message, field="attack", hint=f"for example {example}")
-            return [missing] if cls.needs_attack else []
-        if not isinstance(attack, Attack):
+        problems: list[Problem] = []
+        if isinstance(attack, Attack):
+            with collect_problems(problems):
+                cls.adapt_attack(attack)
+        elif attack is not None:
             message = f"{{field}} must be an Attack such as {example}"
-            return [Problem(code="wrong_type", message=message, field="attack", got=attack)]
-        try:
-            cls.adapt_attack(attack)
-        except ConfigError as error:
-            return list(error.problems)
-        return []
+            problems.append(Problem(code="wrong_type", message=message, field="attack", got=attack))
+        elif cls.needs_attack:
+            message, hint = f"{cls.__name__} needs an attack", f"for example {example}"
+            problems.append(Problem(code="missing_attack", message=message, field="attack", hint=hint))
+        return problems
 
     @classmethod
     def adapt_attack(cls, attack: Attack) -> Attack:
         """Return an attack with the settings that this objective needs; reject an unsuitable one."""
         return attack
-
-    @property
-    def statistics(self) -> TrainingStatistics:
-        """What the training pass normalizes with, see :data:`TrainingStatistics`."""
-        return self._statistics
-
-    @statistics.setter
-    def statistics(self, statistics: TrainingStatistics) -> None:
-        self._statistics: TrainingStatistics = convert("statistics", TrainingStatistics, statistics)
 
     # -- crafting --------------------------------------------------------------------------------------------------
 
@@ -310,18 +291,14 @@ class Objective(nn.Module):
     @contextmanager
     def training_statistics(self) -> Iterator[None]:
         """Scope: what the training pass normalizes with."""
-        if self.statistics == "batch":
+        with ExitStack() as stack:
+            if self.statistics == "running":
+                for module in self.model.modules():
+                    if isinstance(module, _NormBase):
+                        override(stack, module, "training", False)
+                if routed_modules(self.model):
+                    stack.enter_context(statistics(self.model, mode="running"))
             yield
-            return
-        plain = [module for module in self.model.modules() if isinstance(module, _NormBase) and module.training]
-        try:
-            for module in plain:
-                module.training = False
-            with statistics(self.model, mode="running") if routed_modules(self.model) else nullcontext():
-                yield
-        finally:
-            for module in plain:
-                module.training = True
 
     def cross_entropy(self, logits: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(logits, y, label_smoothing=self.label_smoothing)
@@ -370,15 +347,6 @@ class Objective(nn.Module):
         """Compute the loss of a crafted batch and the terms that it consists of."""
         raise NotImplementedError
 
-    def run_forwards(self, batch: CraftedBatch) -> None:
-        """Run the forwards of a step, for the errors of a network that cannot take such a batch."""
-        self.compute_loss(batch, EAGER)
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        """Names of its class and of the classes of the objectives inside, from the outside in."""
-        return (type(self).__name__,)
-
     def describe(self) -> str:
         """The objective with its settings, on one line."""
         return f"{type(self).__name__}({self.extra_repr()})"
@@ -391,7 +359,11 @@ class Objective(nn.Module):
 
     def extra_repr(self) -> str:
         attack = None if self.attack is None else dataclasses.replace(self.attack, progress=None)
-        return f"attack={attack!r}, label_smoothing={self.label_smoothing}, statistics={self.statistics!r}"
+        return f"attack={attack!r}, {self.setting_words()}"
+
+    def setting_words(self) -> str:
+        """The settings and their values."""
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in self.options())
 
 
 OBJECTIVES: Registry[type[Objective]] = Registry("objective")
@@ -408,7 +380,7 @@ def needs_both_domains(plan: Plan) -> bool:
     return plan.mixture or plan.crosses
 
 
-def both_domains_problems(plans: Iterable[Plan], but: str, field: str, hint: str) -> list[Problem]:
+def both_domains_problems(plans: Sequence[Plan], but: str, field: str, hint: str) -> list[Problem]:
     """The problem of each norm that needs both domains, where only one is available."""
     return [
         Problem(

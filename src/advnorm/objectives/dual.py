@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from advnorm._core.errors import ConfigError, Description, Problem
 from advnorm._core.settings import Setting
@@ -31,34 +31,20 @@ class DualDomain(Objective):
     clean images, at least one, spread evenly over the batch, and all adversarial ones (paper E, sec. 4.1).
     """
 
-    layout: Layout
-    clean_share: float
-    likelihood_weight: float
-
-    def __init__(
-        self,
-        model: nn.Module,
-        attack: Attack | None = None,
-        *,
-        layout: Annotated[Layout, Setting("One forward of both domains, or one forward for each.")] = "concatenated",
-        clean_share: Annotated[float, Setting("Share of the clean images that are used.", "[0, 1]")] = 1.0,
-        likelihood_weight: Annotated[float, Setting("Weight of the likelihood of mixture norms.", "[0, inf)")] = 0.0,
-        **options: Any,
-    ) -> None:
-        own = {"layout": layout, "clean_share": clean_share, "likelihood_weight": likelihood_weight}
-        super().__init__(model, attack, **own, **options)
+    layout: Annotated[Layout, Setting("One forward of both domains, or one forward for each.")] = "concatenated"
+    clean_share: Annotated[float, Setting("Share of the clean images that are used.", "[0, 1]")] = 1.0
+    likelihood_weight: Annotated[float, Setting("Weight of the likelihood of mixture norms.", "[0, inf)")] = 0.0
 
     @classmethod
-    def plan_problems(cls, plans: Iterable[Plan], **options: Any) -> list[Problem]:
-        plans = list(plans)
-        problems = super().plan_problems(plans, **options)
-        if options["layout"] == "sequential":
+    def plan_problems(cls, plans: Sequence[Plan], **settings: Any) -> list[Problem]:
+        problems = super().plan_problems(plans, **settings)
+        if settings["layout"] == "sequential":
             seen, hint = "a sequential forward sees one", "use layout='concatenated'"
             problems += both_domains_problems(plans, seen, "layout", hint)
-        if options["clean_share"] == 0:
+        if settings["clean_share"] == 0:
             seen, hint = "clean_share=0 leaves out the clean images", "set clean_share above 0, or use another norm"
             problems += both_domains_problems(plans, seen, "clean_share", hint)
-        if not problems and options["likelihood_weight"] and not any(plan.mixture for plan in plans):
+        if not problems and settings["likelihood_weight"] and not any(plan.mixture for plan in plans):
             message, hint = "{field} needs a mixture norm", "use norm='gmm_bn', or leave it at 0"
             problems.append(Problem(code="conflict", message=message, field="likelihood_weight", hint=hint))
         return problems
@@ -115,12 +101,6 @@ class DualDomain(Objective):
         assert name == "pairing"
         return F.mse_loss(adv, clean)
 
-    def extra_repr(self) -> str:
-        settings = f"layout={self.layout!r}, clean_share={self.clean_share}"
-        if self.likelihood_weight:
-            settings += f", likelihood_weight={self.likelihood_weight}"
-        return f"{settings}, {super().extra_repr()}"
-
 
 def clean_images(batch: int, share: float) -> int:
     """Number of clean images of a batch that are used."""
@@ -141,32 +121,19 @@ class Hybrid(DualDomain):
 
     summary, paper = "clean and adversarial cross-entropy (MAT)", "A (eq. 2), C (eq. 1), E (eq. 1)"
 
-    clean_weight: float
-    kl_weight: float
-    pairing_weight: float
-
-    def __init__(
-        self,
-        model: nn.Module,
-        attack: Attack | None = None,
-        *,
-        clean_weight: Annotated[float, Setting("Weight of a clean image; 1 minus it: adversarial.", "[0, 1]")] = 0.5,
-        kl_weight: Annotated[float, Setting("Weight of the KL term.", "[0, inf)")] = 0.0,
-        pairing_weight: Annotated[float, Setting("Weight of the squared logit difference.", "[0, inf)")] = 0.0,
-        **options: Any,
-    ) -> None:
-        own = {"clean_weight": clean_weight, "kl_weight": kl_weight, "pairing_weight": pairing_weight}
-        super().__init__(model, attack, **own, **options)
+    clean_weight: Annotated[float, Setting("Weight of a clean image; 1 minus it: adversarial.", "[0, 1]")] = 0.5
+    kl_weight: Annotated[float, Setting("Weight of the KL term.", "[0, inf)")] = 0.0
+    pairing_weight: Annotated[float, Setting("Weight of the squared logit difference.", "[0, inf)")] = 0.0
 
     @classmethod
-    def plan_problems(cls, plans: Iterable[Plan], **options: Any) -> list[Problem]:
-        problems = super().plan_problems(plans, **options)
-        if problems or options["clean_share"] > 0:
+    def plan_problems(cls, plans: Sequence[Plan], **settings: Any) -> list[Problem]:
+        problems = super().plan_problems(plans, **settings)
+        if problems or settings["clean_share"] > 0:
             return problems
-        if options["kl_weight"] or options["pairing_weight"]:
+        if settings["kl_weight"] or settings["pairing_weight"]:
             message = "kl_weight and pairing_weight compare clean with adversarial outputs, and {field} is 0"
             problems.append(Problem(code="conflict", message=message, field="clean_share", hint="raise clean_share"))
-        if options["clean_weight"] == 1:
+        if settings["clean_weight"] == 1:
             message = "the loss is empty with {field} 0 and clean_weight 1"
             problems.append(Problem(code="conflict", message=message, field="clean_share", hint="change one of them"))
         return problems
@@ -178,26 +145,13 @@ class Hybrid(DualDomain):
         weights.update({name: w for name, w in (("kl", self.kl_weight), ("pairing", self.pairing_weight)) if w})
         return weights
 
-    def extra_repr(self) -> str:
-        settings = f"clean_weight={self.clean_weight}, kl_weight={self.kl_weight}, pairing_weight={self.pairing_weight}"
-        return f"{settings}, {super().extra_repr()}"
-
 
 @register_objective("kl")
 class KL(Hybrid):
     """Hybrid training with ``β KL(f(x) || f(x_adv))``, β = ``kl_weight`` (paper C, eq. 3; A, table 8)."""
 
     summary, paper = "hybrid with a KL term between the outputs", "A (table 8), C (eq. 3)"
-
-    def __init__(
-        self,
-        model: nn.Module,
-        attack: Attack | None = None,
-        *,
-        kl_weight: Annotated[float, Setting("Weight of the KL term.", "[0, inf)")] = 1.0,
-        **options: Any,
-    ) -> None:
-        super().__init__(model, attack, kl_weight=kl_weight, **options)
+    kl_weight = 1.0
 
 
 @register_objective("alp")
@@ -205,16 +159,7 @@ class ALP(Hybrid):
     """Hybrid training with the mean squared difference of clean and adversarial logits (ALP; paper E, sec. 4.1)."""
 
     summary, paper = "hybrid with paired logits (ALP)", "E (sec. 4.1)"
-
-    def __init__(
-        self,
-        model: nn.Module,
-        attack: Attack | None = None,
-        *,
-        pairing_weight: Annotated[float, Setting("Weight of the squared logit difference.", "[0, inf)")] = 0.5,
-        **options: Any,
-    ) -> None:
-        super().__init__(model, attack, pairing_weight=pairing_weight, **options)
+    pairing_weight = 0.5
 
 
 @register_objective("cross")
@@ -230,9 +175,8 @@ class Cross(DualDomain):
     summary, paper = "adversarial images normalized by clean statistics (Cross-AT)", "A (fig. 1, 2)"
 
     @classmethod
-    def plan_problems(cls, plans: Iterable[Plan], **options: Any) -> list[Problem]:
-        plans = list(plans)
-        problems = super().plan_problems(plans, **options)
+    def plan_problems(cls, plans: Sequence[Plan], **settings: Any) -> list[Problem]:
+        problems = super().plan_problems(plans, **settings)
         if not any(_crosses(plan) for plan in plans):
             message, hint = "Cross-AT normalizes adversarial images by clean statistics", "use norm='cross_bn'"
             problems.append(Problem(code="conflict", message=message, field="norm", hint=hint))
@@ -255,22 +199,12 @@ class TRADES(DualDomain):
 
     summary, paper = "clean cross-entropy and KL to the adversarial output", "C (eq. 2)"
 
-    beta: float
-
-    def __init__(
-        self,
-        model: nn.Module,
-        attack: Attack | None = None,
-        *,
-        beta: Annotated[float, Setting("Weight of the KL term.", "[0, inf)")] = 6.0,
-        **options: Any,
-    ) -> None:
-        super().__init__(model, attack, beta=beta, **options)
+    beta: Annotated[float, Setting("Weight of the KL term.", "[0, inf)")] = 6.0
 
     @classmethod
-    def plan_problems(cls, plans: Iterable[Plan], **options: Any) -> list[Problem]:
-        problems = super().plan_problems(plans, **options)
-        if options["clean_share"] != 1:
+    def plan_problems(cls, plans: Sequence[Plan], **settings: Any) -> list[Problem]:
+        problems = super().plan_problems(plans, **settings)
+        if settings["clean_share"] != 1:
             message = "TRADES compares each adversarial output with its clean one"
             problems.append(Problem(code="conflict", message=message, field="clean_share", hint="leave it at 1"))
         return problems
@@ -291,9 +225,6 @@ class TRADES(DualDomain):
                 hint="use PGD without a target",
             )
         return dataclasses.replace(attack, loss="kl") if isinstance(attack, PGD) else attack
-
-    def extra_repr(self) -> str:
-        return f"beta={self.beta}, {super().extra_repr()}"
 
 
 def _crosses(plan: Plan) -> bool:

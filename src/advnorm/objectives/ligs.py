@@ -71,19 +71,11 @@ class LIGS(Wrapper):
 
     summary, paper = "input gradients that stay alike near an image", "D (eq. 1, fig. 5)"
 
-    weight: float
-    shift: Shift
-    size: float
+    weight: Annotated[float, Setting("Weight λ of the regularizer.", "[0, inf)")] = 1.0
+    shift: Annotated[Shift, Setting("Kind of the shift ν.")] = "gaussian"
+    size: Annotated[float | str, Setting("Size of the shift in pixel scale, such as 0.01 or 8/255.")] = 0.01
 
-    def __init__(
-        self,
-        objective: Objective,
-        *,
-        weight: Annotated[float, Setting("Weight λ of the regularizer.", "[0, inf)")] = 1.0,
-        shift: Annotated[Shift, Setting("Kind of the shift ν.")] = "gaussian",
-        size: Annotated[float | str, Setting("Size of the shift in pixel scale, such as 0.01 or 8/255.")] = 0.01,
-        **options: Any,
-    ) -> None:
+    def __init__(self, objective: Objective, **options: Any) -> None:
         if isinstance(objective, SecondPass):
             name = type(objective).__name__
             message = f"the second pass of {name} would not include LIGS"
@@ -91,8 +83,7 @@ class LIGS(Wrapper):
         if isinstance(objective, LIGS):
             hint = "use one LIGS with the sum of the weights"
             raise ConfigError("conflict", "the objective has a LIGS term already", field="objective", hint=hint)
-        super().__init__(objective, weight=weight, shift=shift, size=size, **options)
-        self.size = parse_length(size)
+        super().__init__(objective, **options)
 
     @classmethod
     def setting_problems(cls, **settings: Any) -> list[Problem]:
@@ -104,10 +95,10 @@ class LIGS(Wrapper):
     ) -> CraftedBatch:
         if self.shift in ATTACKS:
             self.validate_images(x)
-        return super().craft_batch(x, y, index, execution)
+        return self.objective.craft_batch(x, y, index, execution)
 
     def compute_loss(self, batch: CraftedBatch, execution: Execution = EAGER) -> ObjectiveOutput:
-        output = super().compute_loss(batch, execution)
+        output = self.objective.compute_loss(batch, execution)
         similarity = self.similarity(batch.x, batch.y, ImageNoise(self.innermost.seed, batch.index).fold("ligs"))
         loss = output.loss + self.weight * (1 - similarity)
         return output._replace(loss=loss, terms={**output.terms, "ligs": similarity.detach()})
@@ -139,10 +130,7 @@ class LIGS(Wrapper):
             route(model, branch) if branch else nullcontext(),
             statistics(model, mode="running") if stored else nullcontext(),
         ):
-            near = shift_images(self.shift, x, y, noise, self.size, predict)
+            near = shift_images(self.shift, x, y, noise, parse_length(self.size), predict)
             with torch.random.fork_rng([x.device] if x.is_cuda else []):
                 at_x = gradient(x)
             return F.cosine_similarity(at_x, gradient(near.detach()), dim=1).mean()
-
-    def extra_repr(self) -> str:
-        return f"weight={self.weight}, shift={self.shift!r}, size={self.size}"

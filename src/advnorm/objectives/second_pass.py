@@ -43,8 +43,11 @@ class SecondPass(Wrapper):
             raise ConfigError("conflict", message, field="objective", hint=hint)
         super().__init__(objective, **options)
 
-    #: Radius of the attack on the statistics; None: they are not attacked.
-    radius: float | None = None
+    #: Whether the statistics are attacked, and the radius of that attack.
+    attacks_statistics = False
+    radius: float = 0.0
+    #: Whether the weights are attacked, so that every rank needs the gradient of the whole batch.
+    attacks_weights = False
     #: Groups of the second pass with their own statistics.
     groups: int = 1
 
@@ -55,9 +58,6 @@ class SecondPass(Wrapper):
     def share(self, batch_size: int) -> float:
         """The share r of the second pass in the gradient."""
         return 1.0
-
-    #: Whether the weights are attacked, so that every rank needs the gradient of the whole batch.
-    attacks_weights = False
 
     def weight_perturbations(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
         """The perturbation of each parameter in the second pass, if the weights are attacked."""
@@ -74,7 +74,7 @@ class SecondPass(Wrapper):
                 hint="for the loss alone call the objective inside",
             )
         subset = self._subset(batch)  # before a bank is updated: a batch may be too small
-        delta = None if self.radius is None else zero_perturbation(self.model)
+        delta = zero_perturbation(self.model) if self.attacks_statistics else None
 
         with nullcontext() if delta is None else statistics(self.model, perturbation=delta):
             first = self.objective.compute_loss(batch, execution)
@@ -83,7 +83,7 @@ class SecondPass(Wrapper):
         worst = None
         if delta is not None:
             known = [torch.zeros_like(t) if g is None else g for t, g in zip(delta.tensors, of_statistics)]
-            worst = delta.sign_step(mean_over_ranks(known), self.radius or 0.0)
+            worst = delta.sign_step(mean_over_ranks(known), self.radius)
 
         with ExitStack() as attacked:
             if self.attacks_weights:
@@ -103,9 +103,9 @@ class SecondPass(Wrapper):
         return ObjectiveOutput(_with_gradients(loss, parameters, total), logits, terms, first.labels)
 
     def run_forwards(self, batch: CraftedBatch) -> None:
-        super().run_forwards(batch)
+        """Run the forwards of the second pass, for the errors of a network that cannot take its images."""
         with statistics(self.model, groups=self.groups) if self.groups > 1 else nullcontext():
-            super().run_forwards(self._subset(batch))
+            self.innermost.compute_loss(self._subset(batch))
 
     def _subset(self, batch: CraftedBatch) -> CraftedBatch:
         """N images in random order, drawn by their identities (algorithm 1, lines 6 and 7)."""
@@ -155,19 +155,13 @@ class APART(SecondPass):
     """
 
     summary, paper = "adversarially perturbed batch statistics", "B (algorithm 1)"
+    attacks_statistics = True
+    radius: Annotated[float, Setting("Perturbation, as a share of mean and deviation.", "[0, 1)")] = 0.1
+    samples: Annotated[int | float, Setting("Images of the second pass: a number, or a share (float).")] = 1.0
+    groups: Annotated[int, Setting("Groups of the second pass with their own statistics.", "[1, inf)")] = 1
 
-    samples: int | float
-
-    def __init__(
-        self,
-        objective: Objective,
-        *,
-        radius: Annotated[float, Setting("Perturbation, as a share of mean and deviation.", "[0, 1)")] = 0.1,
-        samples: Annotated[int | float, Setting("Images of the second pass: a number, or a share (float).")] = 1.0,
-        groups: Annotated[int, Setting("Groups of the second pass with their own statistics.", "[1, inf)")] = 1,
-        **options: Any,
-    ) -> None:
-        super().__init__(objective, radius=radius, samples=samples, groups=groups, **options)
+    def __init__(self, objective: Objective, **options: Any) -> None:
+        super().__init__(objective, **options)
         if any(isinstance(module, _BatchNorm) for module in self.model.modules()):
             raise ConfigError(
                 "not_supported",
@@ -214,58 +208,27 @@ class APART(SecondPass):
     def share(self, batch_size: int) -> float:
         return self.rows(batch_size) / (batch_size + self.rows(batch_size))
 
-    def extra_repr(self) -> str:
-        return f"radius={self.radius}, samples={self.samples}, groups={self.groups}"
-
 
 @register_second_pass("sam")
 class SAM(SecondPass):
     """Sharpness-aware minimization: the gradient at ``w + ρ g / ||g||_2`` (Foret et al. 2021; paper B, eq. 6, 7)."""
 
     summary, paper = "sharpness-aware minimization", "B (eq. 6)"
-
     attacks_weights = True
-    rho: float
-
-    def __init__(
-        self,
-        objective: Objective,
-        *,
-        rho: Annotated[float, Setting("Length ρ of the perturbation of all weights.", "[0, inf)")] = 0.05,
-        **options: Any,
-    ) -> None:
-        super().__init__(objective, rho=rho, **options)
+    rho: Annotated[float, Setting("Length ρ of the perturbation of all weights.", "[0, inf)")] = 0.05
 
     def weight_perturbations(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-        return _sam_step(gradients, self.rho)
-
-    def extra_repr(self) -> str:
-        return f"rho={self.rho}"
+        """``ρ g / ||g||_2`` over all parameters together; 0 if the gradient is 0."""
+        length = torch.stack([at_least_float32(gradient).norm() for gradient in gradients]).norm()
+        scale = torch.where(length > 0, self.rho / length.clamp_min(_tiny(length)), 0)
+        return [(scale.to(at_least_float32(gradient).dtype) * gradient).to(gradient.dtype) for gradient in gradients]
 
 
 @register_second_pass("apart_sam")
-class APARTSAM(APART):
+class APARTSAM(SAM, APART):
     """APART that also perturbs the weights, by ``δ = ρ g_φ / ||g_φ||_2`` (paper B, eq. 7, p = 2), in the same pass."""
 
     summary, paper = "statistics and weights perturbed together", "B (eq. 7)"
-
-    attacks_weights = True
-    rho: float
-
-    def __init__(
-        self,
-        objective: Objective,
-        *,
-        rho: Annotated[float, Setting("Length ρ of the perturbation of all weights.", "[0, inf)")] = 0.05,
-        **options: Any,
-    ) -> None:
-        super().__init__(objective, rho=rho, **options)
-
-    def weight_perturbations(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-        return _sam_step(gradients, self.rho)
-
-    def extra_repr(self) -> str:
-        return f"rho={self.rho}, {super().extra_repr()}"
 
 
 @register_second_pass("awp")
@@ -276,20 +239,12 @@ class AWP(SecondPass):
     """
 
     summary, paper = "adversarial weight perturbation, by layer", ""
-
     attacks_weights = True
-    gamma: float
-    norms: bool
+    gamma: Annotated[float, Setting("Perturbation, as a share of each weight's length.", "[0, inf)")] = 0.005
+    norms: Annotated[bool, Setting("Perturb the weights of norm layers too.")] = False
 
-    def __init__(
-        self,
-        objective: Objective,
-        *,
-        gamma: Annotated[float, Setting("Perturbation, as a share of each weight's length.", "[0, inf)")] = 0.005,
-        norms: Annotated[bool, Setting("Perturb the weights of norm layers too.")] = False,
-        **options: Any,
-    ) -> None:
-        super().__init__(objective, gamma=gamma, norms=norms, **options)
+    def __init__(self, objective: Objective, **options: Any) -> None:
+        super().__init__(objective, **options)
         if not any(p.requires_grad for p in self._perturbed_weights()):
             raise ConfigError(
                 "empty",
@@ -317,21 +272,11 @@ class AWP(SecondPass):
             if "weight" in _own_name(name) and (self.norms if id(p) in of_norms else p.dim() > 1)
         ]
 
-    def extra_repr(self) -> str:
-        return f"gamma={self.gamma}, norms={self.norms}"
-
 
 def rows_of_second_pass(batch_size: int, samples: int | float, groups: int) -> int:
     """Number of images of a second pass, in equal groups; 0 if there are fewer images than groups."""
     wanted = samples if isinstance(samples, int) else round(samples * batch_size)
     return min(batch_size, wanted) // groups * groups
-
-
-def _sam_step(gradients: Sequence[Tensor], rho: float) -> list[Tensor]:
-    """``ρ g / ||g||_2`` over all parameters together; 0 if the gradient is 0."""
-    length = torch.stack([at_least_float32(gradient).norm() for gradient in gradients]).norm()
-    scale = torch.where(length > 0, rho / length.clamp_min(_tiny(length)), 0)
-    return [(scale.to(at_least_float32(gradient).dtype) * gradient).to(gradient.dtype) for gradient in gradients]
 
 
 def _tiny(value: Tensor) -> float:

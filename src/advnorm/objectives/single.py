@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -17,10 +17,10 @@ class SingleDomain(Objective):
     """Trains on the images of one domain, so that no norm may need the other domain."""
 
     @classmethod
-    def plan_problems(cls, plans: Iterable[Plan], **options: Any) -> list[Problem]:
-        plans, hint = list(plans), "use another norm, or an objective of both domains such as Hybrid"
+    def plan_problems(cls, plans: Sequence[Plan], **settings: Any) -> list[Problem]:
+        hint = "use another norm, or an objective of both domains such as Hybrid"
         problems = both_domains_problems(plans, f"{cls.__name__} trains on one", "norm", hint)
-        return super().plan_problems(plans, **options) + problems
+        return super().plan_problems(plans, **settings) + problems
 
     def _domain_loss(self, domain: str, x: Tensor, y: Tensor, execution: Execution) -> ObjectiveOutput:
         logits = self.domain_logits({domain: x}, execution=execution)

@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from advnorm._core.errors import ConfigError, Problem, raise_problems
 from advnorm.norms import RoutedModule
 from advnorm.norms.norm_layers import without_updates
 from advnorm.objectives.base import Objective
-from advnorm.objectives.execution import EAGER, CraftedBatch, Execution, ObjectiveOutput
 
 
 def _inner(name: str) -> Any:
-    """An attribute of the wrapped objective."""
+    """An attribute or method of the wrapped objective."""
     return property(
         lambda self: getattr(self.objective, name), lambda self, value: setattr(self.objective, name, value)
     )
 
 
 class Wrapper(Objective):
-    """An objective around another one, which has the attack, the statistics and the seed.
-
-    Subclasses declare their settings as keyword-only parameters and pass them on; this class validates all of them and
-    sets them as attributes.
-    """
+    """An objective around another one, which has the model and the attack. Subclasses define the loss."""
 
     def __init__(self, objective: Objective, **options: Any) -> None:
         raise_problems(self.option_problems(**options), f"bad {type(self).__name__}")
@@ -41,6 +36,17 @@ class Wrapper(Objective):
         self.objective = objective
         for name, value in self.convert_settings(options)[0].items():
             setattr(self, name, value)
+
+    innermost, attack = map(_inner, ("innermost", "attack"))  # pyright: ignore[reportIncompatibleMethodOverride]
+    model, statistics, label_smoothing, seed = map(_inner, ("model", "statistics", "label_smoothing", "seed"))
+    needs_attack, domains, trained_domains = map(_inner, ("needs_attack", "domains", "trained_domains"))
+    images_per_domain, validate_images = map(_inner, ("images_per_domain", "validate_images"))
+    craft, craft_batch = map(_inner, ("craft", "craft_batch"))
+
+    @classmethod
+    def options(cls) -> Mapping[str, inspect.Parameter]:
+        """The wrapper's own settings."""
+        return {name: p for name, p in super().options().items() if name not in Objective.options()}
 
     @classmethod
     def option_problems(cls, **options: Any) -> list[Problem]:
@@ -53,63 +59,11 @@ class Wrapper(Objective):
         """The problems of a complete set of settings that are in their types and ranges."""
         return []
 
-    @classmethod
-    def options(cls) -> dict[str, inspect.Parameter]:
-        """The wrapper's own options."""
-        return {name: p for name, p in super().options().items() if name not in Objective.options()}
-
-    @property
-    def model(self) -> nn.Module:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.objective.model
-
-    @property
-    def needs_attack(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.objective.needs_attack
-
-    @property
-    def domains(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.objective.domains
-
-    attack = _inner("attack")  # pyright: ignore[reportIncompatibleMethodOverride]
-    statistics = _inner("statistics")  # pyright: ignore[reportIncompatibleMethodOverride]
-    label_smoothing, seed = map(_inner, ("label_smoothing", "seed"))
-
-    def trained_domains(self) -> tuple[str, ...]:
-        return self.objective.trained_domains()
-
-    def images_per_domain(self, batch_size: int) -> dict[str, int]:
-        return self.objective.images_per_domain(batch_size)
-
-    @property
-    def innermost(self) -> Objective:
-        return self.objective.innermost
-
-    def craft(self, x: Tensor, y: Tensor, index: Tensor, execution: Execution = EAGER) -> Tensor:
-        return self.objective.craft(x, y, index, execution)
-
-    def craft_batch(
-        self, x: Tensor, y: Tensor, index: Tensor | None = None, execution: Execution = EAGER
-    ) -> CraftedBatch:
-        return self.objective.craft_batch(x, y, index, execution)
-
-    def validate_images(self, x: Tensor) -> None:
-        self.objective.validate_images(x)
-
-    def compute_loss(self, batch: CraftedBatch, execution: Execution = EAGER) -> ObjectiveOutput:
-        return self.objective.compute_loss(batch, execution)
-
-    def run_forwards(self, batch: CraftedBatch) -> None:
-        self.objective.run_forwards(batch)
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        return type(self).__name__, *self.objective.class_names
-
     def describe(self) -> str:
         return f"{type(self).__name__}({self.objective.describe()}, {self.extra_repr()})"
 
     def extra_repr(self) -> str:
-        return ""
+        return self.setting_words()
 
 
 @contextmanager

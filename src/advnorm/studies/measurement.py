@@ -96,7 +96,7 @@ def _numbers(data: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
         yield prefix, float(data)
 
 
-def make_features(task: Task) -> None:
+def write_features(task: Task) -> None:
     """Write the features that a task trains on (paper D, eq. 2, 3, app. E), and the ordinary test images."""
     cell, folder = task.planned_cell, task.features_folder
     assert cell.after is not None and folder is not None

@@ -19,7 +19,7 @@ from advnorm._core.progress import show_progress
 from advnorm._core.provenance import environment
 from advnorm._core.records import writable_problems
 from advnorm.data import data_problems
-from advnorm.studies.measurement import describe_measure, make_features, take_measurement
+from advnorm.studies.measurement import describe_measure, take_measurement, write_features
 from advnorm.studies.record import FORMAT, CellRecord
 from advnorm.studies.store import RecordStore
 from advnorm.studies.task import Task
@@ -108,7 +108,7 @@ def run_task(task: Task, store: RecordStore | None = None, *, progress: bool = F
             hint = f"its record exists but its run is gone; delete {before.record_path}" if recorded else ""
             raise ConfigError("missing_run", f"{cell.name} needs {name}, which is not finished", field=name, hint=hint)
     if task.features_folder is not None:
-        make_features(task)
+        write_features(task)
     run = train(config, seed=task.seed, out=task.runs_folder, data_dir=data_dir, device=task.device, progress=progress)
     if not run.finished:
         hint = "run the same command to resume"

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from advnorm._core.errors import Problem, raise_problems, unknown_name
 from advnorm._core.precision import at_least_float32
 from advnorm._core.wrappers import unwrap_model
-from advnorm.training.checkpoint import differences
-
-BUFFERS = ("copy", "average")
 
 
 class EMA:
@@ -27,16 +23,12 @@ class EMA:
     always the live model's.
     """
 
-    def __init__(self, model: nn.Module, decay: float, *, buffers: str = "copy") -> None:
-        problems = [] if buffers in BUFFERS else [unknown_name("buffers", buffers, BUFFERS)]
-        if not 0 <= decay < 1:
-            message = "{field} must be at least 0 and below 1"
-            problems.append(Problem(code="out_of_range", message=message, field="decay", got=decay))
-        raise_problems(problems, "bad moving average")
+    def __init__(self, model: nn.Module, decay: float, *, buffers: Literal["copy", "average"] = "copy") -> None:
         self.decay, self.buffers, self.updates = decay, buffers, 0
         live = self._averaged(model)
         averages = {value: at_least_float32(value.detach()).clone() for value in live.values()}
-        self._average = {name: averages[value] for name, value in live.items()}
+        #: Averages by their names in the model's state dict.
+        self.average = {name: averages[value] for name, value in live.items()}
 
     def _averaged(self, model: nn.Module) -> dict[str, Tensor]:
         """The tensors that are averaged, by their names in the state dict; a shared tensor has several names."""
@@ -47,19 +39,17 @@ class EMA:
             if isinstance(value, nn.Parameter) or (self.buffers == "average" and value.is_floating_point())
         }
 
-    def _matched(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    def _pairs(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
         """Averages and their live tensors, each once."""
         live = self._averaged(model)
-        problems = differences(live, self._average, "the model", "the average")
-        raise_problems(problems, "the average is of another model; after surgery make a new EMA")
-        pairs = {average: live[name] for name, average in self._average.items()}
+        pairs = {average: live[name] for name, average in self.average.items()}
         return list(pairs), list(pairs.values())
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
         """Add the live model, after each step of the optimizer, without waiting for the device."""
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        average, live = self._matched(model)
+        average, live = self._pairs(model)
         live = [at_least_float32(value) for value in live]
         torch._foreach_lerp_(average, live, 1 - decay)  # pyright: ignore[reportPrivateImportUsage]
         self.updates += 1
@@ -67,7 +57,7 @@ class EMA:
     @contextmanager
     def swapped(self, model: nn.Module) -> Iterator[None]:
         """Scope: the model holds the average in its own tensors; afterwards it has its own bits again, buffers too."""
-        average, live = self._matched(model)
+        average, live = self._pairs(model)
         inner = unwrap_model(model)
         everything = [*inner.parameters(), *inner.buffers()]
         kept = [value.detach().clone() for value in everything]
@@ -79,15 +69,8 @@ class EMA:
             with torch.no_grad():
                 torch._foreach_copy_(everything, kept)  # pyright: ignore[reportPrivateImportUsage]
 
-    def state_dict(self) -> dict[str, Any]:
-        """``updates``, a number, and ``average``, the tensors (not copies) by their names in the model's state dict."""
-        return {"updates": self.updates, "average": dict(self._average)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a :meth:`state_dict`; nothing changes if it does not fit."""
-        average = state["average"]
-        problems = differences(average, self._average, "the state", "the average")
-        raise_problems(problems, "the state is of another average")
-        for name, value in self._average.items():
+    def restore(self, average: Mapping[str, Tensor], updates: int) -> None:
+        """Continue from the ``average`` and the ``updates`` of another EMA of the same model."""
+        for name, value in self.average.items():
             value.copy_(average[name])
-        self.updates = int(state["updates"])
+        self.updates = updates

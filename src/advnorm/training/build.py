@@ -1,20 +1,39 @@
-"""The model and the objective of a configuration."""
+"""The parts of a training that follow from its configuration: loader, model and objective."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from advnorm.config import Config
-from advnorm.data import FolderData, ImageData
+from advnorm.data import FolderData, ImageData, make_loader
+from advnorm.data.loader import Loader
 from advnorm.models import create_model
 from advnorm.objectives import OBJECTIVES, REGULARIZERS, SECOND_PASSES, Objective
 from advnorm.surgery import convert_head
+from advnorm.training.ranks import Ranks
 
 
-def describe_data(data: ImageData | FolderData) -> dict[str, Any]:
+def resolve_auto(config: Config, device: torch.device) -> Config:
+    """The configuration with what ``auto`` means on a device."""
+    on_cuda = device.type == "cuda"
+    here = {"precision": "bf16" if on_cuda else "float32", "channels_last": on_cuda, "compile": on_cuda}
+    return replace(config, **{name: value for name, value in here.items() if getattr(config, name) == "auto"})
+
+
+def build_loader(
+    data: ImageData | FolderData, config: Config, ranks: Ranks, workers: int | None, **settings: Any
+) -> Loader:
+    """Build the loader of this process; ``settings`` are those of the batches."""
+    place: dict[str, Any] = {"device": ranks.device, "rank": ranks.rank, "world": ranks.world}
+    return make_loader(data, channels_last=config.channels_last is True, workers=workers, **place, **settings)
+
+
+def data_properties(data: ImageData | FolderData) -> dict[str, Any]:
     """The properties of a data set that a model and a record need."""
     return {
         "name": data.name,
@@ -26,7 +45,7 @@ def describe_data(data: ImageData | FolderData) -> dict[str, Any]:
 
 
 def build_model(config: Config, data: Mapping[str, Any]) -> nn.Module:
-    """Build the untrained model of a configuration for data as in :func:`describe_data`.
+    """Build the untrained model of a configuration for data with these :func:`data_properties`.
 
     Only images of three channels have a published mean and deviation. Others are not normalized unless the model's
     options set it.

@@ -25,8 +25,9 @@ from advnorm._core.records import interrupted_write, read_json, write_atomic, wr
 from advnorm._core.wrappers import unwrap_model
 
 FORMAT = "advnorm.checkpoint/1"
+#: Tensors that do not fit a model, as far as an error lists them.
+MISMATCHES = 8
 
-_NAME = re.compile(r"[A-Za-z0-9_]+")
 _FILE = re.compile(r"[A-Za-z0-9_]+-\d{8,}-[0-9a-f]{8}\.safetensors")
 
 
@@ -42,19 +43,11 @@ def save(folder: Path | str, name: str, tensors: Mapping[str, Tensor], meta: Map
 
     One process writes to a folder. A tensor with several names is stored once.
     """
-    folder = Path(folder)
-    step = meta.get("step")
-    problems = _name_problems(name) + _meta_problems(meta)
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        message = "{field} must be an integer of at least 0"
-        problems.append(Problem(code="out_of_range", message=message, field="meta.step", got=step))
-    raise_problems(problems, "bad checkpoint")
-    data = _pack(tensors, {})
-    hashed = _hash(data)
-    path = folder / f"{name}-{step:08d}-{hashed[:8]}.safetensors"
+    folder, data = Path(folder), _pack(tensors, {})
+    hashes = {"blake2b": _hash(data), "meta_blake2b": _hash(_canonical(meta))}
+    path = folder / f"{name}-{meta['step']:08d}-{hashes['blake2b'][:8]}.safetensors"
     try:
         write_atomic(path, data)
-        hashes = {"blake2b": hashed, "meta_blake2b": _hash(_canonical(meta))}
         _point(folder, name, {"format": FORMAT, "file": path.name, **hashes, "meta": dict(meta)})
     except OSError as error:
         sweep(folder)
@@ -90,18 +83,12 @@ def load(folder: Path | str, name: str) -> tuple[dict[str, Tensor], dict[str, An
 def alias(folder: Path | str, source: str, name: str) -> None:
     """Keep the current checkpoint ``source`` under ``name`` too."""
     folder = Path(folder)
-    raise_problems(_name_problems(name))
     record = _record(folder, source)
     try:
         _point(folder, name, record)
     except OSError as error:
         raise _write_error(str(_pointer(folder, name)), error) from error
     sweep(folder)
-
-
-def _name_problems(name: str) -> list[Problem]:
-    message = "{field} of a checkpoint must consist of letters, digits and _"
-    return [] if _NAME.fullmatch(name) else [Problem(code="wrong_name", message=message, field="name", got=name)]
 
 
 def _write_error(what: str, error: OSError) -> CheckpointError:
@@ -196,36 +183,20 @@ def restore_optimizer(
     meta: Mapping[str, Any],
 ) -> None:
     """Restore the state and settings of :func:`flatten_optimizer` bit for bit; other ``tensors`` are ignored."""
-    kind = type(optimizer).__name__
     groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
-    saved = [group["parameters"] for group in meta["groups"]]
+    if (type(optimizer).__name__, groups) != (meta["kind"], [group["parameters"] for group in meta["groups"]]):
+        raise ConfigError("wrong_tensors", "the saved optimizer is of another kind or of other parameters")
     live = {names[parameter]: parameter for group in optimizer.param_groups for parameter in group["params"]}
-    wanted = {_state_name(name, key): (name, key) for name, keys in meta["state"].items() for key in keys}
-    problems = [] if meta["kind"] == kind else [f"the state is of {meta['kind']}, the optimizer is {kind}"]
-    own, other = set().union(*groups), set().union(*saved)
-    problems += [f"no state for parameter {name}" for name in sorted(own - other)]
-    problems += [f"state for {name}, which is not optimized" for name in sorted(other - own)]
-    if own == other and groups != saved:
-        problems.append("the parameter groups differ (other weight decay of norms?)")
-    problems += [f"missing: {name}" for name in wanted if name not in tensors]
-    problems += [f"not expected: {name}" for name in tensors if name.startswith("optimizer.") and name not in wanted]
-    problems += [
-        f"{label} is {tuple(tensors[label].shape)}, its parameter is {tuple(live[name].shape)}"
-        for label, (name, key) in wanted.items()
-        if label in tensors and name in live and key != "step" and tensors[label].shape != live[name].shape
-    ]
-    raise_problems(_mismatches(problems), "the saved optimizer does not fit")
-
-    position = {name: i for i, name in enumerate(name for group in groups for name in group)}
     state = {
-        position[name]: {key: _like(live[name], key, tensors[_state_name(name, key)]) for key in keys}
+        name: {key: _like(live[name], key, tensors[_state_name(name, key)]) for key in keys}
         for name, keys in meta["state"].items()
         if keys
     }
     param_groups = []
-    for group, saved_group in zip(optimizer.param_groups, meta["groups"]):
-        settings = {key: _as_before(value, group.get(key)) for key, value in saved_group["settings"].items()}
-        param_groups.append({**group, **settings, "params": [position[name] for name in saved_group["parameters"]]})
+    for group, saved in zip(optimizer.param_groups, meta["groups"]):
+        # JSON has lists for tuples.
+        settings = {k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in saved["settings"].items()}
+        param_groups.append({**group, **settings, "params": saved["parameters"]})
     optimizer.load_state_dict({"state": state, "param_groups": param_groups})
 
 
@@ -240,26 +211,30 @@ def _like(parameter: Tensor, key: str, value: Tensor) -> Tensor:
     return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
-def _as_before(value: Any, live: Any) -> Any:
-    """Undo JSON's lists for tuples."""
-    return tuple(value) if isinstance(live, tuple) else value
-
-
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 
 def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
     """Copy tensors into a model in place; memory format, device and dtype stay. One error lists all mismatches."""
     model = unwrap_model(model)
-    problems = differences(tensors, model.state_dict(), "the file", "the model")
-    raise_problems(problems, f"{source} does not fit the model")
+    own = model.state_dict()
+    problems = [f"{name} is missing in the file" for name in own if name not in tensors]
+    problems += [f"{name} is not in the model" for name in tensors if name not in own]
+    problems += [
+        f"{name} is {tuple(tensors[name].shape)} in the file and {tuple(value.shape)} in the model"
+        for name, value in own.items()
+        if name in tensors and tensors[name].shape != value.shape
+    ]
+    if len(problems) > MISMATCHES:
+        problems = [*problems[:MISMATCHES], f"and {len(problems) - MISMATCHES} more"]
+    listed = [Problem(code="wrong_tensors", message=message) for message in problems]
+    raise_problems(listed, f"{source} does not fit the model")
     model.load_state_dict(dict(tensors))
 
 
 def save_weights(path: Path | str, model: nn.Module, meta: Mapping[str, Any]) -> Path:
     """Write a model's parameters and buffers as a safetensors file with ``meta`` in its header."""
     path = _weights_path(path)
-    raise_problems(_meta_problems(meta), "bad weights file")
     try:
         write_atomic(path, _pack(unwrap_model(model).state_dict(), meta))
     except OSError as error:
@@ -294,27 +269,9 @@ def _weights_path(path: Path | str) -> Path:
     return path
 
 
-def differences(given: Mapping[str, Tensor], own: Mapping[str, Tensor], given_as: str, own_as: str) -> list[Problem]:
-    """The first few tensors that are missing, unexpected or of another shape in ``given``."""
-    problems = [f"{name} is missing in {given_as}" for name in own if name not in given]
-    problems += [f"{name} is not in {own_as}" for name in given if name not in own]
-    problems += [
-        f"{name} is {tuple(given[name].shape)} in {given_as} and {tuple(value.shape)} in {own_as}"
-        for name, value in own.items()
-        if name in given and given[name].shape != value.shape
-    ]
-    return _mismatches(problems)
-
-
 def select(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """The tensors whose names start with a prefix, by the rest of their names."""
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-
-def _mismatches(messages: list[str], most: int = 8) -> list[Problem]:
-    if len(messages) > most:
-        messages = [*messages[:most], f"and {len(messages) - most} more"]
-    return [Problem(code="wrong_tensors", message=message) for message in messages]
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
@@ -352,17 +309,8 @@ def _unpack(path: Path, data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]
         raise ConfigError("damaged_file", message, field="weights", hint="fetch or write it again") from None
 
 
-def _meta_problems(meta: Mapping[str, Any]) -> list[Problem]:
-    try:
-        json.dumps(dict(meta), allow_nan=False)
-    except (TypeError, ValueError) as error:
-        message = f"{{field}} must be JSON data without NaN and infinity: {error}"
-        return [Problem(code="wrong_type", message=message, field="meta")]
-    return []
-
-
 def _canonical(meta: Mapping[str, Any]) -> bytes:
-    return json.dumps(dict(meta), sort_keys=True).encode()
+    return json.dumps(dict(meta), sort_keys=True, allow_nan=False).encode()
 
 
 def _hash(data: bytes) -> str:

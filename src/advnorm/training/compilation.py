@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ from advnorm._core.errors import first_line
 VARIANTS = 64
 
 
-class Log(Protocol):
-    def __call__(self, message: str) -> None: ...
+#: Writes a line to the log.
+Log = Callable[[str], None]
 
 
 def allow_variants() -> AbstractContextManager[Any]:

@@ -17,7 +17,7 @@ from advnorm._core.errors import AdvnormError, ConfigError, Description, Problem
 from advnorm._core.provenance import environment
 from advnorm.config import Config
 from advnorm.data import load
-from advnorm.training.build import describe_data
+from advnorm.training.build import data_properties
 from advnorm.training.journal import Journal
 from advnorm.training.loop import TrainingLoop
 from advnorm.training.ranks import TrainingError, placed
@@ -68,7 +68,7 @@ def train(
         if download and ranks.world > 1:  # by the first process; the others find the files
             ranks.lead_does(read)
         data = read()
-        about = describe_data(data)
+        about = data_properties(data)
         ranks.lead_does(lambda: run.check(config, about))
         if ranks.agreed(int(run.finished)):
             return run

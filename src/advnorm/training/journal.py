@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -132,20 +131,12 @@ class Journal:
         if (metrics.read_bytes() if metrics.exists() else b"") != wanted:
             write_atomic(metrics, wanted)
         if timing.exists():
-            lines = [line for line in timing.read_bytes().splitlines(keepends=True) if _epoch(line) <= len(self.rows)]
-            write_atomic(timing, b"".join(lines))
+            lines = timing.read_bytes().splitlines(keepends=True)[: len(self.rows)]
+            write_atomic(timing, b"".join(line for line in lines if line.endswith(b"\n")))
 
     def _append(self, name: str, text: str) -> None:
         with (self.folder / name).open("a", encoding="utf-8") as file:
             file.write(f"{text}\n")
-
-
-def _epoch(line: bytes) -> float:
-    """The epoch of a line of the timing; infinity for a line that is cut short or damaged."""
-    try:
-        return json.loads(line)["epoch"] if line.endswith(b"\n") else math.inf
-    except (ValueError, KeyError, TypeError):
-        return math.inf
 
 
 def _summary_writer() -> Any:

@@ -11,29 +11,29 @@ from enum import IntEnum
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError
 from advnorm._core.provenance import environment
 from advnorm._core.records import digest, model_fingerprint, write_json
 from advnorm.config import Config
-from advnorm.data import FolderData, ImageData, make_loader, split_held_out
+from advnorm.data import FolderData, ImageData, split_held_out
 from advnorm.data.loader import Batch
 from advnorm.objectives import ObjectiveOutput
 from advnorm.training import checkpoint
 from advnorm.training.averaging import EMA
-from advnorm.training.banks import routing
-from advnorm.training.build import build_model, build_objective, describe_data
+from advnorm.training.bank_usage import routing
+from advnorm.training.build import build_loader, build_model, build_objective, data_properties, resolve_auto
+from advnorm.training.forward_check import check_forwards
 from advnorm.training.journal import Journal
 from advnorm.training.mixing import mix_batch
 from advnorm.training.optimizer import make_optimizer, only_norms
 from advnorm.training.ranks import Ranks, TrainingError
 from advnorm.training.run import Run, load_initial_weights, snapshot
-from advnorm.training.schedule import Schedule
+from advnorm.training.schedule import learning_rate
 from advnorm.training.state import TrainingState
-from advnorm.training.step_program import Precision, make_step_program
+from advnorm.training.step_program import make_step_program
 from advnorm.training.stop_signals import StopSignals
-from advnorm.training.trial import try_forwards
 from advnorm.training.validation import Validation
 
 #: Steps between two agreements of the ranks on stopping and on checkpoints: each one costs a reduction.
@@ -61,144 +61,123 @@ class TrainingLoop:
         *,
         workers: int | None,
     ) -> None:
-        self.training_run, self.config, self.ranks, self.journal = training_run, config, ranks, journal
-        device = ranks.device
-        on_cuda = device.type == "cuda"
-        self.precision: Precision = "bf16" if on_cuda else "float32"
-        if config.precision != "auto":
-            self.precision = config.precision
-        channels_last = on_cuda if config.channels_last == "auto" else config.channels_last
-
+        self.training_run, self.ranks, self.journal = training_run, ranks, journal
+        self.config = config = resolve_auto(config, ranks.device)
         train_part, held_out = data, None
         if config.held_out:
             train_part, held_out = split_held_out(data, config.held_out, config.seed)  # pyright: ignore[reportArgumentType]
-        self.loader = make_loader(
-            train_part,
-            batch_size=config.batch_size,
-            seed=config.seed,
-            augment=config.augment,
-            device=device,
-            rank=ranks.rank,
-            world=ranks.world,
-            channels_last=channels_last,
-            workers=workers,
-        )
-        self.classes = data.num_classes
-        self._seed(config.seed)
-        self.model = build_model(config, describe_data(data))
-        self.weights_fingerprint: str | None = None
-        if config.weights is not None and not checkpoint.exists(training_run.checkpoints, "last"):
-            load_initial_weights(self.model, config.weights)
-            self.weights_fingerprint = model_fingerprint(self.model)
-        if config.train_only == "norms":
-            only_norms(self.model)
-        self.model.to(device, memory_format=torch.channels_last if channels_last else torch.preserve_format)  # pyright: ignore
+        batches: dict[str, Any] = {"batch_size": config.batch_size, "augment": config.augment, "seed": config.seed}
+        self.loader = build_loader(train_part, config, ranks, workers, **batches)
+        self.total = config.epochs * self.loader.steps
+        self.model, self.weights_fingerprint = self._initial_model(data)
         self.objective = build_objective(config, self.model)
         self.program = make_step_program(
             self.objective,
             ranks,
             journal.log,
-            compiled=on_cuda if config.compile == "auto" else config.compile,
-            precision=self.precision,
+            compiled=config.compile is True,
+            precision=config.precision,
             deterministic=config.deterministic,
             sync_buffers=not self._same_statistics,
         )
-        try_forwards(self.program, config, ranks, data.image_shape, self.classes, channels_last=channels_last)
+        check_forwards(self.program, config, ranks, data)
         self.validation = None
         if held_out is not None and config.validate_every:
-            self.validation = Validation(
-                held_out,
-                config,
-                ranks,
-                trained=self.objective.trained_domains(),
-                precision=self.precision,
-                channels_last=channels_last,
-                workers=workers,
-            )
-        self.optimizer = make_optimizer(
-            self.model,
-            optimizer=config.optimizer,
-            lr=config.lr,
-            momentum=config.momentum,
-            nesterov=config.nesterov,
-            weight_decay=config.weight_decay,
-            norm_weight_decay=config.norm_weight_decay,
-        )
-        self.schedule = Schedule(
-            name=config.schedule,
-            lr=config.lr,
-            epochs=config.epochs,
-            steps_per_epoch=self.loader.steps,
-            milestones=config.milestones,
-            gamma=config.gamma,
-            warmup_epochs=config.warmup_epochs,
-            peak_share=config.peak_share,
-        )
+            trained = self.objective.trained_domains()
+            self.validation = Validation(held_out, config, ranks, trained=trained, workers=workers)
         self.ema = None if config.ema is None else EMA(self.model, config.ema, buffers=config.ema_buffers)
+        self.optimizer = make_optimizer(self.model, config)
         self.state = TrainingState(self.model, self.optimizer, self.ema, ranks)
-        self.total = config.epochs * self.loader.steps
         self.signals = StopSignals()
-        self._until, self._first_step = math.inf, 0  # of this attempt
+        # Of this attempt: when to stop, seconds between checkpoints, the last checkpoint, and the first step.
+        self._until = self._checkpoint_seconds = math.inf
+        self._saved, self._first_step = time.monotonic(), 0
+
+    def _initial_model(self, data: ImageData | FolderData) -> tuple[nn.Module, str | None]:
+        """The model of the first step, on the device, and the fingerprint of the given initial weights, if any."""
+        config = self.config
+        self._seed(config.seed)
+        model = build_model(config, data_properties(data))
+        fingerprint = None
+        if config.weights is not None and not checkpoint.exists(self.training_run.checkpoints, "last"):
+            load_initial_weights(model, config.weights)
+            fingerprint = model_fingerprint(model)
+        if config.train_only == "norms":
+            only_norms(model)
+        memory_format = torch.channels_last if config.channels_last is True else torch.preserve_format
+        return model.to(self.ranks.device, memory_format=memory_format), fingerprint  # pyright: ignore
+
+    def _seed(self, seed: int) -> None:
+        """Seed the generators of this training's devices."""
+        torch.default_generator.manual_seed(seed)
+        if self.ranks.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
 
     @property
     def _same_statistics(self) -> bool:
         """Whether every process has the same statistics; an attack on batch statistics moves each by its own images."""
         return self.config.sync_statistics and self.config.attack.statistics != "batch"
 
-    # -- steps and epochs ------------------------------------------------------------------------------------------
+    # -- epochs and steps ------------------------------------------------------------------------------------------
 
     def run(self, *, until: float, checkpoint_seconds: float) -> None:
         """Train to the end, or stop at a checkpoint after a signal or the time ``until``."""
         config, steps, state = self.config, self.loader.steps, self.state
-        self._until = until
         environ = environment(self.ranks.device)
         self._resume()
-        self._first_step = state.step
         state.begin_piece(environ)
+        self._until, self._checkpoint_seconds = until, checkpoint_seconds
+        self._saved, self._first_step = time.monotonic(), state.step
         with ExitStack() as stack:
             stack.enter_context(self.signals.listening())
             stack.enter_context(self.program.scope())
             self.journal.open(stack, step=state.step, steps=steps, epochs=config.epochs, batch_size=config.batch_size)
             self._log_start(environ)
-            saved = time.monotonic()
             validating = state.step % steps == 0 and bool(state.sums)  # stopped during an epoch's validation
             for epoch in range(state.step // steps - validating, config.epochs):
-                seconds, first = state.clock.total, state.step
-                self.prepare(epoch)
-                state.clock.start()
-                for batch in self.loader.epoch(epoch, state.step - epoch * steps):
-                    self.train_step(batch)
-                    action = Action.SAVE if time.monotonic() - saved >= checkpoint_seconds else Action.CONTINUE
-                    action = Action.STOP if self._should_stop() else action
-                    # The end of an epoch saves anyway.
-                    action = self._agree(action) if state.step % steps else Action.CONTINUE
-                    if action != Action.CONTINUE:
-                        self._check_finite()
-                        state.clock.stop()
-                        self._save()
-                        if action == Action.STOP:
-                            self._log_stop(f"at step {state.step} of {self.total}")
-                            return
-                        saved = time.monotonic()
-                        state.clock.start()
-                ended = self._end_epoch(epoch, seconds, state.step - first)
-                saved = time.monotonic()
-                if not ended or (self.ranks.agreed(int(self._should_stop())) and state.step < self.total):
-                    self._log_stop(
-                        f"{'after' if ended else 'in the validation of'} epoch {epoch + 1} of {config.epochs}"
-                    )
+                stopped = self._run_epoch(epoch)
+                if stopped:
+                    self.journal.log(f"stopped {stopped}; run the same command to resume")
                     return
         self.prepare(config.epochs - 1)  # a run that resumes only to write its record has prepared no epoch
         self.ranks.lead_does(lambda: self._write_record(environ))
 
+    def _run_epoch(self, epoch: int) -> str | None:
+        """Train the rest of an epoch, validate and save. Return where the training was stopped, if it was."""
+        state, steps, number = self.state, self.loader.steps, f"epoch {epoch + 1} of {self.config.epochs}"
+        seconds, first_step = state.clock.total, state.step
+        self.prepare(epoch)
+        state.clock.start()
+        for batch in self.loader.epoch(epoch, state.step - epoch * steps):
+            self.train_step(batch)
+            action = self._next_action()
+            if action != Action.CONTINUE:
+                self._check_finite()
+                state.clock.stop()
+                self._save()
+                if action == Action.STOP:
+                    return f"at step {state.step} of {self.total}"
+                state.clock.start()
+        self._check_finite()
+        state.clock.stop()
+        if not self._end_epoch(epoch, state.clock.total - seconds, state.step - first_step):
+            return f"in the validation of {number}"
+        if self.ranks.agreed(int(self._should_stop())) and state.step < self.total:
+            return f"after {number}"
+        return None
+
     def _should_stop(self) -> bool:
         return self.signals.received or time.monotonic() >= self._until
 
-    def _agree(self, action: Action) -> Action:
+    def _next_action(self) -> Action:
         """The most urgent action of all ranks, which they exchange every few steps."""
         if self.ranks.world > 1 and self.state.step % AGREE_EVERY:
             return Action.CONTINUE
-        return Action(self.ranks.agreed(action))
+        if self.state.step % self.loader.steps == 0:  # the end of an epoch saves anyway
+            return Action.CONTINUE
+        due = time.monotonic() - self._saved >= self._checkpoint_seconds
+        own = Action.STOP if self._should_stop() else Action.SAVE if due else Action.CONTINUE
+        return Action(self.ranks.agreed(own))
 
     def prepare(self, epoch: int) -> None:
         """Set what changes between epochs: the attack's warm-up, and running statistics at the end (paper E)."""
@@ -210,21 +189,13 @@ class TrainingLoop:
 
     def train_step(self, batch: Batch) -> None:
         config, state = self.config, self.state
-        lr = self.schedule.learning_rate(state.step)
+        lr = learning_rate(config, state.step, self.loader.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         # The model's own random numbers (dropout) depend on seed, step and rank alone, so that no state has to be kept;
         # hashed, because the CPU's generator takes 32 bits of a seed.
         self._seed(int(digest(config.seed, state.step, self.ranks.rank)[:15], 16))
-        x, y = mix_batch(
-            config.mix,
-            batch.x,
-            batch.y,
-            classes=self.classes,
-            alpha=config.mix_alpha,
-            seed=config.seed,
-            step=state.step,
-        )
+        x, y = mix_batch(config, batch.x, batch.y, classes=self.loader.data.num_classes, step=state.step)
         output = self.program(x, y, batch.index)
         if config.grad_clip is not None:
             torch.nn.utils.clip_grad_norm_(state.names, config.grad_clip)
@@ -237,23 +208,14 @@ class TrainingLoop:
         state.clock.step()
         self.journal.show(state.step, values, lr)
 
-    def _seed(self, seed: int) -> None:
-        """Seed the generators of this training's devices."""
-        torch.default_generator.manual_seed(seed)
-        if self.ranks.device.type == "cuda":
-            torch.cuda.manual_seed(seed)
-
     def _end_epoch(self, epoch: int, seconds: float, steps: int) -> bool:
         """Write metrics, validate and save a checkpoint; False if validation was stopped."""
-        state = self.state
-        self._check_finite()
-        state.clock.stop()
-        seconds = state.clock.total - seconds
+        state, config = self.state, self.config
         means = self.ranks.gathered(torch.stack(list(state.sums.values()))).mean(0) / self.loader.steps
         row: dict[str, Any] = {"epoch": epoch + 1, "step": state.step, "lr": self.optimizer.param_groups[0]["lr"]}
         row |= dict(zip(state.sums, means.tolist()))
-        started, every = time.perf_counter(), self.config.validate_every
-        if self.validation is not None and ((epoch + 1) % every == 0 or epoch + 1 == self.config.epochs):
+        started = time.perf_counter()
+        if self.validation is not None and ((epoch + 1) % config.validate_every == 0 or epoch + 1 == config.epochs):
             row["held_out"] = self._validate(self.validation)
             if row["held_out"] is None:
                 self._save()  # with the sums: the next attempt then repeats the validation of this epoch
@@ -265,7 +227,7 @@ class TrainingLoop:
             "epoch": epoch + 1,
             "steps": steps,
             "seconds": seconds,
-            "images_per_second": steps * self.config.batch_size / seconds if steps else None,
+            "images_per_second": steps * config.batch_size / seconds if steps else None,
             "validation_seconds": time.perf_counter() - started,
         }
         self.ranks.lead_does(lambda: self.journal.row(row, timing))
@@ -277,7 +239,7 @@ class TrainingLoop:
         if not self._same_statistics:
             self.ranks.as_lead(list(self.model.buffers()))
             if self.ema is not None:
-                self.ranks.as_lead(list(self.ema.state_dict()["average"].values()))
+                self.ranks.as_lead(list(self.ema.average.values()))
         with nullcontext() if self.ema is None else self.ema.swapped(self.model):
             return validation(self.model, lambda: bool(self.ranks.agreed(int(self._interrupts_validation()))))
 
@@ -300,6 +262,7 @@ class TrainingLoop:
         tensors, meta = self.state.collect()
         meta["metrics"] = self.journal.rows
         self.ranks.lead_does(lambda: self._write(tensors, meta))
+        self._saved = time.monotonic()
 
     def _write(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         checkpoint.save(self.training_run.checkpoints, "last", tensors, meta)
@@ -317,23 +280,16 @@ class TrainingLoop:
 
     def _resume(self) -> None:
         """Continue from the last checkpoint if there is one; discard what was written after it."""
-        folder, state = self.training_run.folder, self.state
-        if checkpoint.exists(self.training_run.checkpoints, "last"):
+        folder, checkpoints, state = self.training_run.folder, self.training_run.checkpoints, self.state
+        if checkpoint.exists(checkpoints, "last"):
             try:
-                tensors, meta = checkpoint.load(self.training_run.checkpoints, "last")
-                if "pieces" not in meta:
-                    raise ConfigError(
-                        "not_supported",
-                        f"the checkpoint in {folder} is of an older version of advnorm",
-                        hint="use that",
-                    )
+                tensors, meta = checkpoint.load(checkpoints, "last")
             except ConfigError as error:
                 hint = f"delete {folder} to start the run from the beginning"
                 raise ConfigError.listing([replace(problem, hint=hint) for problem in error.problems]) from error
             state.restore(tensors, meta, f"the checkpoint of {folder}")
             self.ranks.lead_does(lambda: (self.journal.restore(meta["metrics"]), self._keep_best_and_snapshot(tensors)))
-            # A kill may have come before the last cleanup.
-            self.ranks.lead_does(lambda: checkpoint.sweep(self.training_run.checkpoints))
+            self.ranks.lead_does(lambda: checkpoint.sweep(checkpoints))  # a kill may have come before the last cleanup
         else:
             self.ranks.lead_does(lambda: self.journal.restore(()))
         if self.ranks.agreed(state.step) != state.step:
@@ -344,19 +300,15 @@ class TrainingLoop:
     def _log_start(self, environ: Mapping[str, Any]) -> None:
         log, config = self.journal.log, self.config
         version = f"advnorm {environ['advnorm']} ({environ['commit'] or 'no commit'}), torch {environ['torch']}"
-        log(f"{version} on {environ['device']} × {self.ranks.world}, {self.precision}, seed {config.seed}")
+        log(f"{version} on {environ['device']} × {self.ranks.world}, {self.config.precision}, seed {config.seed}")
         if self.state.step:
             log(f"resuming from step {self.state.step} of {self.total}")
             return
-        objective = " around ".join(self.objective.class_names)
-        log(f"{self.total} steps of {config.batch_size} images; objective {objective}")
+        log(f"{self.total} steps of {config.batch_size} images; objective {self.objective.describe()}")
         for kind in routing(self.objective):
             for domain, banks in kind["domains"].items():
                 text = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in banks.items() if value)
                 log(f"{kind['norm']} in {kind['layers']} layers: {domain} images: {text or 'none in training'}")
-
-    def _log_stop(self, where: str) -> None:
-        self.journal.log(f"stopped {where}; run the same command to resume")
 
     def _write_record(self, environ: Mapping[str, Any]) -> None:
         config, device, state = self.config, self.ranks.device, self.state
@@ -376,7 +328,7 @@ class TrainingLoop:
             "seconds": state.clock.total,
             "first_step_seconds": state.clock.first_step,
             "images_per_second": None if rate is None else rate * config.batch_size,
-            "precision": self.precision,
+            "precision": self.config.precision,
             "compiled": self.program.runs_compiled,
             "processes": self.ranks.world,
             # Reserved: the memory of CUDA graphs is neither free nor counted as allocated.

@@ -8,22 +8,20 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor
 
-from advnorm.config.fields import Mix
+from advnorm.config.fields import TrainingSettings
 
 
-def mix_batch(
-    kind: Mix, x: Tensor, y: Tensor, *, classes: int, alpha: float, seed: int, step: int
-) -> tuple[Tensor, Tensor]:
+def mix_batch(settings: TrainingSettings, x: Tensor, y: Tensor, *, classes: int, step: int) -> tuple[Tensor, Tensor]:
     """Return mixed images and soft labels: ``λ (x, y) + (1 - λ) (x', y')`` with one λ ~ Beta(α, α) per batch.
 
     CutMix replaces a box of the share 1 - λ of each image by the neighbour's; λ then is the share that remains. The
     draw depends on seed and step alone, so that all ranks and a resumed run draw the same.
     """
-    if kind == "none":
+    if settings.mix == "none":
         return x, y
-    draw = np.random.default_rng([seed, step])
-    share = float(draw.beta(alpha, alpha))
-    if kind == "mixup":
+    draw = np.random.default_rng([settings.seed, step])
+    share = float(draw.beta(settings.mix_alpha, settings.mix_alpha))
+    if settings.mix == "mixup":
         images = share * x + (1 - share) * x.roll(1, 0)
     else:
         height, width = x.shape[-2:]

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
-from advnorm._core.errors import Problem, raise_problems, unknown_name
-
-SCHEDULES = ("step", "cosine", "one_cycle", "constant")
+from advnorm.config.fields import TrainingSettings
 
 # One-cycle starts from lr / 25 and ends with a ten-thousandth of that: the defaults of torch.
 _START, _END = 25.0, 1e4
 
 
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """The learning rate as a function of the step alone, so that a resumed run continues exactly.
+def learning_rate(settings: TrainingSettings, step: int, steps_per_epoch: int) -> float:
+    """The rate of step 0, 1, …: a function of the step alone, so that a resumed run continues exactly.
 
     With T steps in all, of which W warm up:
 
@@ -27,49 +23,18 @@ class Schedule:
 
     The first W steps have the factor (step + 1) / W; cosine decays from there on.
     """
-
-    name: str
-    lr: float
-    epochs: float
-    steps_per_epoch: int
-    milestones: tuple[float, ...] = ()
-    gamma: float = 0.1
-    warmup_epochs: float = 0.0
-    peak_share: float = 0.3
-
-    def __post_init__(self) -> None:
-        problems = []
-        if self.name not in SCHEDULES:
-            problems.append(unknown_name("schedule", self.name, SCHEDULES))
-        if not 0 <= self.warmup_epochs <= self.epochs:
-            message = f"{{field}} must be 0 to {self.epochs}, the epochs of the run"
-            problems.append(
-                Problem(code="out_of_range", message=message, field="warmup_epochs", got=self.warmup_epochs)
-            )
-        if self.name == "one_cycle" and self.warmup_epochs:
-            message, hint = "one_cycle has its own warm-up", "set warmup_epochs=0 and use peak_share"
-            problems.append(Problem(code="conflict", message=message, field="warmup_epochs", hint=hint))
-        if self.name == "one_cycle" and not 0 <= self.peak_share <= 1:
-            message = "{field} must be 0 to 1"
-            problems.append(Problem(code="out_of_range", message=message, field="peak_share", got=self.peak_share))
-        raise_problems(problems, "bad schedule")
-
-    def learning_rate(self, step: int) -> float:
-        """The rate of step 0, 1, …"""
-        total = round(self.epochs * self.steps_per_epoch)
-        warmup = round(self.warmup_epochs * self.steps_per_epoch)
-        if self.name == "one_cycle":
-            return _one_cycle(step, self.lr, total, self.peak_share)
-        if step < warmup:
-            rate = self.lr * (step + 1) / warmup
-        elif self.name == "cosine":
-            rate = self.lr * (1 + math.cos(math.pi * (step - warmup) / (total - warmup))) / 2
-        else:
-            rate = self.lr
-        if self.name == "step":
-            # A quotient, not a product: k / n rounds to the very float that a user writes for it.
-            rate *= self.gamma ** sum(milestone <= step / self.steps_per_epoch for milestone in self.milestones)
-        return rate
+    rate, total = settings.lr, settings.epochs * steps_per_epoch
+    warmup = round(settings.warmup_epochs * steps_per_epoch)
+    if settings.schedule == "one_cycle":
+        return _one_cycle(step, rate, total, settings.peak_share)
+    if step < warmup:
+        rate = rate * (step + 1) / warmup
+    elif settings.schedule == "cosine":
+        rate = rate * (1 + math.cos(math.pi * (step - warmup) / (total - warmup))) / 2
+    if settings.schedule == "step":
+        # A quotient, not a product: k / n rounds to the very float that a user writes for it.
+        rate *= settings.gamma ** sum(milestone <= step / steps_per_epoch for milestone in settings.milestones)
+    return rate
 
 
 def _one_cycle(step: int, lr: float, total: int, peak_share: float) -> float:

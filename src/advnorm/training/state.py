@@ -33,9 +33,8 @@ class TrainingState:
         tensors |= state
         meta: dict[str, Any] = {"step": self.step, "optimizer": optimizer, "best": self.best}
         if self.ema is not None:
-            ema = self.ema.state_dict()
-            tensors |= {f"ema.{name}": value for name, value in ema["average"].items()}
-            meta["ema_updates"] = ema["updates"]
+            tensors |= {f"ema.{name}": value for name, value in self.ema.average.items()}
+            meta["ema_updates"] = self.ema.updates
         if self.sums:
             tensors["sums"] = self._ranks.gathered(torch.stack(list(self.sums.values())))
         meta |= {"sums": list(self.sums), "pieces": self.pieces}
@@ -46,7 +45,7 @@ class TrainingState:
         checkpoint.restore_model(self.model, checkpoint.select(tensors, "model."), source)
         checkpoint.restore_optimizer(self.optimizer, self.names, tensors, meta["optimizer"])
         if self.ema is not None:
-            self.ema.load_state_dict({"average": checkpoint.select(tensors, "ema."), "updates": meta["ema_updates"]})
+            self.ema.restore(checkpoint.select(tensors, "ema."), meta["ema_updates"])
         if meta["sums"]:
             rows = tensors["sums"].to(self._ranks.device)
             # Another number of processes than before shares the sums equally.

@@ -11,25 +11,24 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from inspect import signature
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from advnorm._core.precision import choose_kernels, float32_as
+from advnorm.config.fields import PrecisionName
 from advnorm.objectives import Execution, Objective, ObjectiveOutput
 from advnorm.objectives.second_pass import SecondPass
-from advnorm.training.attack_copy import make_attack_on_copy
-from advnorm.training.banks import leaves_banks_unused
+from advnorm.training.attack_on_copy import make_attack_on_copy
+from advnorm.training.bank_usage import leaves_banks_unused
 from advnorm.training.compilation import CompiledFunction, Log, allow_variants
 from advnorm.training.cuda_graphs import CapturedAttack, CapturedStep
 from advnorm.training.ranks import Ranks
 
-Precision = Literal["float32", "tf32", "bf16"]
 
-
-def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
+def autocast(precision: PrecisionName, device: torch.device) -> AbstractContextManager[Any]:
     """Scope of a forward: autocast to bf16 if that is the precision.
 
     Without autocast's cache of weights. The cache is cleared only when the outermost scope ends, so that inside another
@@ -50,12 +49,12 @@ class StepProgram:
         objective: Objective,
         ranks: Ranks,
         *,
-        precision: Precision = "float32",
+        precision: PrecisionName = "float32",
         deterministic: bool = False,
         sync_buffers: bool = True,
     ) -> None:
         self.objective, self.device = objective, ranks.device
-        self.precision: Precision = precision
+        self.precision: PrecisionName = precision
         self.deterministic = deterministic
         self.execution = Execution()
         self._module: nn.Module = objective

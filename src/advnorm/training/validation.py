@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,10 +14,12 @@ from torch import nn
 from advnorm._core.precision import float32_as
 from advnorm.attacks import predicting
 from advnorm.config import Config
-from advnorm.data import FolderData, ImageData, make_loader, split_held_out
+from advnorm.config.fields import PrecisionName
+from advnorm.data import FolderData, ImageData, split_held_out
 from advnorm.norms import domains, frozen_mode
+from advnorm.training.build import build_loader
 from advnorm.training.ranks import Ranks
-from advnorm.training.step_program import Precision, autocast
+from advnorm.training.step_program import autocast
 
 #: Images at a time, per process.
 BATCH = {"cpu": 250, "cuda": 1000}
@@ -40,30 +43,17 @@ class Validation:
         ranks: Ranks,
         *,
         trained: Sequence[str],
-        precision: Precision,
-        channels_last: bool,
         workers: int | None,
     ) -> None:
-        self.ranks, self.trained = ranks, trained
-        self.precision: Precision = precision
-        self.name = config.validation_attack
+        self.ranks, self.trained, self.name = ranks, trained, config.validation_attack
+        self.precision: PrecisionName = config.precision
         self.attack = config.build_validation_attack()
         if config.validation_images is not None and config.validation_images < len(data):
             # Not the first ones: the images of a folder are sorted by class.
             data = split_held_out(data, config.validation_images, config.seed)[1]  # pyright: ignore[reportArgumentType]
         self.images = len(data)
-        self.loader = make_loader(
-            data,
-            batch_size=BATCH[ranks.device.type] * ranks.world,
-            augment="none",
-            device=ranks.device,
-            rank=ranks.rank,
-            world=ranks.world,
-            shuffle=False,
-            drop_last=False,
-            channels_last=channels_last,
-            workers=workers,
-        )
+        batches: dict[str, Any] = {"batch_size": BATCH[ranks.device.type] * ranks.world, "drop_last": False}
+        self.loader = build_loader(data, config, ranks, workers, augment="none", shuffle=False, **batches)
 
     def branch(self, model: nn.Module, domain: str) -> str | None:
         """The branch that evaluates a domain's images; None for a model without branches."""

@@ -12,7 +12,7 @@ from advnorm.attacks import PGD, predicting
 from advnorm.attacks.folded_copy import FoldedCopy, make_folded_copy
 from advnorm.norms import routed_modules
 from advnorm.objectives import Execution, Hybrid, Objective
-from advnorm.training.attack_copy import AttackOnCopy, copy_branch, make_attack_on_copy, perturbed
+from advnorm.training.attack_on_copy import AttackOnCopy, copy_branch, make_attack_on_copy, perturbed
 from advnorm.training.loop import TrainingLoop
 from support.step_programs import CASES, adversarial, first_batch, gradients_of, loop_of, snapshot, steps
 

@@ -1,4 +1,4 @@
-"""The banks that an objective trains and updates, for DDP and for the record."""
+"""Which banks a training uses: those that get gradients, for DDP, and those of each domain, for the record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trial forwards before a training: a batch that the network cannot take is an error before any file is written."""
+"""A forward of a constant batch before a training: an error of shapes is raised before any file is written."""
 
 from __future__ import annotations
 
@@ -10,21 +10,15 @@ import torch
 from advnorm._core.errors import ConfigError, first_line
 from advnorm.attacks import predicting
 from advnorm.config import Config
+from advnorm.data import FolderData, ImageData
 from advnorm.norms import Scope, domains, routed_modules
 from advnorm.objectives import CraftedBatch
+from advnorm.objectives.second_pass import SecondPass
 from advnorm.training.ranks import Ranks
 from advnorm.training.step_program import StepProgram, autocast
 
 
-def try_forwards(
-    program: StepProgram,
-    config: Config,
-    ranks: Ranks,
-    image_shape: tuple[int, ...],
-    num_classes: int,
-    *,
-    channels_last: bool,
-) -> None:
+def check_forwards(program: StepProgram, config: Config, ranks: Ranks, data: ImageData | FolderData) -> None:
     """Reject images and batches that the network cannot take, by forwards that change nothing in it.
 
     They run in the program's scope, because cuDNN keeps the kernels that it chooses here.
@@ -40,11 +34,11 @@ def try_forwards(
             field="objective.clean_share",
             hint=f"change clean_share or batch_size so that clean_share · batch_size / {ranks.world} is whole",
         )
-    memory_format = torch.channels_last if channels_last else torch.contiguous_format
-    x = torch.full((count, *image_shape), 0.5, device=device).contiguous(memory_format=memory_format)
+    memory_format = torch.channels_last if config.channels_last is True else torch.contiguous_format
+    x = torch.full((count, *data.image_shape), 0.5, device=device).contiguous(memory_format=memory_format)
     index = torch.arange(count, device=device)
-    batch = CraftedBatch(x, index % num_classes, index, x)
-    size = "×".join(map(str, image_shape))
+    batch = CraftedBatch(x, index % data.num_classes, index, x)
+    size = "×".join(map(str, data.image_shape))
     field, tried = "model", f"model {config.model.name} with norm {config.norm} cannot take {count} images of {size}"
     hint = "use another model, norm, batch_size or image size"
     try:
@@ -56,8 +50,9 @@ def try_forwards(
             with predicting(model, statistics="batch_frozen"), ExitStack() as stack:
                 if routed_modules(model):  # over all processes, as in training
                     stack.enter_context(Scope(model, {"local": False}))
-                objective.run_forwards(batch)
+                objective.compute_loss(batch)
                 if config.second_pass is not None:
+                    assert isinstance(program.objective, SecondPass)
                     field, tried = "second_pass", f"second_pass {config.second_pass.name} cannot take {count} images"
                     hint = "change second_pass.samples, second_pass.groups or batch_size"
                     program.objective.run_forwards(batch)
