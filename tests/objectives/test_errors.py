@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import inspect
+from typing import Annotated, Any
 
 import pytest
 import torch
 
 from advnorm._core.errors import AdvnormError, ConfigError, Problem
+from advnorm._core.settings import Setting
 from advnorm.objectives import LIGS, OBJECTIVES, list_objectives
 from support.objective_oracles import Given, images, pgd, tiny
 from support.problems import raises_problem
@@ -258,6 +260,7 @@ def test_settings_that_change_later_are_validated_too():
     objective = OBJECTIVES.get("hybrid")(tiny("dual_bn"), pgd())
     for name, value, code in (
         ("statistics", "bacth", "unknown_name"),
+        ("clean_share", 2, "out_of_range"),
         ("attack", None, "missing_attack"),
         ("attack", "pgd10", "wrong_type"),
     ):
@@ -265,6 +268,21 @@ def test_settings_that_change_later_are_validated_too():
         with raises_problem(code, name):
             setattr(objective, name, value)
         assert getattr(objective, name) is before
+
+
+def test_options_are_in_the_signature_and_a_subclass_changes_a_default_by_an_assignment():
+    class Paired(OBJECTIVES.get("hybrid")):
+        pairing_weight = 2
+        extra: Annotated[int, Setting("An option.", "[0, 9]")] = 3
+
+    parameters = inspect.signature(Paired).parameters
+    assert list(parameters)[:3] == ["model", "attack", "extra"] and parameters["pairing_weight"].default == 2
+    assert inspect.signature(LIGS).parameters["shift"].default == "gaussian"
+    objective = Paired(tiny("dual_bn"), pgd(), clean_weight=0.25)
+    assert (objective.extra, objective.pairing_weight, objective.clean_weight) == (3, 2.0, 0.25)
+    assert "extra=3" in objective.describe()
+    with raises_problem("out_of_range", "extra"):
+        Paired(tiny("dual_bn"), pgd(), extra=10)
 
 
 def test_an_empty_batch_is_told_in_words_also_at_the_first_batch():

@@ -13,8 +13,6 @@ from advnorm._core.errors import first_line
 
 #: Variants of one network: a route, a statistics mode and a batch size each. PyTorch's own limit is 8 per process.
 VARIANTS = 64
-
-
 #: Writes a line to the log.
 Log = Callable[[str], None]
 

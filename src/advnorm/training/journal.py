@@ -163,14 +163,10 @@ def format_values(values: Any) -> Iterator[str]:
         if name.endswith("_accuracy"):
             yield f"{name.removesuffix('_accuracy')} {value:.1%}"
         elif name.startswith("held_out/"):
-            yield f"{attack_label(name.removeprefix('held_out/'))} {value:.1%}"
+            attack = name.removeprefix("held_out/")
+            yield f"{'training attack' if attack == 'training' else attack} {value:.1%}"
         else:
             yield f"{name} {value:.3f}"
-
-
-def attack_label(name: str) -> str:
-    """The label of a column of held-out accuracies."""
-    return "training attack" if name == "training" else name
 
 
 def format_epoch(row: Mapping[str, Any], seconds: float) -> str:

@@ -130,38 +130,26 @@ class Run:
 
     def check(self, config: Config, data: Mapping[str, Any]) -> None:
         """Reject a folder that holds something else than this configuration on these data; write nothing."""
+        found = self._foreign_content(config, data)
+        if found:
+            hint = "choose another out or name, or delete it"
+            raise ConfigError("already_exists", f"{self.folder} {found}", field="out", hint=hint)
+
+    def _foreign_content(self, config: Config, data: Mapping[str, Any]) -> str | None:
+        """Describe what the folder holds if it is not this run."""
         if self.folder.exists() and not self.folder.is_dir():
-            raise ConfigError(
-                "already_exists", f"{self.folder} is a file", field="out", hint="choose another out or name"
-            )
+            return "is a file"
         if not self._description.exists():
             found = self.folder.iterdir() if self.folder.exists() else ()
             foreign = sorted(path.name for path in found if path.name[0] != ".")
-            if foreign:
-                raise ConfigError(
-                    "already_exists",
-                    f"{self.folder} is not a training run and holds {', '.join(foreign[:3])}",
-                    field="out",
-                    hint="choose another out or name, or empty it",
-                )
-            return
-        found = self.description
-        before, now = self.config, config
-        differ = []
-        if (before.digest, before.seed) != (now.digest, now.seed):
-            old, new = before.to_dict(), now.to_dict()
-            differ = [
-                f"{key} ({old[key]!r}, now {new[key]!r})" for key in new if key != "name" and old[key] != new[key]
-            ]
-        if found["data"] != data:
-            differ += [f"data {key}" for key in data if found["data"].get(key) != data[key]]
-        if differ:
-            raise ConfigError(
-                "already_exists",
-                f"{self.folder} holds another run, which differs in {', '.join(differ)}",
-                field="out",
-                hint="choose another out or name, or delete it",
-            )
+            return f"is not a training run and holds {', '.join(foreign[:3])}" if foreign else None
+        before, known = self.config, self.description["data"]
+        differ = [f"data {key}" for key in data if known.get(key) != data[key]]
+        if (before.digest, before.seed) != (config.digest, config.seed):
+            old, new = before.to_dict(), config.to_dict()
+            changed = [key for key in new if key != "name" and old[key] != new[key]]
+            differ = [*(f"{key} ({old[key]!r}, now {new[key]!r})" for key in changed), *differ]
+        return f"holds another run, which differs in {', '.join(differ)}" if differ else None
 
     @contextmanager
     def claimed(self, config: Config, data: Mapping[str, Any], **more: Any) -> Iterator[None]:
@@ -173,20 +161,14 @@ class Run:
             raise ConfigError("not_writable", message, field="out", hint="choose another out") from None
         with exclusive(self.folder):
             self.check(config, data)
+            started = more.get("weights_fingerprint")
             if not self._description.exists():
-                write_json(
-                    self._description, {"format": FORMAT, "config": config.to_dict(), "data": dict(data), **more}
-                )
-            elif (started := more.get("weights_fingerprint")) not in (
-                None,
-                self.description.get("weights_fingerprint"),
-            ):
-                raise ConfigError(
-                    "already_exists",
-                    f"{self.folder} was started from other weights than {config.weights} holds now ({started})",
-                    field="weights",
-                    hint="choose another out or name, or delete it",
-                )
+                about = {"format": FORMAT, "config": config.to_dict(), "data": dict(data), **more}
+                write_json(self._description, about)
+            elif started not in (None, self.description.get("weights_fingerprint")):
+                message = f"{self.folder} was started from other weights than {config.weights} holds now ({started})"
+                hint = "choose another out or name, or delete it"
+                raise ConfigError("already_exists", message, field="weights", hint=hint)
             write_atomic(self.folder / "config.yaml", self.config.to_yaml().encode())
             yield
 
