@@ -33,7 +33,7 @@ def test_the_printed_budget_is_the_cost_of_the_training(name):
     budgets = {
         study.locate(row["label"], column)[0]: float(row["label"]["budget"][:-1])
         for row in printed_entry(name)["rows"]
-        for column in {number.column for number in study.numbers()}
+        for column in {number.column for number in study.numbers}
     }
     for cell in study.cells():
         config = cell.config.scaled()

@@ -19,7 +19,7 @@ def test_training_validation_and_evaluation_use_the_same_pgd(setting):
     assert (evaluation.steps, evaluation.step_size) == (10, "2/255" if setting.endswith("eps8") else "4/255")
 
 
-PRINTED4 = {(number.cell, number.value): number.printed for number in STUDIES.get("C/table4").numbers()}
+PRINTED4 = {(number.cell, number.value): number.printed for number in STUDIES.get("C/table4").numbers}
 #: DBN is worse by a point everywhere, and in one number much better, so that it is better on average.
 ONE_LARGE_GAIN = {
     (f"{setting}/{after}", f"shared/{metric}"): PRINTED4[f"{setting}/{before}", f"shared/{metric}"] - 1

@@ -11,9 +11,9 @@ from advnorm.papers.d import figures, tables, trainings
 from advnorm.studies import STUDIES, printed_entry
 from advnorm.studies.claims import mean
 from advnorm.studies.protocols import plan_cell
-from advnorm.studies.results import collect_values
 from advnorm.studies.run import run_task, run_tasks
 from advnorm.studies.task import Task
+from support.study_records import collect_values
 
 
 def test_a_claim_on_small_images_needs_no_imagenet(as_printed):
@@ -225,7 +225,7 @@ def test_the_boost_by_adapted_statistics_may_be_larger_than_printed(as_printed, 
 
 
 def test_every_study_without_printed_numbers_has_invented_ones():
-    assert {*MADE_UP} == {name for name in STUDIES.names("D/*") if not list(STUDIES.get(name).numbers())}
+    assert {*MADE_UP} == {name for name in STUDIES.names("D/*") if not list(STUDIES.get(name).numbers)}
 
 
 @pytest.mark.parametrize("name", MADE_UP)

@@ -37,7 +37,7 @@ def test_a_dry_run_lists_the_state_of_each_cell_and_runs_nothing(tmp_path):
     done, damaged, started, *_ = list_tasks(study, protocol="fast", out=tmp_path)
     names = {"format": FORMAT, "study": done.study, "cell": done.cell, "protocol": "fast", "seed": 0}
     run = {"config": {**done.planned_cell.config.to_dict(), "lr": 7.0}, "seconds": 1.0, "processes": 1, "device": "one"}
-    write_json(done.record_path, {**names, "values": {"shared/clean": 90.0}, "run": run})
+    write_json(done.record_path, {**names, "values": {"shared/clean": 90.0}, "run": run, "measures": []})
     write_json(damaged.record_path, {})
     started.run.folder.mkdir(parents=True)
     before = sorted(tmp_path.rglob("*"))
@@ -46,7 +46,7 @@ def test_a_dry_run_lists_the_state_of_each_cell_and_runs_nothing(tmp_path):
     states = [line.split("│")[1:5] for line in out.output.splitlines() if "│ fast" in line]
     found = {cell.strip(): state.strip() for cell, _, _, state in states}
     states = {done.cell: "done", damaged.cell: "damaged", started.cell: "started"}
-    assert found == dict.fromkeys(study.by_name(), "pending") | states
+    assert found == dict.fromkeys(study.by_name, "pending") | states
     assert "pending: 7 training(s), an estimated 303 PFLOP" in " ".join(out.output.split())
     assert "1 of 8 cells have records in" in " ".join(out.output.split()) and "measured on one;" in out.output
     assert "single/eps8/fast-seed0.json was made with other settings than the study has now: lr 7.0, now" in out.output
@@ -100,7 +100,7 @@ def test_a_failing_cell_is_reported_the_others_run_and_the_exit_status_is_1(tmp_
     write_json(damaged.record_path, {})
     names = {"format": FORMAT, "study": done.study, "cell": done.cell, "protocol": "fast", "seed": 0}
     run = {"config": done.planned_cell.config.to_dict(), "seconds": 1.0, "processes": 1}
-    write_json(done.record_path, {**names, "values": {"shared/clean": 90.0}, "run": run})
+    write_json(done.record_path, {**names, "values": {"shared/clean": 90.0}, "run": run, "measures": []})
     out = invoke("study", "A/table6", "--protocol", "fast", "--out", tmp_path)
     assert out.exit_code == 1
     assert "failed standard/eps8 seed 0" in out.output and "done standard/eps16 seed 0" in out.output
@@ -142,7 +142,7 @@ def test_show_prints_a_study_and_a_cell_with_the_papers_numbers():
 
 
 def cells_of(name):
-    return (f"{name}/{cell}" for cell in STUDIES.get(name).by_name())
+    return (f"{name}/{cell}" for cell in STUDIES.get(name).by_name)
 
 
 def test_ls_lists_the_cells_of_a_study_with_their_different_settings():
@@ -165,10 +165,10 @@ def test_a_table_fits_into_the_terminal_without_breaking_words(name, width, valu
         console.print(study_table(study, values, width=width))
     table = captured.get().partition("claim: ")[0].splitlines()
     assert max(len(line.rstrip()) for line in table) <= width
-    words = {word for n in study.numbers() for word in f"{n.row} {n.column}".split()}
+    words = {word for n in study.numbers for word in f"{n.row} {n.column}".split()}
     assert words <= {word for line in table for word in line.split()}
     if name == "A/table3":  # every label has a line of its own
-        assert all(any(line.startswith(f"{number.row} ") for line in table) for number in study.numbers())
+        assert all(any(line.startswith(f"{number.row} ") for line in table) for number in study.numbers)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Numbers of figures: single numbers and series."""
 
 from advnorm.studies import STUDIES
-from advnorm.studies.summary import summarize_studies
+from advnorm.studies.report_data import summarize_studies
 from support.study_records import make_task, study_in, write_record
 
 

@@ -21,8 +21,8 @@ from advnorm._core.locks import exclusive
 from advnorm._core.records import read_json
 from advnorm.studies import STUDIES
 from advnorm.studies import launch as launching
-from advnorm.studies.launch import AttemptResult, group_into_chains, launch
-from advnorm.studies.run import run_task, run_tasks
+from advnorm.studies.launch import launch
+from advnorm.studies.run import Outcome, group_into_chains, run_task, run_tasks
 from advnorm.studies.task import Task, list_tasks
 from support.problems import raises_problem
 
@@ -182,18 +182,15 @@ class Scripted:
     def __exit__(self, *error):
         assert not self.working
 
-    def has_room(self):
-        return len(self.working) < self.room
-
     def start(self, task):
-        assert self.has_room()
+        assert len(self.working) < self.room
         assert task.run.folder not in [other.run.folder for other in self.working], "two at once in one training"
         self.working.append(task)
         self.started.append(task.cell)
 
     def wait_for_next(self):
         task = self.working.popleft()
-        return task, self.results[task.cell].pop(0)
+        return Outcome(task=task, **self.results[task.cell].pop(0))
 
 
 def named(cells):
@@ -218,6 +215,7 @@ def scripted(monkeypatch):
         with context.context():
             pool = Scripted(results)
             monkeypatch.setattr(launching, "LocalPool", lambda devices: pool)
+            monkeypatch.setattr("advnorm.studies.run.BUSY_SECONDS", 0.0)
             store, reported = SimpleNamespace(state=lambda task: "pending"), []
             try:
                 outcomes = launch(made, on_outcome=reported.append, store=store, **options)
@@ -228,14 +226,14 @@ def scripted(monkeypatch):
     return run
 
 
-OK, DIED, WRONG = AttemptResult(None, False), AttemptResult("died", True), AttemptResult("wrong", False)
+OK, DIED, WRONG, BUSY = {}, {"error": "died", "retry": True}, {"error": "wrong"}, {"busy": True}
 
 
 def test_a_failing_task_is_retried_then_reported_once_and_the_others_continue(scripted):
     cells = {"a": ("a", None), "b": ("b", None), "c": ("c", None), "d": ("d", None)}
-    results = {"a": [DIED, DIED, DIED], "b": [WRONG], "c": [DIED, OK], "d": [OK]}
+    results = {"a": [DIED, DIED, DIED], "b": [WRONG], "c": [DIED, OK], "d": [BUSY, OK]}
     started, reported, outcomes = scripted(cells, results, retries=2)
-    assert sorted(started) == ["a", "a", "a", "b", "c", "c", "d"]
+    assert sorted(started) == ["a", "a", "a", "b", "c", "c", "d", "d"]
     assert [outcome.error for outcome in outcomes] == ["died", "wrong", None, None]
     assert sorted(outcome.task.cell for outcome in reported) == ["a", "b", "c", "d"]
 
@@ -278,35 +276,26 @@ def test_chains_group_related_tasks_with_prerequisites_first(data, number):
         assert family == {task.cell for task in chain}
 
 
-def test_a_process_waits_until_another_releases_the_run(tmp_path, monkeypatch):
-    held, order = threading.Event(), []
-
-    def hold():
-        with exclusive(tmp_path):
-            held.set()
-            time.sleep(0.3)
-            order.append("let go")
-
-    launching._wait_for_release(tmp_path)  # nobody ever trained there
-    thread = threading.Thread(target=hold)
-    thread.start()
-    held.wait()
-    launching._wait_for_release(tmp_path)
-    order.append("went on")
+def test_a_task_starts_when_another_process_releases_its_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("advnorm.studies.run.BUSY_SECONDS", 0.05)
+    task = todo(tmp_path)[0]
+    task.run.folder.mkdir(parents=True)
+    pool, outcomes = Scripted({task.cell: [OK]}), []
+    with exclusive(task.run.folder):
+        thread = threading.Thread(target=lambda: outcomes.extend(run_tasks([task], pool=pool)))
+        thread.start()
+        time.sleep(0.3)
+        assert not pool.started
     thread.join()
-    assert order == ["let go", "went on"]
-    monkeypatch.setattr(launching, "RELEASE_SECONDS", 0.0)
-    with exclusive(tmp_path):
-        launching._wait_for_release(tmp_path)  # not for ever: training then says who is there
+    assert pool.started == [task.cell] and outcomes == [Outcome(task=task)]
 
 
 def test_all_wrong_settings_are_reported_at_once(tmp_path, monkeypatch):
     made = todo(tmp_path)
     with pytest.raises(ConfigError) as error:
-        launch(made, devices=["cpu", "gpu", "cuda:99"], processes=0, retries=-1, address="auto")
+        launch(made, devices=["cpu", "gpu", "cuda:99"], processes=0, address="auto")
     assert [(problem.code, problem.field) for problem in error.value.problems] == [
         ("out_of_range", "processes"),
-        ("out_of_range", "retries"),
         ("conflict", "address"),
         ("no_device", "device"),
         ("no_device", "device"),
@@ -315,8 +304,6 @@ def test_all_wrong_settings_are_reported_at_once(tmp_path, monkeypatch):
         launch(made, launcher="rays")
     with raises_problem("conflict", "devices"):
         launch(made, launcher="ray", devices=["cpu"])
-    with raises_problem("empty", "devices"):
-        launch(made, devices=[])
     monkeypatch.setitem(sys.modules, "ray", None)
     with raises_problem("not_installed", "launcher"):
         launch(made, launcher="ray")

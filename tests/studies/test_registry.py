@@ -12,12 +12,12 @@ from advnorm.analysis import ANALYSES
 from advnorm.attacks import get as get_attack
 from advnorm.studies import STUDIES, printed_entry
 from advnorm.studies.protocols import plan_cell
-from advnorm.studies.results import collect_values
 from advnorm.studies.run import run_tasks
 from advnorm.studies.store import RecordStore
 from advnorm.studies.study import ClaimVerdict, Protocol
 from advnorm.studies.task import list_tasks
 from advnorm.threat import ThreatModel
+from support.study_records import collect_values
 
 #: The tables and figures that measure something, and a section of E.
 EXPECTED = [
@@ -46,7 +46,7 @@ NO_STUDY = {
 NUMBERED = {"A": (8, 7), "B": (3, 2), "C": (4, 6), "D": (8, 17), "E": (7, 7)}  # tables and figures of each paper
 
 NAMES = STUDIES.names()
-TABLES = [name for name in NAMES if any(True for _ in STUDIES.get(name).numbers())]
+TABLES = [name for name in NAMES if any(True for _ in STUDIES.get(name).numbers)]
 #: Columns that follow from others: the spread over seeds, and differences of two accuracies.
 DERIVED = ("std", "gain", "acc_diff")
 #: Figures whose text prints only some of the numbers that the check reads.
@@ -161,7 +161,7 @@ def test_the_short_schedule_scales_the_rate_and_clips_where_a_network_would_dive
 @pytest.mark.parametrize("name", TABLES)
 def test_every_printed_number_has_its_own_cell_and_value(name):
     study = STUDIES.get(name)
-    entry, numbers = study.printed, list(study.numbers())
+    entry, numbers = study.printed, list(study.numbers)
     for row in entry["rows"]:
         for column, value in zip(entry["columns"], row["values"]):
             placed = study.locate(row["label"], column) is not None
@@ -174,7 +174,7 @@ def test_every_printed_number_has_its_own_cell_and_value(name):
 
 def test_a_row_is_named_by_its_label_with_keys_of_numbers_and_flags():
     def rows(name):
-        return [number.row for number in STUDIES.get(name).numbers()]
+        return [number.row for number in STUDIES.get(name).numbers]
 
     assert rows("A/table3")[0] == "Single BN, ns 1, ap 1"
     assert rows("B/table3")[-1] == "APART, 2.00x, N 128, eps 0.1, n 32"
@@ -192,7 +192,7 @@ def test_the_printed_numbers_confirm_the_printed_claim_and_their_opposite_does_n
 
 @pytest.mark.parametrize("name", ["C/fig5", "E/fig1", "E/fig2", "E/fig3", "E/fig7", "E/sec4.4"])
 def test_numbers_printed_in_the_text_of_a_figure_are_compared(name):
-    assert any(number.printed is not None for number in STUDIES.get(name).numbers())
+    assert any(number.printed is not None for number in STUDIES.get(name).numbers)
 
 
 def test_printed_numbers_without_a_measured_value_are_listed_or_explained():
@@ -283,7 +283,7 @@ def test_a_study_measures_all_values_of_its_table_and_its_check(name, results):
 
 
 def check_values(study, values):
-    assert [number for number in study.numbers() if (number.cell, number.value) not in values] == []
+    assert [number for number in study.numbers if (number.cell, number.value) not in values] == []
     assert (study.verdict(values) == "not run") == (study.name in TOO_LITTLE)
     assert study.verdict({place: [0.0] for place in values}) in get_args(ClaimVerdict)  # whatever a check divides by
 

@@ -16,12 +16,11 @@ from advnorm.studies import STUDIES
 from advnorm.studies.claims import mean
 from advnorm.studies.record import FORMAT
 from advnorm.studies.registry import equivalent_cells
-from advnorm.studies.results import collect_values
-from advnorm.studies.run import Outcome, TrainingStopped, attempt_task, find_blocking_problems, run_task, run_tasks
+from advnorm.studies.report_data import summarize_studies
+from advnorm.studies.run import TrainingStopped, attempt_task, find_blocking_problems, run_task, run_tasks
 from advnorm.studies.store import RecordStore
-from advnorm.studies.summary import summarize_studies
 from advnorm.studies.task import list_tasks
-from support.study_records import record_of, state_of
+from support.study_records import collect_values, record_of, state_of
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +36,7 @@ def test_a_study_writes_a_record_per_cell_with_a_value_for_every_printed_number(
     study = STUDIES.get("A/table8")
     values, problems = collect_values(study, protocol="smoke", out=smoked)
     assert not problems
-    for number in study.numbers():
+    for number in study.numbers:
         assert 0 <= mean(values, number.cell, number.value) <= 100
     assert study.verdict(values) in ("confirmed", "not confirmed")
     assert study.verdict({}) == "not run"
@@ -66,6 +65,23 @@ def test_two_processes_share_a_study_and_wait_for_each_other(tmp_path, monkeypat
         assert reported == [second] and state_of(first) == "started"
     thread.join()
     assert reported == [second, first] and [outcome.error for outcome in outcomes] == [None, None]
+
+
+def test_a_measurement_that_another_process_takes_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr("advnorm.studies.run.BUSY_SECONDS", 0.05)
+    task = list_tasks(STUDIES.get("A/table6"), protocol="smoke", out=tmp_path, device="cpu")[0]
+    values, outcomes = run_task(task)["values"], []
+    [measured] = (task.run.folder / "measures").glob("*.json")
+    measured.unlink()
+    task.record_path.unlink()
+    with exclusive(measured):
+        assert attempt_task(task, RecordStore(tmp_path)).busy
+        thread = threading.Thread(target=lambda: outcomes.extend(run_tasks([task], retries=0)))
+        thread.start()
+        thread.join(1.0)
+        assert thread.is_alive() and not measured.exists()
+    thread.join()
+    assert [outcome.error for outcome in outcomes] == [None] and record_of(task)["values"] == values
 
 
 @pytest.mark.parametrize("seed", [-1, 2**31])
@@ -124,7 +140,7 @@ def test_a_cell_that_others_start_from_is_trained_even_if_its_numbers_are_known(
         for name in STUDIES.names()
         for task in list_tasks(STUDIES.get(name), protocol="smoke", out=tmp_path)
         for place in equivalent_cells(task.study, task.cell)
-        if any(task.cell in task.sibling(cell).prerequisites for cell in STUDIES.get(name).by_name())
+        if any(task.cell in task.sibling(cell).prerequisites for cell in STUDIES.get(name).by_name)
     }
     assert alike  # else nothing is tested
     task, (study, cell) = min(alike, key=str)
@@ -166,7 +182,7 @@ def test_a_file_in_the_place_of_a_record_is_reported_and_never_overwritten(tmp_p
     assert first.record_path.read_text() == text
     assert outcomes[1].error is None and state_of(second) == "done"
     first.record_path.unlink()
-    assert attempt_task(first, RecordStore(tmp_path), retries=0).error is None and state_of(first) == "done"
+    assert attempt_task(first, RecordStore(tmp_path)).error is None and state_of(first) == "done"
 
 
 def test_a_stopped_training_is_not_retried_and_ends_the_study(tmp_path, monkeypatch):
@@ -197,10 +213,7 @@ def test_a_prerequisite_with_a_record_but_no_run_names_the_file_to_delete(tmp_pa
     assert [outcome.error for outcome in run_tasks(todo)] == [None] * 2
     shutil.rmtree(tmp_path / "runs")
     todo[1].record_path.unlink()
-    assert (
-        f"its run is gone; delete {todo[0].record_path}"
-        in attempt_task(todo[1], RecordStore(tmp_path), retries=0).error
-    )
+    assert f"its run is gone; delete {todo[0].record_path}" in attempt_task(todo[1], RecordStore(tmp_path)).error
     todo[0].record_path.unlink()
     assert [outcome.error for outcome in run_tasks(todo)] == [None] * 2
 
@@ -226,8 +239,8 @@ def test_a_wrong_configuration_is_not_retried(tmp_path):
     task = replace(
         list_tasks(STUDIES.get("A/table8"), protocol="paper", out=tmp_path)[0], data_dir=str(tmp_path / "no")
     )
-    outcome = attempt_task(task, RecordStore(tmp_path), retries=5)
-    assert isinstance(outcome, Outcome) and "missing" in outcome.error
+    outcome = attempt_task(task, RecordStore(tmp_path))
+    assert "missing" in outcome.error and not outcome.retry
     assert not (tmp_path / "runs").exists()
 
 

@@ -11,7 +11,7 @@ def as_printed():
 
     def values(name):
         study = STUDIES.get(name)
-        found = {(n.cell, n.value): [n.printed] for n in study.numbers() if n.printed is not None}
+        found = {(n.cell, n.value): [n.printed] for n in study.numbers if n.printed is not None}
         if name == "C/table2":  # prints the difference of two accuracies, of which the check reads each
             for row in study.printed["rows"]:
                 cell, _ = study.locate(row["label"], "clean_pgd")

@@ -5,6 +5,7 @@ from dataclasses import asdict
 
 from advnorm._core.records import write_json
 from advnorm.studies.record import FORMAT
+from advnorm.studies.results import evaluate_study
 from advnorm.studies.store import RecordStore
 from advnorm.studies.task import Task
 
@@ -17,6 +18,11 @@ def state_of(task):
 
 def record_of(task):
     return RecordStore(task.out).find(task)
+
+
+def collect_values(study, *, protocol, out):
+    values, _, problems = evaluate_study(study, RecordStore(out), protocol=protocol)
+    return values, problems
 
 
 def make_task(out, cell, *, study="A/table2", seed=0, protocol="fast"):

@@ -16,7 +16,7 @@ from advnorm.models import create_model, list_models
 from advnorm.norms import NORMS
 from advnorm.objectives import OBJECTIVES, REGULARIZERS, SECOND_PASSES, Objective
 from advnorm.studies import STUDIES, find
-from advnorm.studies.summary import list_cell_statuses
+from advnorm.studies.report_data import list_cell_statuses
 
 
 def norms(pattern: str) -> Table:
@@ -115,7 +115,7 @@ def studies(pattern: str) -> Table:
     table = Table("study", "cells", "claim", title="studies", title_justify="left")
     for name in names:
         found = STUDIES.get(name)
-        table.add_row(name, str(len(found.by_name())), found.printed["claim"])
+        table.add_row(name, str(len(found.by_name)), found.printed["claim"])
     table.caption = f"cells of a study: advnorm ls studies {names[0]}"
     table.caption_justify = "left"
     return table
@@ -130,7 +130,7 @@ def cells(pattern: str) -> Table:
     table.add_column("cell", overflow="fold")
     table.add_column("own settings")
     for name in STUDIES.names("/".join(pattern.split("/")[:2])):
-        for state in list_cell_statuses(STUDIES.get(name).by_name().values(), None, ())[0]:
+        for state in list_cell_statuses(STUDIES.get(name).by_name.values(), None, ())[0]:
             if fnmatchcase(full := f"{name}/{state['name']}", pattern):
                 table.add_row(full, ", ".join(f"{key} {value}" for key, value in state["settings"].items()))
     _matching([str(name) for name in table.columns[0].cells], pattern, "study")

@@ -20,16 +20,16 @@ def report(
     """
     from advnorm._core.errors import ConfigError, raise_problems
     from advnorm._core.records import writable_problems, write_atomic
-    from advnorm.evaluation.folder_results import collect_results
+    from advnorm.evaluation.report_data import collect_results
     from advnorm.report.page import render_page
-    from advnorm.report.runs import build_runs_page, drop_damaged
+    from advnorm.report.runs import build_runs_page
     from advnorm.report.studies import count_verdicts, render_studies_page
-    from advnorm.studies.summary import summarize_studies
+    from advnorm.studies.report_data import summarize_studies
 
     raise_problems(writable_problems(out))
     problems: list[str] = []
     has_records = (results / "records").is_dir()
-    runs = None if has_records else drop_damaged(collect_results(results))
+    runs = None if has_records else collect_results(results)
     kinds = {"run": runs["runs"], "evaluation": runs["benchmarks"], "audit": runs["audits"]} if runs else {}
     contents = ", ".join(f"{len(items)} {kind}{'s' * (len(items) > 1)}" for kind, items in kinds.items() if items)
     if runs and contents:

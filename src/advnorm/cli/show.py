@@ -22,7 +22,7 @@ def show(source: Source = None, overrides: Overrides = None) -> None:
     study, cell = find_study(source) or (None, None)
     if study is not None and cell is None and overrides:
         raise ConfigError("conflict", "{field} changes a configuration, and a study has many", field="--set",
-                          hint=f"name a cell: {study.name}/{next(iter(study.by_name()))}")  # fmt: skip
+                          hint=f"name a cell: {study.name}/{next(iter(study.by_name))}")  # fmt: skip
     if study is None or cell is not None:
         config = resolve_config(source, overrides or ())
         name = config.run_name

@@ -82,7 +82,7 @@ def study_table(
         said = "\n".join([f"{said} {verdict.capitalize()}.", *parts])
     title = f"{found.name}{'' if cell is None else f'/{cell}'} {protocol}".rstrip()
     rows: dict[str, dict[str, str]] = {}
-    numbers = [number for number in found.numbers() if cell in (None, number.cell)]
+    numbers = [number for number in found.numbers if cell in (None, number.cell)]
     decimals = printed_decimals(number.printed for number in numbers) or 1
     for number in numbers:
         text = "–" if number.printed is None else f"{number.printed:g}"

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from advnorm.report.figures import DotPlot, DotRow, LineChart
 from advnorm.report.page import render_template
-from advnorm.report.tables import MISSING, CellValue, ReportTable
+from advnorm.report.tables import MISSING, CellValue, ReportTable, make_columns
 
 if TYPE_CHECKING:  # a summary is plain data, so the page does not need torch
     from advnorm.studies.compared_numbers import ComparedNumber, NumberSeries
-    from advnorm.studies.summary import CellStatus, ProtocolResult, StudiesSummary, StudySummary
+    from advnorm.studies.report_data import CellStatus, ProtocolResult, StudiesSummary, StudySummary
 
 PROTOCOLS = {
     "paper": "the schedule as printed",
@@ -29,7 +29,7 @@ MOST_ENTRIES, MOST_FIGURES, LINES_PER_FIGURE = 60, 8, 4
 
 
 def render_studies_page(summary: StudiesSummary) -> str:
-    """Return the page as HTML, from the result of :func:`advnorm.studies.summary.summarize_studies`."""
+    """Return the page as HTML, from the result of :func:`advnorm.studies.report_data.summarize_studies`."""
     studies = [_study_data(study) for study in summary["studies"]]
     papers = [
         {"letter": letter, "title": summary["papers"].get(letter, ""), "studies": list(group)}
@@ -176,7 +176,7 @@ def _number_table(entries: Sequence[ComparedNumber]) -> ReportTable:
     compared = f"Difference: ours minus paper. {NONE}: a number is missing."
     return {
         "title": "Numbers",
-        "columns": [{"label": "", "kind": "text"}, *({"label": label, "kind": "number"} for label in labels)],
+        "columns": make_columns({"text": [""], "number": labels}),
         "rows": rows,
         "note": note + ("The paper prints no numbers." if decimals is None else compared),
     }
@@ -202,33 +202,19 @@ def _line_charts(study: StudySummary, result: ProtocolResult) -> list[LineChart]
 
 def _dot_plot(study: StudySummary, result: ProtocolResult) -> DotPlot:
     decimals = printed_decimals(entry["paper"] for entry in result["entries"])
-    seeds = {cell["name"]: cell for cell in result["cells"]}
+    cells = {cell["name"]: cell for cell in result["cells"]}
 
-    def hint(entry: ComparedNumber) -> str:
-        cell = seeds[entry["cell"]]
-        paper = "no number" if entry["paper"] is None else _format_number(entry["paper"], decimals)
+    def dot(entry: ComparedNumber) -> DotRow:
+        cell, printed, ours = cells[entry["cell"]], entry["paper"], entry["ours"]
+        paper = "no number" if printed is None else _format_number(printed, decimals)
         parts = [f"{entry['row']}, {entry['column']}: paper {paper}, ours {_format_ours(entry, decimals) or MISSING}"]
         if cell["seeds"]:
             parts.append(f"n = {entry['n']}, protocol {result['protocol']}, seeds {', '.join(map(str, cell['seeds']))}")
             parts += cell["devices"]
-        return " · ".join([*parts, f"cell {entry['cell']}", f"value {entry['value']}"])
+        hint = " · ".join([*parts, f"cell {entry['cell']}", f"value {entry['value']}"])
+        return {"label": entry["column"], "paper": printed, "ours": ours, "spread": entry["spread"], "hint": hint}
 
-    groups = [
-        (
-            row,
-            [
-                DotRow(
-                    label=entry["column"],
-                    paper=entry["paper"],
-                    ours=entry["ours"],
-                    spread=entry["spread"],
-                    hint=hint(entry),
-                )
-                for entry in group
-            ],
-        )
-        for row, group in groupby(result["entries"], key=lambda entry: entry["row"])
-    ]
+    groups = [(row, [*map(dot, group)]) for row, group in groupby(result["entries"], key=lambda entry: entry["row"])]
     note = "Point at a row, tap it or select it with the keyboard to see its conditions here."
     return {"kind": "dots", "title": f"{study['name']}: paper and ours", "groups": groups, "note": note}
 
@@ -260,12 +246,7 @@ def _cell_table(result: ProtocolResult) -> ReportTable:
         rows.append([f"{cell['name']}{others}", own or "only the common settings", seeds, minutes])
     return {
         "title": "Cells",
-        "columns": [
-            {"label": "cell", "kind": "text"},
-            {"label": "own settings", "kind": "text"},
-            {"label": "seeds", "kind": "number"},
-            {"label": "minutes", "kind": "number"},
-        ],
+        "columns": make_columns({"text": ["cell", "own settings"], "number": ["seeds", "minutes"]}),
         "rows": rows,
         "note": "Minutes of training over all seeds. A training that studies share is run once and listed in each."
         + (" For: the study that it was measured for." if any(c["measured_for"] for c in result["cells"]) else ""),

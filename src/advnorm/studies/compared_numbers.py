@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Set
 from typing import TypedDict
 
-from advnorm.studies.study import Values
+from advnorm.studies.study import PrintedNumber, Values
 
 
 class ComparedNumber(TypedDict):
@@ -36,17 +36,15 @@ class NumberSeries(TypedDict):
     ours: list[float]
 
 
-def compare_number(
-    values: Values, *, row: str, column: str, cell: str, value: str, paper: float | None
-) -> ComparedNumber:
+def compare_number(values: Values, number: PrintedNumber) -> ComparedNumber:
     """Return a printed number with the measured one."""
-    sample = values.get((cell, value), ())
+    sample, paper = values.get((number.cell, number.value), ()), number.printed
     ours = statistics.fmean(sample) if sample else None
     return ComparedNumber(
-        row=row,
-        column=column,
-        cell=cell,
-        value=value,
+        row=number.row,
+        column=number.column,
+        cell=number.cell,
+        value=number.value,
         paper=paper,
         ours=ours,
         spread=statistics.stdev(sample) if len(sample) > 1 else None,
@@ -80,10 +78,9 @@ def arrange_numbers(values: Values, first: Set[tuple[str, str]]) -> tuple[list[C
     singles, series = [], []
     for (cell, family, over), names in families.items():
         if len(names) < 3:
-            singles += [
-                compare_number(values, row=cell, column=short_name(name), cell=cell, value=name, paper=None)
-                for name in names.values()
-            ]
+            for name in names.values():
+                number = PrintedNumber(row=cell, column=short_name(name), cell=cell, value=name, printed=None)
+                singles.append(compare_number(values, number))
             continue
         ours = [statistics.fmean(values[cell, names[x]]) for x in sorted(names)]
         if len(set(ours)) > 1 or any((cell, name) in first for name in names.values()):

@@ -7,29 +7,23 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
-import traceback
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
 from advnorm._core.devices import resolve_device
 from advnorm._core.errors import ConfigError, Problem, collect_problems, raise_problems, unknown_name
-from advnorm._core.locks import is_held
-from advnorm.studies.run import Outcome, run_task
+from advnorm.studies.run import Outcome, Pool, TrainingStopped, attempt_task, run_tasks
 from advnorm.studies.store import RecordStore
 from advnorm.studies.task import Task
 
 Launcher = Literal["local", "ray"]
 LAUNCHERS: tuple[Launcher, ...] = ("local", "ray")
-#: Seconds to wait until the process of a lost node, or of a killed launcher, releases its run.
-RELEASE_SECONDS = 60.0
 
 
 def launch(
@@ -39,11 +33,9 @@ def launch(
     devices: Sequence[str] | None = None,
     processes: int = 1,
     address: str | None = None,
-    retries: int = 1,
-    on_outcome: Callable[[Outcome], None] | None = None,
-    store: RecordStore | None = None,
+    **options: Any,
 ) -> list[Outcome]:
-    """Run tasks in parallel, each in its own process; the outcomes have the order of the tasks.
+    """Run tasks in parallel, each in its own process; ``options`` are those of :func:`run_tasks`.
 
     ``"local"`` runs ``processes`` tasks on each of ``devices``: by default the devices that the tasks name, else every
     GPU, else the CPU. The threads of this process are divided among them. Processes are spawned: call this function
@@ -53,53 +45,12 @@ def launch(
     each if the cluster has GPUs, else one core. Every node needs advnorm, and ``out`` and ``data_dir`` at the same path
     of a shared file system that supports locks.
 
-    Tasks that share a training, or depend on each other, run one after another. A task that fails, or whose process or
-    node dies, is retried ``retries`` times in a new process and resumes from its checkpoint; a wrong configuration is
-    not retried. ``on_outcome`` is called in this process, once per task.
+    A task whose process or node dies is retried in a new process.
     """
-    problems = launch_problems(
-        tasks, launcher=launcher, devices=devices, processes=processes, address=address, retries=retries
-    )
+    problems = launch_problems(tasks, launcher=launcher, devices=devices, processes=processes, address=address)
     raise_problems(problems, "cannot launch")
-    store = store or RecordStore(tasks[0].out if tasks else "")
-    outcomes = {task: Outcome(task=task) for task in tasks if store.state(task) == "done"}
-    report = on_outcome or (lambda outcome: None)
-    for outcome in outcomes.values():
-        report(outcome)
-    waiting = deque(deque(chain) for chain in group_into_chains(task for task in tasks if task not in outcomes))
-    running: dict[Task, deque[Task]] = {}
-    attempts: Counter[Task] = Counter()
     with RayPool(tasks, address) if launcher == "ray" else LocalPool(_devices(tasks, devices) * processes) as pool:
-        while waiting or running:
-            while waiting and pool.has_room():
-                chain = waiting.popleft()
-                running[chain[0]] = chain
-                pool.start(chain[0])
-            task, result = pool.wait_for_next()
-            chain = running.pop(task)
-            attempts[task] += 1
-            if not result.retry or attempts[task] > retries:
-                outcomes[task] = Outcome(task=task, error=result.error)
-                chain.popleft()
-                report(outcomes[task])
-            if chain:
-                waiting.appendleft(chain)
-    return [outcomes[task] for task in tasks]
-
-
-def group_into_chains(tasks: Iterable[Task]) -> list[list[Task]]:
-    """Group tasks that share a training, their own or a prerequisite's. In a chain, prerequisites come first."""
-    chains: list[tuple[set[Path], list[Task]]] = []
-    for task in dict.fromkeys(tasks):
-        folders, members = {step.run.folder for step in task.lineage}, [task]
-        unrelated = []
-        for others, chain in chains:
-            if others & folders:
-                folders, members = others | folders, chain + members
-            else:
-                unrelated.append((others, chain))
-        chains = [*unrelated, (folders, members)]
-    return [sorted(chain, key=lambda task: len(task.lineage)) for _, chain in chains]
+        return run_tasks(tasks, pool=pool, **options)
 
 
 def launch_problems(
@@ -109,65 +60,40 @@ def launch_problems(
     devices: Sequence[str] | None = None,
     processes: int = 1,
     address: str | None = None,
-    retries: int = 1,
 ) -> list[Problem]:
     """Validate the arguments of :func:`launch`."""
     problems: list[Problem] = []
     if launcher not in LAUNCHERS:
         problems.append(unknown_name("launcher", launcher, LAUNCHERS))
-    for name, value, least in (("processes", processes, 1), ("retries", retries, 0)):
-        if value < least:
-            message = f"{{field}} must be at least {least}"
-            problems.append(Problem(code="out_of_range", message=message, field=name, got=value))
+    if processes < 1:
+        message = "{field} must be at least 1"
+        problems.append(Problem(code="out_of_range", message=message, field="processes", got=processes))
     if launcher == "ray" and (devices is not None or processes > 1):
         message = "{field} and processes apply to the launcher 'local' only"
         problems.append(Problem(code="conflict", message=message, field="devices", hint="leave them out"))
-    if launcher == "local":
-        if address is not None:
-            message, hint = "{field} names a Ray cluster", "use the launcher 'ray', or leave it out"
-            problems.append(Problem(code="conflict", message=message, field="address", got=address, hint=hint))
-        for device in dict.fromkeys(_devices(tasks, devices)):
-            with collect_problems(problems):
-                resolve_device(device)
-        if not _devices(tasks, devices):
-            problems.append(Problem(code="empty", message="{field} is empty", field="devices", hint="name a device"))
+    if launcher == "local" and address is not None:
+        message, hint = "{field} names a Ray cluster", "use the launcher 'ray', or leave it out"
+        problems.append(Problem(code="conflict", message=message, field="address", got=address, hint=hint))
+    for device in _devices(tasks, devices) if launcher == "local" else ():
+        with collect_problems(problems):
+            resolve_device(device)
     return problems
 
 
 def _devices(tasks: Sequence[Task], devices: Sequence[str] | None) -> list[str]:
-    if devices is not None:
-        return list(devices)
-    named = dict.fromkeys(task.device for task in tasks if task.device is not None)
+    named = devices or dict.fromkeys(task.device for task in tasks if task.device is not None)
     return list(named) or [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]
 
 
-class AttemptResult(NamedTuple):
-    """The error of one attempt, if it failed, and whether a retry may help."""
-
-    error: str | None
-    retry: bool
-
-
-def try_task(task: Task) -> AttemptResult:
-    """Run a task once, in the current process."""
+def try_task(task: Task) -> Outcome:
+    """Run a task once, in a process of its own."""
     try:
-        _wait_for_release(task.run.folder)
-        run_task(task)
-    except ConfigError as error:
-        return AttemptResult(str(error), False)
-    except Exception as error:
-        return AttemptResult(f"{type(error).__name__}: {error}\n{traceback.format_exc()}", True)
-    return AttemptResult(None, False)
+        return attempt_task(task, RecordStore(task.out))
+    except TrainingStopped as stopped:  # its process or node is about to end, unlike the launcher
+        return Outcome(task=task, error=str(stopped), retry=True)
 
 
-def _wait_for_release(folder: Path) -> None:
-    """Wait for another process to leave the folder: a process that lost its node or its parent is about to end."""
-    until = time.monotonic() + RELEASE_SECONDS
-    while is_held(folder) and time.monotonic() < until:  # afterwards, training raises Busy
-        time.sleep(0.5)
-
-
-class LocalPool(AbstractContextManager["LocalPool"]):
+class LocalPool(Pool):
     """One process per task, so that no memory and no broken CUDA context is left for the next task.
 
     The standard pools do not survive a killed worker: ``concurrent.futures`` breaks the whole pool and
@@ -175,7 +101,7 @@ class LocalPool(AbstractContextManager["LocalPool"]):
     """
 
     def __init__(self, devices: Sequence[str]) -> None:
-        self._free = deque(devices)
+        self.room, self._free = len(devices), list(devices)
         self._threads = max(1, torch.get_num_threads() // len(devices))
         self._running: dict[Connection, tuple[Any, Task, str]] = {}
 
@@ -186,11 +112,8 @@ class LocalPool(AbstractContextManager["LocalPool"]):
         for process in processes:
             process.join()
 
-    def has_room(self) -> bool:
-        return bool(self._free)
-
     def start(self, task: Task) -> None:
-        device = self._free.popleft()
+        device = self._free.pop(0)
         context = multiprocessing.get_context("spawn")
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_run_worker, args=(replace(task, device=device), self._threads, sender))
@@ -198,27 +121,23 @@ class LocalPool(AbstractContextManager["LocalPool"]):
         sender.close()
         self._running[receiver] = process, task, device
 
-    def wait_for_next(self) -> tuple[Task, AttemptResult]:
-        """Wait until a task ends."""
+    def wait_for_next(self) -> Outcome:
         while True:
             # Pipes alone are not enough: the processes of a data loader keep a dead worker's pipe open for seconds.
             wait([*self._running, *(process.sentinel for process, *_ in self._running.values())])
             for receiver, (process, task, device) in self._running.items():
                 alive = process.is_alive()  # before polling: a process may send its result and then end
                 if receiver.poll() or not alive:
-                    result = _receive(receiver)
+                    outcome = None
+                    with suppress(EOFError, OSError):
+                        outcome = receiver.recv() if receiver.poll() else None
                     process.join()
                     receiver.close()
                     del self._running[receiver]
                     self._free.append(device)
-                    return task, result or AttemptResult(_describe_exit(process.exitcode), True)
-
-
-def _receive(receiver: Connection) -> AttemptResult | None:
-    try:
-        return receiver.recv() if receiver.poll() else None
-    except (EOFError, OSError):
-        return None
+                    if outcome is None:
+                        return Outcome(task=task, error=_describe_exit(process.exitcode), retry=True)
+                    return replace(outcome, task=task)
 
 
 def _describe_exit(status: int) -> str:
@@ -246,7 +165,7 @@ def _end_with_parent() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-class RayPool(AbstractContextManager["RayPool"]):
+class RayPool(Pool):
     """Ray tasks. Ray queues tasks until a node has room, and starts a process for each."""
 
     def __init__(self, tasks: Sequence[Task], address: str | None) -> None:
@@ -263,7 +182,7 @@ class RayPool(AbstractContextManager["RayPool"]):
                 message, hint = f"no Ray cluster at {address!r}: {error}", "start one with `ray start --head`"
                 raise ConfigError("no_cluster", message, field="address", hint=hint) from None
         self._has_gpus = self._ray.cluster_resources().get("GPU", 0) > 0
-        self._running: dict[Any, Task] = {}
+        self.room, self._running = len(tasks), dict[Any, Task]()
         if not self._has_gpus and any(self._device_type(task) == "cuda" for task in tasks):
             self.__exit__()
             raise ConfigError("no_device", "the Ray cluster has no GPU", field="device", hint="leave device out")
@@ -278,9 +197,6 @@ class RayPool(AbstractContextManager["RayPool"]):
         for reference in self._running:
             self._ray.cancel(reference, force=True)
 
-    def has_room(self) -> bool:
-        return True
-
     def start(self, task: Task) -> None:
         device = self._device_type(task)
         # A node has its own working directory, and Ray numbers the devices that it assigns.
@@ -290,10 +206,10 @@ class RayPool(AbstractContextManager["RayPool"]):
         settings = {"num_cpus": 1, "num_gpus": int(device == "cuda"), "max_retries": 0, "max_calls": 1}
         self._running[self._ray.remote(**settings)(try_task).remote(remote)] = task
 
-    def wait_for_next(self) -> tuple[Task, AttemptResult]:
+    def wait_for_next(self) -> Outcome:
         [reference], _ = self._ray.wait(list(self._running), num_returns=1)
         task = self._running.pop(reference)
         try:
-            return task, self._ray.get(reference)
+            return replace(self._ray.get(reference), task=task)
         except self._ray.exceptions.RayError as error:  # a node or process was lost, or cannot import advnorm
-            return task, AttemptResult(f"{type(error).__name__}: {error}", True)
+            return Outcome(task=task, error=f"{type(error).__name__}: {error}", retry=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
 from advnorm._core.errors import ConfigError
 from advnorm._core.registry import Registry
 from advnorm.config import Config
+from advnorm.studies.claims import Clause, for_each
 from advnorm.studies.study import Cell, Check, Locate, Study
 
 #: The papers by letter. The module ``advnorm.papers.a`` registers the studies of paper A.
@@ -42,9 +43,6 @@ class StudyRegistry(Registry[Study]):
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
 
-    def __len__(self) -> int:
-        return len(self.names())
-
     def _import_papers(self, name: object) -> None:
         letter = str(name).partition("/")[0]
         for paper in (letter,) if letter in PAPERS else PAPERS:
@@ -63,13 +61,20 @@ STUDIES = StudyRegistry("study")
 
 
 def register_study(
-    name: str, *, cells: Callable[[], Iterable[Cell]], locate: Locate = lambda label, column: None
-) -> Callable[[Check], Check]:
-    """Register the decorated function as the check of a study. By default the paper prints no numbers."""
+    name: str,
+    *,
+    cells: Callable[[], Iterable[Cell]],
+    locate: Locate = lambda label, column: None,
+    each: Sequence[Any] = (),
+) -> Callable[[Callable[..., Iterable[Clause]]], object]:
+    """Register the decorated function as the check of a study. By default the paper prints no numbers.
 
-    def register(check: Check) -> Check:
-        STUDIES.add(name, Study(name=name, cells=cells, locate=locate, check=check))
-        return check
+    With ``each``, the check is called for each of the items, as the second argument (see :func:`for_each`).
+    """
+
+    def register(check: Callable[..., Iterable[Clause]]) -> object:
+        whole: Check = (lambda values: for_each(each, partial(check, values))) if each else check
+        return STUDIES.add(name, Study(name=name, cells=cells, locate=locate, check=whole))
 
     return register
 
@@ -97,7 +102,7 @@ def get(name: str) -> Config:
     """Return the configuration of a cell: ``get("A/table3/dual_bn/eps16")``, for :func:`advnorm.train`."""
     study, cell = find(name)
     if cell is None:
-        hint = f"name one of its cells: {', '.join(study.by_name())}"
+        hint = f"name one of its cells: {', '.join(study.by_name)}"
         raise ConfigError("missing_name", f"{name} is a study, not a cell", field="cell", hint=hint)
     return cell.config
 
@@ -117,6 +122,6 @@ def equivalent_cells(study: str, cell: str) -> Sequence[CellAddress]:
 def _addresses_by_identity(names: tuple[str, ...]) -> Mapping[tuple[Any, ...], Sequence[CellAddress]]:
     addresses: dict[tuple[Any, ...], list[CellAddress]] = {}
     for name in sorted(names):
-        for cell in STUDIES.get(name).by_name().values():
+        for cell in STUDIES.get(name).by_name.values():
             addresses.setdefault(cell.identity, []).append((name, cell.name))
     return addresses

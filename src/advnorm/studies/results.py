@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from advnorm._core.errors import ConfigError, Problem
 from advnorm.config import Config
@@ -17,27 +16,16 @@ from advnorm.training.cost import training_flops
 
 
 def evaluate_study(
-    study: Study, store: RecordStore, *, seeds: Iterable[int], protocol: Protocol
+    study: Study, store: RecordStore, *, protocol: Protocol, seeds: Iterable[int] | None = None
 ) -> tuple[Values, Conclusion, list[Problem]]:
-    """Return the values of a study, the conclusion on its claim, and the problems with its records.
+    """Return the measured values of a study, the conclusion on its claim, and the problems with its records.
 
-    Outdated records contribute values but never decide the claim.
+    A cell without any current record contributes its outdated ones, which never decide the claim.
     """
     records, problems = store.read_study(study, protocol, seeds)
-    conclusion = study.evaluate_claim(values_by_cell(current_records(records, study.by_name())))
+    conclusion = study.evaluate_claim(values_by_cell(current_records(records, study.by_name)))
     problems += [conclusion.problem] if conclusion.problem else []
-    return values_by_cell(shown_records(records, study.by_name())), conclusion, problems
-
-
-def collect_values(
-    study: Study, *, protocol: Protocol, out: Path | str, seeds: Iterable[int] | None = None, outdated: bool = True
-) -> tuple[Values, list[Problem]]:
-    """Return the measured values of a study over seeds, and the problems with its records.
-
-    With ``outdated``, a cell without any current record contributes its outdated ones.
-    """
-    records, problems = RecordStore(out).read_study(study, protocol, seeds)
-    return values_by_cell((shown_records if outdated else current_records)(records, study.by_name())), problems
+    return values_by_cell(shown_records(records, study.by_name)), conclusion, problems
 
 
 def current_records(records: Sequence[CellRecord], cells: Mapping[str, Cell]) -> list[CellRecord]:

@@ -1,4 +1,4 @@
-"""Running the tasks of a study in this process: one record per task. Finished work is skipped, killed work resumes.
+"""Running the tasks of a study: one record per task. Finished work is skipped, killed work resumes.
 
 Runs are stored by their configuration and measurements beside them, so that studies share a training.
 """
@@ -8,9 +8,12 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
 
 from advnorm._core.devices import resolve_device
 from advnorm._core.errors import AdvnormError, ConfigError, Problem
@@ -35,62 +38,113 @@ class TrainingStopped(AdvnormError):
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """A task that ended, and its error if it failed."""
+    """A task that was tried, its error if it failed, and whether to try again."""
 
     task: Task
     error: str | None = None
+    retry: bool = False
+    busy: bool = False  # another process is running it
+
+
+class Pool(AbstractContextManager["Pool"]):
+    """Runs tasks, at most ``room`` at a time: here one after the other, in this process."""
+
+    room = 1
+
+    def __init__(self, store: RecordStore, *, progress: bool) -> None:
+        self._store, self._progress = store, progress
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def start(self, task: Task) -> None:
+        self._outcome = attempt_task(task, self._store, progress=self._progress)
+
+    def wait_for_next(self) -> Outcome:
+        """Wait until a task ends."""
+        return self._outcome
 
 
 def run_tasks(
     tasks: Sequence[Task],
     *,
+    pool: Pool | None = None,
     retries: int = 1,
-    on_outcome: Callable[[Outcome], None] | None = None,
+    on_outcome: Callable[[Outcome], None] = lambda outcome: None,
     progress: bool = False,
     store: RecordStore | None = None,
 ) -> list[Outcome]:
-    """Run tasks in this process. A task that fails is retried and then reported; the others continue.
+    """Run tasks in a pool, by default in this process; the outcomes have the order of the tasks.
 
-    A task that another process is running is postponed, so that two processes can share a study. SIGTERM during a
-    training ends the call with :class:`TrainingStopped`.
+    Tasks that share a training, or depend on each other, run one after another. A task that fails is retried, resumes
+    from its checkpoint, and is then reported; the others continue. A wrong configuration is not retried. A task that
+    another process is running is postponed, so that two processes can share a study. SIGTERM during a training in this
+    process ends the call with :class:`TrainingStopped`.
     """
     store = store or RecordStore(tasks[0].out if tasks else "")
-    outcomes: dict[Task, Outcome] = {}
-    waiting, postponed = deque(tasks), 0
-    while waiting:
-        task = waiting.popleft()
-        outcome = attempt_task(task, store, retries=retries, progress=progress)
-        if outcome is None:
-            waiting.append(task)
-            postponed += 1
-            if postponed >= len(waiting):
-                time.sleep(BUSY_SECONDS)
-                postponed = 0
+    pool = pool or Pool(store, progress=progress)
+    outcomes = {task: Outcome(task=task) for task in tasks if store.state(task) == "done"}
+    for outcome in outcomes.values():
+        on_outcome(outcome)
+    waiting = group_into_chains(task for task in tasks if task not in outcomes)
+    running: dict[Task, list[Task]] = {}
+    retried: Counter[Task] = Counter()
+    while waiting or running:
+        free = (chain for chain in waiting if not _runs_elsewhere(chain[0]))
+        for chain in list(islice(free, pool.room - len(running))):
+            waiting.remove(chain)
+            running[chain[0]] = chain
+            pool.start(chain[0])
+        if not running:
+            time.sleep(BUSY_SECONDS)
             continue
-        postponed, outcomes[task] = 0, outcome
-        if on_outcome is not None:
+        outcome = pool.wait_for_next()
+        task, *others = chain = running.pop(outcome.task)
+        if outcome.busy:
+            waiting.append(chain)
+            time.sleep(BUSY_SECONDS)
+        elif outcome.retry and retried[task] < retries:
+            retried[task] += 1
+            waiting.insert(0, chain)
+        else:
+            outcomes[task] = outcome
             on_outcome(outcome)
+            waiting[:0] = [others] if others else []
     return [outcomes[task] for task in tasks]
 
 
-def attempt_task(task: Task, store: RecordStore, *, retries: int = 0, progress: bool = False) -> Outcome | None:
-    """Run a task, with retries except for a wrong configuration. Return None if another process is running it."""
-    for turn in range(retries + 1):
-        try:
-            run_task(task, store, progress=progress)
-            return Outcome(task=task)
-        except Busy:
-            return None
-        except ConfigError as error:
-            if any(is_held(step.run.folder) for step in task.lineage[1:]):
-                return None  # another process is running a prerequisite
-            return Outcome(task=task, error=str(error))
-        except TrainingStopped:
-            raise
-        except Exception as error:
-            if turn == retries:
-                return Outcome(task=task, error=f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
-    raise AssertionError("every turn returns")
+def group_into_chains(tasks: Iterable[Task]) -> list[list[Task]]:
+    """Group tasks that share a training, their own or a prerequisite's. In a chain, prerequisites come first."""
+    chains: list[tuple[set[Path], list[Task]]] = []
+    for task in dict.fromkeys(tasks):
+        folders, members = {step.run.folder for step in task.lineage}, [task]
+        unrelated = []
+        for others, chain in chains:
+            if others & folders:
+                folders, members = others | folders, chain + members
+            else:
+                unrelated.append((others, chain))
+        chains = [*unrelated, (folders, members)]
+    return [sorted(chain, key=lambda task: len(task.lineage)) for _, chain in chains]
+
+
+def _runs_elsewhere(task: Task) -> bool:
+    """Whether another process is running the training of a task or of one of its prerequisites."""
+    return any(is_held(step.run.folder) for step in task.lineage)
+
+
+def attempt_task(task: Task, store: RecordStore, *, progress: bool = False) -> Outcome:
+    """Run a task once, in the current process."""
+    try:
+        run_task(task, store, progress=progress)
+    except Busy:
+        return Outcome(task=task, busy=True)
+    except ConfigError as error:
+        return Outcome(task=task, error=str(error))
+    except TrainingStopped:
+        raise
+    except Exception as error:
+        return Outcome(task=task, error=f"{type(error).__name__}: {error}\n{traceback.format_exc()}", retry=True)
+    return Outcome(task=task)
 
 
 def run_task(task: Task, store: RecordStore | None = None, *, progress: bool = False) -> CellRecord:

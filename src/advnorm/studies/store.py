@@ -102,7 +102,7 @@ class RecordStore:
         self, study: Study, protocol: Protocol, seeds: Iterable[int] | None = None
     ) -> tuple[list[CellRecord], list[Problem]]:
         """Return the records that serve a study under a protocol, and the problems with the study's own files."""
-        others = (other for cell in study.by_name() for other, _ in equivalent_cells(study.name, cell))
+        others = (other for cell in study.by_name for other, _ in equivalent_cells(study.name, cell))
         records, problems = self.read_all(dict.fromkeys([study.name, *others]))
         own = f"records/{study.name}"
         problems = [problem for problem in problems if problem.field == own or problem.field.startswith(f"{own}/")]
@@ -125,10 +125,7 @@ class RecordStore:
         return record
 
     def _problem(self, code: str, message: str, path: Path) -> Problem:
-        """A problem with a file, printable even if the file's name or content is not valid UTF-8."""
-        name = path.relative_to(self.out).as_posix()
-        message, name = (text.encode(errors="replace").decode() for text in (message, name))
-        return Problem(code=code, message=message, field=name)
+        return Problem(code=code, message=message, field=path.relative_to(self.out).as_posix())
 
 
 def select_for_study(study: Study, records: Sequence[CellRecord]) -> list[CellRecord]:
@@ -136,7 +133,7 @@ def select_for_study(study: Study, records: Sequence[CellRecord]) -> list[CellRe
 
     Each gets the study and cell that it serves, and ``measured_for``, the study that it was made for.
     """
-    cells, chosen = study.by_name(), {}
+    cells, chosen = study.by_name, {}
     served = {address: cell for cell in cells for address in [(study.name, cell), *equivalent_cells(study.name, cell)]}
     for record in records:  # sorted by file name
         own, cell = record["study"] == study.name, served.get((record["study"], record["cell"]))

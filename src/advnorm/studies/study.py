@@ -107,15 +107,17 @@ class Study:
         """The paper's entry: caption, claim, rows and columns."""
         return printed_entry(self.name)
 
+    @cached_property
     def numbers(self) -> Sequence[PrintedNumber]:
         """Every printed number that a cell reproduces, in the printed order."""
-        return _numbers(self)
+        return tuple(_located_numbers(self))
 
+    @cached_property  # each of the hundreds of configurations is validated when it is made
     def by_name(self) -> Mapping[str, Cell]:
-        return _cells_by_name(self)
+        return {cell.name: cell for cell in self.cells()}
 
     def cell(self, name: str) -> Cell:
-        cells = self.by_name()
+        cells = self.by_name
         if name not in cells:
             raise_problems([unknown_name("cell", name, cells)], self.name)
         return cells[name]
@@ -141,16 +143,6 @@ class Study:
         if not all(clause.held for clause in clauses):
             return Conclusion("not confirmed", clauses, problem)
         return Conclusion("confirmed" if complete else "not run", clauses, problem)
-
-
-@cache  # each of the hundreds of configurations is validated when it is made
-def _cells_by_name(study: Study) -> Mapping[str, Cell]:
-    return {cell.name: cell for cell in study.cells()}
-
-
-@cache
-def _numbers(study: Study) -> Sequence[PrintedNumber]:
-    return tuple(_located_numbers(study))
 
 
 def _located_numbers(study: Study) -> Iterator[PrintedNumber]:
@@ -181,11 +173,8 @@ def _label_text(key: str, part: Any) -> str:
 @cache
 def printed_entries() -> dict[str, Any]:
     """The tables and figures of all papers, as printed."""
-    entries: dict[str, Any] = {}
-    for path in sorted(files("advnorm.papers").joinpath("printed").iterdir(), key=lambda path: path.name):
-        if path.name.endswith(".json"):
-            entries |= json.loads(path.read_text(encoding="utf-8"))
-    return entries
+    texts = [path.read_text(encoding="utf-8") for path in files("advnorm.papers").joinpath("printed").iterdir()]
+    return {name: entry for text in sorted(texts) for name, entry in json.loads(text).items()}
 
 
 def printed_entry(name: str) -> Mapping[str, Any]:

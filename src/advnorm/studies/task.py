@@ -63,7 +63,7 @@ class Task:
     @property
     def starts_others(self) -> bool:
         """Whether another cell of the study depends on this task's network."""
-        return any(self.cell in self.sibling(name).prerequisites for name in STUDIES.get(self.study).by_name())
+        return any(self.cell in self.sibling(name).prerequisites for name in STUDIES.get(self.study).by_name)
 
     @property
     def features_folder(self) -> Path | None:
@@ -137,7 +137,7 @@ def list_tasks(
             device=device,
         )
         for seed in seeds
-        for name in study.by_name()
+        for name in study.by_name
     ]
     if cell is None:
         return tasks

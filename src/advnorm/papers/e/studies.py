@@ -406,7 +406,7 @@ def table7(values: Values) -> Iterator[Clause]:
 
     Clean accuracy is left out, because two of its numbers are doubtful (see the notes of the table).
     """
-    listed = [number for number in STUDIES.get("E/table7").numbers() if number.column != "clean"]
+    listed = [number for number in STUDIES.get("E/table7").numbers if number.column != "clean"]
     pairs = [(mean(values, number.cell, number.value), number.printed or 0.0) for number in listed]
     held = [are_comparable(*pair) for pair in pairs]
     farthest = max(range(len(pairs)), key=lambda at: abs(pairs[at][0] - pairs[at][1]))

@@ -1,4 +1,4 @@
-"""A summary of all studies from the records below a folder: plain data, for a page that is made without torch."""
+"""The studies and the records below a folder as plain data, for a page that is made without torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from advnorm.studies.claims import DEFINITIONS
 from advnorm.studies.compared_numbers import ComparedNumber, NumberSeries, arrange_numbers, compare_number
 from advnorm.studies.measurement import describe_measure
 from advnorm.studies.protocols import plan_cell
-from advnorm.studies.record import CellRecord, flatten_settings, outdated_settings, recorded_measures, with_defaults
+from advnorm.studies.record import CellRecord, flatten_settings, outdated_settings, with_defaults
 from advnorm.studies.registry import PAPERS, STUDIES
 from advnorm.studies.results import current_records, shown_records, values_by_cell, values_read_by_check
 from advnorm.studies.store import RecordStore, select_for_study
@@ -132,20 +132,14 @@ def _summarize_study(study: Study, records: Sequence[CellRecord], problems: list
 def _summarize_protocol(
     study: Study, protocol: Protocol | None, records: Sequence[CellRecord], problems: list[Problem]
 ) -> ProtocolResult:
-    cells = study.by_name()
+    cells = study.by_name
     values = values_by_cell(shown_records(records, cells))
     statuses, settings = list_cell_statuses(cells.values(), protocol, records)
     verdict, clauses, problem = study.evaluate_claim(values_by_cell(current_records(records, cells)))
     problems += [problem] if problem else []
     if protocol == "smoke":  # two steps on synthetic images give no evidence for a claim
         verdict, clauses = "not run", ()
-    entries, series = (
-        [
-            compare_number(values, row=n.row, column=n.column, cell=n.cell, value=n.value, paper=n.printed)
-            for n in study.numbers()
-        ],
-        [],
-    )
+    entries, series = [compare_number(values, number) for number in study.numbers], []
     if not entries:  # a figure without printed numbers
         entries, series = arrange_numbers(values, values_read_by_check(study, values))
     return ProtocolResult(
@@ -158,7 +152,7 @@ def _summarize_protocol(
         settings=settings,
         outdated=[f"{r['cell']} seed {r['seed']}" for r in records if outdated_settings(r, cells[r["cell"]])],
         minutes=_minutes_by_device(records),
-        measures=_distinct(describe_measure(one) for record in records for one in recorded_measures(record)),
+        measures=_distinct(describe_measure(one) for record in records for one in record["measures"]),
         torch=_distinct(part.get("torch") for record in records for part in (record["run"], record)),
         precision=_distinct(record["run"].get("precision") for record in records),
         commits=_distinct(part.get("commit") for record in records for part in (record["run"], record)),

@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 
 from advnorm.studies import PAPERS, STUDIES
-from advnorm.studies.results import collect_values
+from advnorm.studies.report_data import summarize_studies
 from advnorm.studies.run import run_task
-from advnorm.studies.summary import summarize_studies
 from advnorm.studies.task import list_tasks
 from support.problems import raises_problem
-from support.study_records import COMMIT, entry_in, make_task, study_in, write_record, write_table2
+from support.study_records import COMMIT, collect_values, entry_in, make_task, study_in, write_record, write_table2
 
 
 def test_without_records_every_study_is_listed_as_not_run(tmp_path):
@@ -129,7 +128,7 @@ def test_files_in_other_folders_are_counted_but_not_read(tmp_path):
     ],
 )
 def test_values_that_a_check_cannot_read_are_reported(tmp_path, study, value):
-    for cell in STUDIES.get(study).by_name():
+    for cell in STUDIES.get(study).by_name:
         write_record(make_task(tmp_path, cell, study=study), {value: 1.0})
     found = summarize_studies(tmp_path)
     assert study_in(found, study)["results"][0]["verdict"] == "not run"
