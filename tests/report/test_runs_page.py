@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 import advnorm
 from advnorm.cli.app import app
-from advnorm.evaluation.folder_results import collect_results
-from advnorm.report.runs import build_runs_page, drop_damaged
+from advnorm.evaluation.report_data import collect_results
+from advnorm.report.runs import build_runs_page
 
 SMALL = {"model": "small_cnn", "eps": 0.1, "epochs": 2, "batch_size": 256, "attack": {"steps": 1}, "held_out": 0.1}
 
@@ -91,9 +91,9 @@ def test_regularizer_second_pass_and_mixing_are_part_of_the_method(runs):
 
 
 DAMAGE = {
-    "accuracy": lambda record: record.pop("accuracy"),
-    "images": lambda record: record.update(images="many"),
-    "about": lambda record: record.update(about="a run"),
+    "verdicts": lambda record: record.pop("verdicts"),
+    "letters": lambda record: record["verdicts"]["clean"].update(pgd2="x"),
+    "warnings": lambda record: record.update(warnings=3),
     "threat": lambda record: record.update(threat={"eps": -1}),
 }
 
@@ -108,7 +108,7 @@ def test_unreadable_files_are_reported_and_the_rest_is_shown(runs, tmp_path, dam
     (tmp_path / "deep.json").write_text("[" * 100_000)
     (tmp_path / "list.json").write_text("[1, 2]")  # somebody's
     shutil.copytree(runs / "bn-seed0", tmp_path / "good")
-    found = drop_damaged(collect_results(tmp_path))
+    found = collect_results(tmp_path)
     assert sorted(problem.split(" ")[0] for problem in found["problems"]) == [
         "broken/run.json",
         "deep.json",
@@ -118,10 +118,3 @@ def test_unreadable_files_are_reported_and_the_rest_is_shown(runs, tmp_path, dam
     out = invoke("report", tmp_path, "--out", tmp_path / "page.html")
     assert out.exit_code == 0 and out.output.count("is skipped") == 3
     assert "Not read" in (tmp_path / "page.html").read_text()
-
-
-def test_a_run_with_damaged_metrics_is_left_out(runs, tmp_path):
-    shutil.copytree(runs / "bn-seed0", tmp_path / "bad")
-    (tmp_path / "bad" / "metrics.jsonl").write_text('{"adv_accuracy": 0.5}\n{"adv_accuracy": 0.5}\n')
-    shutil.copytree(runs / "bn-seed0", tmp_path / "good")
-    assert [run["name"] for run in drop_damaged(collect_results(tmp_path))["runs"]] == ["good"]

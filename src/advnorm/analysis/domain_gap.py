@@ -19,7 +19,7 @@ from advnorm.analysis.settings import BatchSize, Inputs, RouteSetting, Statistic
 from advnorm.analysis.targets import craft_inputs, default_branch, target_conditions
 from advnorm.analysis.wasserstein import Distances, layer_distances, sum_distances
 from advnorm.attacks.base import Progress
-from advnorm.evaluation.branches import branches
+from advnorm.evaluation.model_branches import branches
 from advnorm.evaluation.target import EvaluationTarget
 
 

@@ -31,7 +31,7 @@ from advnorm.analysis.settings import Seed
 from advnorm.attacks import predicting
 from advnorm.attacks.base import Progress
 from advnorm.data import FeatureFolder, ImageData, add_split, load
-from advnorm.evaluation.branches import branches
+from advnorm.evaluation.model_branches import branches
 from advnorm.evaluation.target import EvaluationTarget
 from advnorm.training.run import Run
 

@@ -30,7 +30,7 @@ from advnorm.analysis.settings import (
 from advnorm.analysis.targets import craft_inputs, target_conditions
 from advnorm.attacks import predicting
 from advnorm.attacks.base import Progress
-from advnorm.evaluation.branches import branches
+from advnorm.evaluation.model_branches import branches
 from advnorm.evaluation.target import EvaluationTarget
 from advnorm.norms import Route, RoutedNorm, functional, pair_banks, routed_modules
 from advnorm.norms import route as route_scope

@@ -21,7 +21,7 @@ from advnorm.analysis.settings import BatchSize, Inputs, require_any, setting_pr
 from advnorm.analysis.targets import craft_inputs, default_branch, target_conditions
 from advnorm.analysis.wasserstein import layer_distances
 from advnorm.attacks.base import Progress
-from advnorm.evaluation.branches import branches
+from advnorm.evaluation.model_branches import branches
 from advnorm.evaluation.target import EvaluationTarget
 from advnorm.norms import RoutedNorm, domains, functional, mixture_norms, routed_modules
 from advnorm.norms.plan import SHARED

@@ -21,7 +21,7 @@ from advnorm.analysis.targets import craft_inputs, create_attack, target_conditi
 from advnorm.attacks import Attack
 from advnorm.attacks.base import Progress
 from advnorm.evaluation.benchmark import benchmark
-from advnorm.evaluation.branches import branches
+from advnorm.evaluation.model_branches import branches
 from advnorm.evaluation.target import EvaluationTarget
 from advnorm.norms import RoutedNorm, pair_banks, recalibrate, route, routed_modules
 

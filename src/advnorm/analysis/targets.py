@@ -15,7 +15,7 @@ from advnorm.analysis.batches import attack_images
 from advnorm.analysis.settings import require_any
 from advnorm.attacks import Attack, AutoAttack
 from advnorm.attacks.base import Progress
-from advnorm.evaluation.branches import branches
+from advnorm.evaluation.model_branches import branches
 from advnorm.evaluation.target import EvaluationTarget
 from advnorm.threat import ThreatModel
 

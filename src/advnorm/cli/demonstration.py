@@ -12,7 +12,7 @@ from typing import Any
 from advnorm.config import AttackConfig, Config, Named
 from advnorm.data import digits
 from advnorm.evaluation import BenchmarkResult, benchmark
-from advnorm.evaluation.branches import branches
+from advnorm.evaluation.model_branches import branches
 from advnorm.evaluation.results import DEFAULT_ROUTE
 from advnorm.report import BarChart, LineChart, ReportTable
 from advnorm.threat import ThreatModel

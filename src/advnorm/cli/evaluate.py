@@ -37,7 +37,7 @@ def evaluate(
     from advnorm._core.wrappers import device_of
     from advnorm.attacks.names import parse_name
     from advnorm.evaluation.benchmark import benchmark
-    from advnorm.evaluation.branches import branches
+    from advnorm.evaluation.model_branches import branches
 
     names = attacks or ["pgd10", "autoattack"]
     problems: list[Problem] = []

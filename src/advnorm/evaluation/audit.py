@@ -11,8 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +24,15 @@ from advnorm.attacks import Attack, input_gradient
 from advnorm.attacks.losses import cross_entropy
 from advnorm.evaluation import audit_thresholds as limits
 from advnorm.evaluation.audit_ladder import BUDGET_IMAGES, Budget, budget_problems, build_ladder
-from advnorm.evaluation.branches import branches, mixing_norms, same_branch
 from advnorm.evaluation.evidence import EvidenceList, RungResult, VerdictName, decide, weigh_gap
 from advnorm.evaluation.jobs import AttackJob
-from advnorm.evaluation.plan import PROBE_IMAGES, plan_evaluation, type_problems
+from advnorm.evaluation.model_branches import branches, mixing_norms, same_branch
+from advnorm.evaluation.plan import PROBE_IMAGES, EvaluationOptions, plan_evaluation, type_problems
 from advnorm.evaluation.reference_logits import OutputCheck
 from advnorm.evaluation.results import DEFAULT_ROUTE, fraction
 from advnorm.evaluation.runner import EvaluationRunner, run_or_load
 from advnorm.evaluation.verdict import FIXED, Verdict
-from advnorm.norms import Mode, frozen_mode, mixture_component, routed_modules
+from advnorm.norms import frozen_mode, mixture_component, routed_modules
 from advnorm.threat import ThreatModel
 
 #: Number of correct images whose gradients are measured.
@@ -50,14 +49,8 @@ def audit(
     route: str | None = None,
     budget: Budget = "standard",
     surrogate: nn.Module | None = None,
-    limit: int | None = None,
-    batch_size: int | None = None,
-    device: str | torch.device | None = None,
-    record: Path | str | None = None,
     progress: bool = False,
-    seed: int = 0,
-    statistics: Mode = "running",
-    about: Mapping[str, Any] | None = None,
+    **options: Unpack[EvaluationOptions],
 ) -> Verdict:
     """Decide whether robustness is real: run a ladder of attacks, measure the signs of masking, and give a verdict.
 
@@ -65,9 +58,8 @@ def audit(
     overrides the number of images. ``route``: the branch to evaluate. Without a route, a model with several branches
     is evaluated through the branch that withstands PGD-10 best, and the other branches are reported.
     ``surrogate``: a copy of the model without the suspected masking; attacks on it are transferred.
-    ``statistics="batch_frozen"``: use batch statistics at test time.
-    ``record``: JSON file for the verdict. An interrupted audit resumes from ``<record>.partial``, a finished record is
-    read back, and the record of another audit is rejected. ``about``: as in :func:`benchmark`.
+    ``options``: ``batch_size``, ``device``, ``seed``, ``limit``, ``statistics``, ``record`` and ``about`` of
+    :class:`EvaluationOptions`. An interrupted audit resumes from ``<record>.partial``.
     """
     problems = type_problems(
         model=(model, nn.Module),
@@ -78,23 +70,11 @@ def audit(
     if isinstance(threat, ThreatModel) and threat.eps == 0:
         problems.append(Problem(code="out_of_range", message="an audit needs an eps above 0", field="eps", got=0))
     raise_problems(problems + budget_problems(budget), "bad audit")
-    plan = plan_evaluation(
-        model,
-        data,
-        threat,
-        "pgd10",
-        _routes_to_evaluate(model, route),
-        batch_size=batch_size,
-        device=device,
-        seed=seed,
-        limit=BUDGET_IMAGES[budget] if limit is None else limit,
-        spread=True,
-        statistics=statistics,
-        record=record,
-        surrogate=surrogate,
-        gradients=False,  # without gradients the remaining rungs of the ladder run
-        about=about,
-    )
+    if options.get("limit") is None:
+        options["limit"] = BUDGET_IMAGES[budget]
+    routes = _routes_to_evaluate(model, route)
+    special = {"spread": True, "surrogate": surrogate, "gradients": False}  # rungs without gradients still run
+    plan = plan_evaluation(model, data, threat, "pgd10", routes, **special, **options)
     origin = "" if surrogate is None else model_fingerprint(surrogate)
     references = plan.references
     if surrogate is not None:
@@ -103,7 +83,7 @@ def audit(
     given = route if branches(model) else None
 
     def evaluate(runner: EvaluationRunner, identity: Mapping[str, Any]) -> Verdict:
-        return _Audit(runner, budget, surrogate, origin).run(given, identity)
+        return _Audit(runner, budget, surrogate, origin, given).run(identity)
 
     fingerprint = digest(plan.fingerprint, plan.threat, budget, plan.routes, route, origin)
     return run_or_load(plan, Verdict, evaluate, references, fingerprint=fingerprint, progress=progress)
@@ -119,38 +99,38 @@ def _routes_to_evaluate(model: nn.Module, route: str | None) -> Sequence[str | N
 
 
 class _Audit:
-    """One audit in progress."""
+    """The audit of one branch: the ``given`` route, or by default the branch with the highest PGD-10 accuracy."""
 
-    def __init__(self, runner: EvaluationRunner, budget: Budget, surrogate: nn.Module | None, origin: str) -> None:
+    def __init__(
+        self, runner: EvaluationRunner, budget: Budget, surrogate: nn.Module | None, origin: str, given: str | None
+    ) -> None:
         self.runner, self.plan, self.surrogate, self.origin = runner, runner.plan, surrogate, origin
         self.budget: Budget = budget
         self.threat: ThreatModel = runner.plan.threat
-        labels = runner.plan.labels
+        labels, routes = runner.plan.labels, runner.plan.routes
         self.chance = labels.bincount().max().item() / len(labels)
         self.evidence = EvidenceList(len(labels))
         self.advice: list[str] = []
+        self.gradients = {route: self._has_gradients(route) for route in routes}
+        self.clean = {route: runner.evaluate_clean(route) for route in routes}
+        self.outputs = {route: runner.check_outputs(route) for route in routes}
+        self.claims = {route: self._claim(route, self.clean[route]) for route in routes}
+        self.route = given or max(routes, key=lambda route: fraction(self.claims[route]))
+        self.correct = self.clean[self.route]
 
-    def run(self, given: str | None, identity: Mapping[str, Any]) -> Verdict:
-        """Audit the ``given`` route; None chooses the branch with the highest PGD-10 accuracy."""
-        plan, runner = self.plan, self.runner
-        self.gradients = {route: self._has_gradients(route) for route in plan.routes}
-        clean = {route: runner.evaluate_clean(route) for route in plan.routes}
-        outputs = {route: runner.check_outputs(route) for route in plan.routes}
-        claims = {
-            route: self._attack("pgd10", route, clean[route]) if self.gradients[route] else clean[route]
-            for route in plan.routes
-        }
-        chosen = max(plan.routes, key=lambda route: fraction(claims[route])) if given is None else given
-        self.route, self.correct = chosen, clean[chosen]
-        self._measure_outputs(outputs[chosen])
+    def run(self, identity: Mapping[str, Any]) -> Verdict:
+        plan, runner, route = self.plan, self.runner, self.route
+        self._measure_outputs(self.outputs[route])
         ladder, worst = self._run_ladder()
         curve = self._vary_eps()
         worst = self._transfer(ladder, worst)
         others = {
-            str(route): self._summarize(route, clean[route], claims[route]) for route in plan.routes if route != chosen
+            str(other): self._summarize(other, self.clean[other], self.claims[other])
+            for other in plan.routes
+            if other != route
         }
         others |= self._evaluate_components()
-        claimed, worst_case, images = fraction(claims[chosen]), fraction(worst), len(self.correct)
+        claimed, worst_case, images = fraction(self.claims[route]), fraction(worst), len(self.correct)
         gap = weigh_gap(claimed, worst_case, self.evidence.items, norm=self.threat.norm, images=images)
         evidence = [gap, *self.evidence.items]
         verdict, reasons = decide(claimed, worst_case, evidence, chance=self.chance, images=images)
@@ -159,7 +139,7 @@ class _Audit:
             reasons=tuple(reasons),
             advice=tuple(self._advise(verdict, claimed, others, gap_ok=gap.ok)),
             threat=self.threat,
-            route=chosen or DEFAULT_ROUTE,
+            route=route or DEFAULT_ROUTE,
             images=images,
             ladder=tuple(ladder),
             evidence=tuple(evidence),
@@ -184,6 +164,10 @@ class _Audit:
     def _build_attack(self, name: str, route: str | None, threat: ThreatModel | None = None) -> Attack:
         settings = {"seed": self.plan.seed, "route": route, "statistics": frozen_mode(self.plan.statistics)}
         return attack_names.get(name, threat=threat or self.threat, **settings)
+
+    def _claim(self, route: str | None, clean: Tensor, origin: str = "") -> Tensor:
+        """Return which images withstand PGD-10. Without gradients it changes no image."""
+        return self._attack("pgd10", route, clean, origin=origin) if self.gradients[route] else clean
 
     def _summarize(self, route: str | None, clean: Tensor, claimed: Tensor, origin: str = "") -> dict[str, float]:
         """Return three accuracies of a branch that is reported beside the evaluated one."""
@@ -301,9 +285,8 @@ class _Audit:
         for domain in next(iter(mixing.values())).plan.domains:
             name = FIXED + domain
             with mixture_component(self.plan.model, domain):
-                claimed = clean = self.runner.evaluate_clean(self.route)
-                if self.gradients[self.route]:
-                    claimed = self._attack("pgd10", self.route, clean, origin=name)
+                clean = self.runner.evaluate_clean(self.route)
+                claimed = self._claim(self.route, clean, origin=name)
                 found[name] = self._summarize(self.route, clean, claimed, origin=name)
         return found
 

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-import torch
 from torch import Tensor, nn
 
 import advnorm.attacks as attack_names
 from advnorm._core.errors import raise_problems
 from advnorm._core.records import digest
 from advnorm.attacks import PGD, Attack
-from advnorm.evaluation.branches import mixing_norms
 from advnorm.evaluation.jobs import Attacks
-from advnorm.evaluation.plan import EvaluationPlan, plan_evaluation, type_problems
+from advnorm.evaluation.model_branches import mixing_norms
+from advnorm.evaluation.plan import EvaluationOptions, EvaluationPlan, plan_evaluation, type_problems
 from advnorm.evaluation.results import DEFAULT_ROUTE, BenchmarkResult, Curve
 from advnorm.evaluation.runner import EvaluationRunner, run_or_load
-from advnorm.norms import Mode, frozen_mode
+from advnorm.norms import frozen_mode
 from advnorm.threat import ThreatModel
 
 
@@ -30,42 +28,22 @@ def benchmark(
     attacks: Attacks = ("pgd10", "autoattack"),
     route: str | Sequence[str | None] | None = None,
     *,
-    batch_size: int | None = None,
-    device: str | torch.device | None = None,
-    record: Path | str | None = None,
     progress: bool = False,
-    seed: int = 0,
-    limit: int | None = None,
-    statistics: Mode = "running",
-    about: Mapping[str, Any] | None = None,
+    **options: Unpack[EvaluationOptions],
 ) -> BenchmarkResult:
     """Measure clean accuracy, robust accuracy per attack, and the union over the attacks: the worst case per image.
 
-    ``data``: images in [0, 1] and labels as two tensors, a data set, or a loader; ``limit`` takes the first images.
+    ``data``: images in [0, 1] and labels as two tensors, a data set, or a loader.
     ``attacks``: names such as ``"pgd20-restarts5"``, attacks, or a mapping from your names to attacks. An attack with a
     route of its own is computed through that branch and evaluated through ``route``.
     ``route``: one or several branches of a routed model. None is the default route: the model without a route, or
     inside your own scopes.
     The train or eval mode of the model has no effect, and every flag is restored. A float32 forward without TF32 and
     autocast decides. Noise belongs to the row of an image in the data, so the batch size has no effect.
-    ``record``: JSON file for the result. An interrupted run resumes from ``<record>.partial``, and a finished record is
-    read back. ``about``: the origin of the model as plain data, for the record.
+    ``options``: ``batch_size``, ``device``, ``seed``, ``limit`` (the first images), ``statistics``, ``record`` and
+    ``about`` of :class:`EvaluationOptions`. An interrupted run resumes from ``<record>.partial``.
     """
-    plan = plan_evaluation(
-        model,
-        data,
-        threat,
-        attacks,
-        route,
-        batch_size=batch_size,
-        device=device,
-        seed=seed,
-        limit=limit,
-        statistics=statistics,
-        record=record,
-        about=about,
-    )
-    return run_benchmark(plan, progress=progress)
+    return run_benchmark(plan_evaluation(model, data, threat, attacks, route, **options), progress=progress)
 
 
 def accuracy_against_steps(
@@ -76,18 +54,16 @@ def accuracy_against_steps(
     route: str | Sequence[str | None] | None = None,
     *,
     step_size: float | str | None = None,
-    seed: int = 0,
-    statistics: Mode = "running",
-    **options: Any,
+    progress: bool = False,
+    **options: Unpack[EvaluationOptions],
 ) -> Curve:
     """Measure robust accuracy under PGD of 10 to 2000 steps (paper E, fig. 2 and 3); it must level off.
 
     ``step_size``: by default 2.5·eps/steps; paper E uses 1/255 for all. Other options as in :func:`benchmark`.
     """
     steps = tuple(dict.fromkeys(steps if isinstance(steps, Iterable) else [steps]))
-    settings = {"threat": threat, "step_size": step_size, "seed": seed, "statistics": frozen_mode(statistics)}
-    built = {f"pgd{n}": PGD(steps=n, **settings) for n in steps}
-    result = benchmark(model, data, threat, built, route, seed=seed, statistics=statistics, **options)
+    built = {f"pgd{n}": PGD(threat=threat, steps=n, step_size=step_size, **_attack_settings(options)) for n in steps}
+    result = benchmark(model, data, threat, built, route, progress=progress, **options)
     return Curve(parameter="steps", values=steps, labels=tuple(map(str, steps)), result=result)
 
 
@@ -99,23 +75,23 @@ def accuracy_against_eps(
     attack: str | Attack = "pgd20",
     route: str | Sequence[str | None] | None = None,
     *,
-    record: Path | str | None = None,
     progress: bool = False,
-    seed: int = 0,
-    statistics: Mode = "running",
-    **options: Any,
+    **options: Unpack[EvaluationOptions],
 ) -> Curve:
     """Measure robust accuracy under one attack of growing eps, in the norm of ``threat``; it must fall to chance."""
     raise_problems(type_problems(threat=(threat, ThreatModel)))
     values = [eps] if isinstance(eps, str) or not isinstance(eps, Iterable) else eps
     threats = {str(value): ThreatModel(norm=threat.norm, eps=value) for value in values}
     if isinstance(attack, str):
-        attack = attack_names.get(attack, threat=threat, seed=seed, statistics=frozen_mode(statistics))
+        attack = attack_names.get(attack, threat=threat, **_attack_settings(options))
     attacks = {f"eps={label}": dataclasses.replace(attack, threat=value) for label, value in threats.items()}
-    settings = {"seed": seed, "any_threat": True, "record": record, "statistics": statistics}
-    plan = plan_evaluation(model, data, threat, attacks, route, **settings, **options)
+    plan = plan_evaluation(model, data, threat, attacks, route, any_threat=True, **options)
     radii = tuple(value.eps for value in threats.values())
     return Curve(parameter="eps", values=radii, labels=tuple(threats), result=run_benchmark(plan, progress=progress))
+
+
+def _attack_settings(options: EvaluationOptions) -> dict[str, Any]:
+    return {"seed": options.get("seed", 0), "statistics": frozen_mode(options.get("statistics", "running"))}
 
 
 def run_benchmark(plan: EvaluationPlan, *, progress: bool = False) -> BenchmarkResult:

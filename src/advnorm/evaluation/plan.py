@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,9 @@ from advnorm._core.settings import Setting, convert
 from advnorm.attacks import input_gradient
 from advnorm.attacks.inputs import validate_batch, validating_first_logits
 from advnorm.data import FolderData, ImageData
-from advnorm.evaluation.branches import branches, same_branch
 from advnorm.evaluation.data_source import gather, gather_spread
 from advnorm.evaluation.jobs import AttackJob, Attacks, build_jobs
+from advnorm.evaluation.model_branches import branches, same_branch
 from advnorm.evaluation.reference_logits import ReferenceLogits
 from advnorm.evaluation.results import DEFAULT_ROUTE
 from advnorm.evaluation.strict_forward import StrictForward
@@ -35,6 +35,18 @@ BATCH_SIZES = {"cpu": 128, "cuda": 512}
 Count = Annotated[int | None, Setting("Number of images.", "[1, inf)")]
 #: Number of images of the forward that validates a model.
 PROBE_IMAGES = 4
+
+
+class EvaluationOptions(TypedDict, total=False):
+    """Options of every evaluation."""
+
+    batch_size: int | None  #: By default that of the device; halved when memory runs out.
+    device: str | torch.device | None  #: By default that of the model.
+    seed: int
+    limit: int | None  #: Number of images.
+    statistics: Mode  #: ``"batch_frozen"`` uses batch statistics at test time.
+    record: Path | str | None  #: JSON file: a finished record is read back, ``<record>.partial`` is resumed.
+    about: Mapping[str, Any] | None  #: Origin of the model as plain data, for the record.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

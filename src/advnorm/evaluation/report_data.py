@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from advnorm._core.errors import AdvnormError, first_line
-from advnorm.evaluation.results import FORMAT as BENCHMARK_FORMAT
-from advnorm.evaluation.verdict import FORMAT as AUDIT_FORMAT
-from advnorm.threat import ThreatModel
+from advnorm.evaluation.results import BenchmarkResult
+from advnorm.evaluation.verdict import Verdict
 from advnorm.training.run import Run
 
 #: Larger files, in bytes, are not records.
@@ -47,25 +46,27 @@ def collect_results(folder: Path | str) -> FolderResults:
     """Collect runs, evaluations and audits below ``folder``; damaged files are reported and left out."""
     folder = Path(folder)
     found = FolderResults(folder=folder.resolve().name, runs=[], benchmarks=[], audits=[], problems=[])
+    kinds = (BenchmarkResult, found["benchmarks"]), (Verdict, found["audits"])
     for path in sorted(folder.rglob("*.json")):
         file = path.relative_to(folder).as_posix()
         if any(part.startswith(".") for part in Path(file).parts):
             continue
         try:
             if path.name == "run.json":
-                found["runs"].append(_summarize(Run.open(path.parent), path.parent.relative_to(folder).as_posix()))
+                found["runs"].append(_summarize(Run.open(path.parent), folder))
             elif path.stat().st_size <= LARGEST_RECORD:
                 data = json.loads(path.read_text(encoding="utf-8"))
                 form = data.get("format") if isinstance(data, dict) else None
-                if form in (BENCHMARK_FORMAT, AUDIT_FORMAT):
-                    record = EvaluationFile(file=file, threat=str(ThreatModel(**data["threat"])), record=data)
-                    found["benchmarks" if form == BENCHMARK_FORMAT else "audits"].append(record)
-        except (AdvnormError, OSError, LookupError, TypeError, ValueError, RecursionError) as error:
+                for kind, files in kinds:
+                    if form == kind.FORMAT:
+                        result = kind.from_record(data)
+                        files.append(EvaluationFile(file=file, threat=str(result.threat), record=result.record()))
+        except (AdvnormError, OSError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             found["problems"].append(f"{file} is skipped: {type(error).__name__}: {first_line(error)}")
     return found
 
 
-def _summarize(run: Run, name: str) -> RunSummary:
+def _summarize(run: Run, parent: Path) -> RunSummary:
+    name = run.folder.resolve().name if run.folder == parent else run.folder.relative_to(parent).as_posix()
     record = run.record if run.finished else None
-    name = run.folder.resolve().name if name == "." else name
     return RunSummary(name=name, config=run.config.to_dict(), metrics=run.metrics(), record=record)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from advnorm.threat import ThreatModel
 if TYPE_CHECKING:
     from rich.table import Table
 
-FORMAT = "advnorm.benchmark/1"
 #: Name in results and records of an evaluation without a given route.
 DEFAULT_ROUTE = "default"
 #: Columns of a table that is printed without a terminal.
@@ -31,6 +30,8 @@ class BenchmarkResult:
 
     ``clean[route]`` and ``robust[route][attack]`` are boolean tensors in the order of the data.
     """
+
+    FORMAT: ClassVar[str] = "advnorm.benchmark/1"
 
     threat: ThreatModel
     attacks: Mapping[str, str]
@@ -128,7 +129,7 @@ class BenchmarkResult:
     def record(self) -> dict[str, Any]:
         """Return plain data for JSON; the results per image are strings of 0 and 1."""
         return {
-            "format": FORMAT,
+            "format": self.FORMAT,
             "accuracy": self.accuracies,
             "threat": dataclasses.asdict(self.threat),
             "attacks": dict(self.attacks),
@@ -146,7 +147,7 @@ class BenchmarkResult:
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> BenchmarkResult:
         """Rebuild the result of :meth:`record`."""
-        check_format(record, FORMAT)
+        check_format(record, cls.FORMAT)
         known = ("format", "accuracy", "threat", "attacks", "routes", "images", "warnings", "seconds", "verdicts")
         robust = {
             route: {name: from_letters(letters).bool() for name, letters in row.items()}

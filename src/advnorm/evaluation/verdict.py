@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from advnorm._core.errors import Problem, raise_problems, unknown_name
 from advnorm._core.exit_codes import VERDICTS
@@ -20,7 +20,6 @@ from advnorm.threat import ThreatModel
 if TYPE_CHECKING:
     from rich.table import Table
 
-FORMAT = "advnorm.audit/1"
 #: Prefix of a Gaussian of a mixture norm that is evaluated alone: ``fixed adv``.
 FIXED = "fixed "
 #: Keys of a record that follow from others.
@@ -30,6 +29,8 @@ _DERIVED = {"format", "exit_code", "clean", "pgd10", "worst_case", "other_branch
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Verdict:
     """The findings of an audit. ``verdict``: real, false, inconclusive, or none (no robustness, and none hidden)."""
+
+    FORMAT: ClassVar[str] = "advnorm.audit/1"
 
     verdict: VerdictName
     reasons: tuple[str, ...]
@@ -125,7 +126,7 @@ class Verdict:
         for item in plain["evidence"]:
             item["value"] = item["value"] if math.isfinite(item["value"]) else None
         return {
-            "format": FORMAT,
+            "format": self.FORMAT,
             "verdict": self.verdict,
             "exit_code": self.exit_code,
             "clean": self.clean,
@@ -139,7 +140,7 @@ class Verdict:
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Verdict:
         """Rebuild the verdict of :meth:`record`."""
-        check_format(record, FORMAT)
+        check_format(record, cls.FORMAT)
         fields = {field.name for field in dataclasses.fields(cls)}
         values = {key: value for key, value in record.items() if key in fields}
         numbers = [math.nan if item["value"] is None else item["value"] for item in record["evidence"]]

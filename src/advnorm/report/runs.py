@@ -2,41 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from advnorm.report.figures import FigureRow, LineChart
 from advnorm.report.page import ReportPage
-from advnorm.report.tables import CellValue, ReportColumn, ReportTable
+from advnorm.report.tables import CellValue, ReportTable, make_columns
 
 if TYPE_CHECKING:
-    from advnorm.evaluation.folder_results import EvaluationFile, FolderResults, RunSummary
+    from advnorm.evaluation.report_data import EvaluationFile, FolderResults, RunSummary
 
 #: Number of runs in the figure.
 MOST_LINES = 6
-
-
-def drop_damaged(found: FolderResults) -> FolderResults:
-    """Remove the entries that a page cannot show, and list them among the problems."""
-    problems = list(found["problems"])
-
-    def keep_sound(items: Sequence[Any], show: Callable[[Any], object], name: str) -> list[Any]:
-        kept = []
-        for item in items:
-            try:
-                show([item])
-                kept.append(item)
-            except (LookupError, TypeError, ValueError, AttributeError) as error:
-                problems.append(f"{item[name]} is skipped: {type(error).__name__}: {error}")
-        return kept
-
-    return {
-        **found,
-        "runs": keep_sound(found["runs"], lambda runs: (_run_table(runs), _training_curves(runs)), "name"),
-        "benchmarks": keep_sound(found["benchmarks"], _evaluation_table, "file"),
-        "audits": keep_sound(found["audits"], _audit_table, "file"),
-        "problems": problems,
-    }
 
 
 def build_runs_page(found: FolderResults) -> ReportPage:
@@ -46,33 +23,22 @@ def build_runs_page(found: FolderResults) -> ReportPage:
     tables += [_audit_table(found["audits"])] if found["audits"] else []
     if found["problems"]:
         rows = [[problem] for problem in found["problems"]]
-        tables.append({"title": "Not read", "columns": _columns(("file and reason",), ()), "rows": rows})
-    evaluations = found["benchmarks"] + found["audits"]
-    records = [*(run["record"] for run in found["runs"]), *(one["record"] for one in evaluations)]
-    page: ReportPage = {
+        tables.append({"title": "Not read", "columns": make_columns({"text": ["file and reason"]}), "rows": rows})
+    everything = found["runs"] + found["benchmarks"] + found["audits"]
+    records = [one["record"] for one in everything if one["record"]]
+    return {
         "title": f"Training runs in {found['folder']}",
         "about": "Training runs and their evaluations. Accuracy in training is measured on the training images while "
         "the network learns; the tables below it have the accuracy on test images.",
         "tables": tables,
         "figures": _training_curves(found["runs"]),
         "conditions": {
-            what: ", ".join(_distinct(record.get(key) for record in records if record)) or None
+            what: ", ".join(dict.fromkeys(str(record[key]) for record in records if record.get(key) is not None))
+            or None
             for what, key in (("devices", "device"), ("torch", "torch"), ("commits", "commit"))
         },
         "commands": ["advnorm evaluate RUN --attacks pgd10 autoattack --json RUN/evaluation.json", "advnorm audit RUN"],
     }
-    return page
-
-
-def _distinct(items: Iterable[object]) -> list[str]:
-    return list(dict.fromkeys(str(item) for item in items if item is not None))
-
-
-def _columns(text: Sequence[str], percent: Sequence[str]) -> list[ReportColumn]:
-    return [
-        *(ReportColumn(label=label, kind="text") for label in text),
-        *(ReportColumn(label=label, kind="percent") for label in percent),
-    ]
 
 
 def _run_table(runs: Sequence[RunSummary]) -> ReportTable:
@@ -86,9 +52,11 @@ def _run_table(runs: Sequence[RunSummary]) -> ReportTable:
         rows += [[run["name"]], [*settings, *held_out, last.get("clean_accuracy"), last.get("adv_accuracy")]]
     return {
         "title": "Runs",
-        "columns": _columns(
-            ("norm", "objective", "eps", "epochs", "seed", "minutes", "held out, best", "held out, last"),
-            ("clean, training", "adv, training"),
+        "columns": make_columns(
+            {
+                "text": ["norm", "objective", "eps", "epochs", "seed", "minutes", "held out, best", "held out, last"],
+                "percent": ["clean, training", "adv, training"],
+            }
         ),
         "rows": rows,
         "note": "Percent. The best checkpoint is chosen on images held out of the training, never on test images.",
@@ -109,8 +77,8 @@ def _held_out_text(row: Mapping[str, Any] | None) -> str:
 
 
 def _evaluation_table(evaluations: Sequence[EvaluationFile]) -> ReportTable:
-    names = _distinct(name for one in evaluations for row in one["record"]["accuracy"].values() for name in row)
-    attacks = [name for name in names if name not in ("clean", "union")]
+    names = (name for one in evaluations for row in one["record"]["accuracy"].values() for name in row)
+    attacks = [name for name in dict.fromkeys(names) if name not in ("clean", "union")]
     rows: list[list[CellValue]] = []
     for one in evaluations:
         rows.append([_heading(one)])
@@ -119,7 +87,7 @@ def _evaluation_table(evaluations: Sequence[EvaluationFile]) -> ReportTable:
             rows.append([label, *(accuracy.get(name) for name in ("clean", *attacks, "union"))])
     return {
         "title": "Evaluated",
-        "columns": _columns(("branch",), ("clean", *attacks, "all attacks")),
+        "columns": make_columns({"text": ["branch"], "percent": ["clean", *attacks, "all attacks"]}),
         "rows": rows,
         "note": "Percent of the images; all attacks: images that withstand every attack.",
     }
@@ -132,7 +100,7 @@ def _audit_table(audits: Sequence[EvaluationFile]) -> ReportTable:
         rows += [[_heading(one)], [one["record"][column] for column in columns]]
     return {
         "title": "Is it real?",
-        "columns": _columns(("branch", "verdict"), ("clean", "PGD-10", "worst case")),
+        "columns": make_columns({"text": ["branch", "verdict"], "percent": ["clean", "PGD-10", "worst case"]}),
         "rows": rows,
         "note": "Verdicts of advnorm audit; each record has the evidence.",
     }
