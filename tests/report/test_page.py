@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 import advnorm
 from advnorm.report import draw_figure, format_cell, render_page, to_rich_table
 from support.page_reader import Reader
-from support.problems import raises_problem
 
 TABLE = {
     "title": "Accuracy (%)",
@@ -171,11 +170,6 @@ def test_labels_of_lines_stand_apart_and_inside_the_figure(values, names):
     at = sorted(float(text.get("y")) for text in ET.fromstring(svg).iter("text") if text.text.startswith("model"))
     assert len(at) == len(rows) and at[0] > 0 and at[-1] < height
     assert all(b - a >= 14.8 for a, b in pairwise(at))
-
-
-def test_an_unknown_figure_raises():
-    with raises_problem("unknown_name", "figure"):
-        draw_figure({**BARS, "kind": "bar"})
 
 
 def test_a_page_needs_no_torch():

@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any
 
 from advnorm.config import AttackConfig, Config, Named
+from advnorm.papers.recipe import sgd
 from advnorm.studies.claims import COMPARABLE, Clause, Values, are_robust, for_each, join_numbers, mean
 from advnorm.studies.registry import register_study
 from advnorm.studies.study import Cell, Measure
@@ -22,22 +23,13 @@ PER_SAMPLE_NORMS = ("ln", "gn", "in")
 
 def hybrid(eps: str) -> Config:
     """Hybrid-AT with a single BN (eq. 2, sec. 2): 110 epochs, lr 0.1 decayed at 100 and 105."""
-    return Config(
-        model=Named("resnet18"),
-        norm="bn",
-        data=Named("cifar10"),
-        augment="crop_flip",
-        held_out=0,
-        validate_every=0,
+    return sgd(
+        Named("resnet18"),
+        Named("cifar10"),
         objective=Named("hybrid", clean_weight=0.5),
         eps=eps,
         attack=AttackConfig(steps=10, step_size="2/255"),
         epochs=110,
-        batch_size=128,
-        lr=0.1,
-        momentum=0.9,
-        weight_decay=5e-4,
-        schedule="step",
         milestones=(100.0, 105.0),
     )
 
@@ -85,13 +77,8 @@ def standard(eps: str) -> Cell:
 
 def along_training(eps: str) -> Config:
     """Classical AT (eq. 1), evaluated after every epoch. The paper does not name the images: here held-out ones."""
-    return replace(
-        hybrid(eps),
-        objective=Named("classical"),
-        held_out=1000,
-        validate_every=1,
-        validation_attack=ATTACKS["pgd10"],
-    )
+    validation = {"held_out": 1000, "validate_every": 1, "validation_attack": ATTACKS["pgd10"]}
+    return replace(hybrid(eps), objective=Named("classical"), **validation)
 
 
 def cross_at(eps: str) -> Config:
@@ -133,10 +120,10 @@ def _clean_and_robust_branch(values: Values, cell: str) -> Iterator[Clause]:
     yield Clause.almost_no_robustness(f"{cell}: the clean branch has almost no robustness", *left)
 
 
-@register_study("A/table1", locate=_locate, cells=lambda: [setup("dual_bn", eps) for eps in EPSILONS])
-def table1(values: Values) -> Iterator[Clause]:
+@register_study("A/table1", locate=_locate, cells=lambda: [setup("dual_bn", eps) for eps in EPSILONS], each=(8, 16))
+def table1(values: Values, eps: int) -> Iterator[Clause]:
     """BN_clean is more accurate with almost no robustness under either attack; BN_adv is robust."""
-    yield from for_each((8, 16), lambda eps: _clean_and_robust_branch(values, f"dual_bn/eps{eps}"))
+    return _clean_and_robust_branch(values, f"dual_bn/eps{eps}")
 
 
 def _locate2(label: Mapping[str, Any], column: str) -> tuple[str, str]:
@@ -212,21 +199,18 @@ def _locate4(label: Mapping[str, Any], column: str) -> tuple[str, str]:
     "A/table4",
     locate=_locate4,
     cells=lambda: [setup(name) for norm in PER_SAMPLE_NORMS for name in (norm, f"dual_affine_{norm}")],
+    each=PER_SAMPLE_NORMS,
 )
-def table4(values: Values) -> Iterator[Clause]:
+def table4(values: Values, norm: str) -> Iterator[Clause]:
     """Two sets of affine parameters have the same effect in layer, group and instance norm as in BN.
 
     The clean branch has almost no robustness. The other is robust, far more than with a single set. Similarity of LN
     and BN is not required: the paper prints 16.9 % beside 23.4 % under AutoAttack.
     """
-
-    def clauses(norm: str) -> Iterator[Clause]:
-        two = f"dual_affine_{norm}/eps16"
-        yield from _clean_and_robust_branch(values, two)
-        one = mean(values, f"{norm}/eps16", "shared/autoattack")
-        yield Clause.far_higher(f"{two} is far above {norm}", mean(values, two, "adv/autoattack"), one)
-
-    yield from for_each(PER_SAMPLE_NORMS, clauses)
+    two = f"dual_affine_{norm}/eps16"
+    yield from _clean_and_robust_branch(values, two)
+    one = mean(values, f"{norm}/eps16", "shared/autoattack")
+    yield Clause.far_higher(f"{two} is far above {norm}", mean(values, two, "adv/autoattack"), one)
 
 
 #: The rows of the analysis ``swap_table``.
@@ -239,32 +223,33 @@ def _locate5(label: Mapping[str, Any], column: str) -> tuple[str, str]:
     return f"dual_bn/{eps_name(eps)}", f"rows/{row}/{ATTACKS[attack]}"
 
 
-def _table5_cells() -> Iterable[Cell]:
-    # All test images, as in the paper. They also re-calibrate: the paper does not say which images do.
-    swaps = Measure(name="swap_table", options={"attacks": list(ATTACKS.values()), "limit": None}, scale=100)
-    return [setup("dual_bn", eps, (swaps,)) for eps in EPSILONS]
+#: All test images, as in the paper. They also re-calibrate: the paper does not say which images do.
+_SWAP = Measure(name="swap_table", options={"attacks": list(ATTACKS.values()), "limit": None}, scale=100)
 
 
-@register_study("A/table5", locate=_locate5, cells=_table5_cells)
-def table5(values: Values) -> Iterator[Clause]:
+@register_study(
+    "A/table5",
+    locate=_locate5,
+    cells=lambda: [setup("dual_bn", eps, (_SWAP,)) for eps in EPSILONS],
+    each=[*product(("dual_bn/eps8", "dual_bn/eps16"), ATTACKS.values())],
+)
+def table5(values: Values, case: tuple[str, str]) -> Iterator[Clause]:
     """The affine parameters cause the gap, not the statistics.
 
     With AP_adv the network is robust, comparably with default and re-calibrated statistics. With AP_clean it has almost
     no robustness with either.
     """
 
-    def both_statistics(cell: str, attack: str, ap: str) -> list[float]:
+    def both_statistics(ap: str) -> list[float]:
         rows = [_SWAPS.index((setup, ap)) for setup in ("Default", "Re-calibration")]
         return [mean(values, cell, f"rows/{row}/{attack}") for row in rows]
 
-    def clauses(case: tuple[str, str]) -> Iterator[Clause]:
-        text, adv = f"{', '.join(case)}, default and re-calibrated statistics", both_statistics(*case, "AP_adv")
-        yield Clause(f"{text}: AP_adv is robust: {join_numbers(*adv)}", are_robust(adv[0]))
-        yield Clause.comparable(f"{text}: AP_adv is comparable", *adv)
-        clean = both_statistics(*case, "AP_clean")
-        yield Clause.almost_no_robustness(f"{text}: AP_clean has almost no robustness", *clean)
-
-    yield from for_each(product(("dual_bn/eps8", "dual_bn/eps16"), ATTACKS.values()), clauses)
+    cell, attack = case
+    text, adv = f"{cell}, {attack}, default and re-calibrated statistics", both_statistics("AP_adv")
+    yield Clause(f"{text}: AP_adv is robust: {join_numbers(*adv)}", are_robust(adv[0]))
+    yield Clause.comparable(f"{text}: AP_adv is comparable", *adv)
+    clean = both_statistics("AP_clean")
+    yield Clause.almost_no_robustness(f"{text}: AP_clean has almost no robustness", *clean)
 
 
 def _locate6(label: Mapping[str, Any], column: str) -> tuple[str, str]:
@@ -274,18 +259,14 @@ def _locate6(label: Mapping[str, Any], column: str) -> tuple[str, str]:
     return f"standard/{eps_name(column)}", f"shared/{attack}"
 
 
-@register_study("A/table6", locate=_locate6, cells=lambda: [standard(eps) for eps in EPSILONS])
-def table6(values: Values) -> Iterator[Clause]:
+@register_study("A/table6", locate=_locate6, cells=lambda: [standard(eps) for eps in EPSILONS], each=(8, 16))
+def table6(values: Values, eps: int) -> Iterator[Clause]:
     """An adversarial perturbation leaves almost no accuracy; noise of the same size costs a small margin: 10 points."""
     clean = mean(values, "standard/eps8", "shared/clean")
-
-    def clauses(eps: int) -> Iterator[Clause]:
-        attacked, noisy = (mean(values, f"standard/eps{eps}", f"shared/{kind}") for kind in ("pgd10", "noise"))
-        yield Clause.almost_no_robustness(f"PGD-10 at {eps}/255 leaves almost no accuracy", attacked)
-        text = f"noise at {eps}/255 costs a small margin, up to {SMALL_MARGIN:g} points"
-        yield Clause(f"{text}: {join_numbers(noisy, clean)}", noisy >= clean - SMALL_MARGIN)
-
-    yield from for_each((8, 16), clauses)
+    attacked, noisy = (mean(values, f"standard/eps{eps}", f"shared/{kind}") for kind in ("pgd10", "noise"))
+    yield Clause.almost_no_robustness(f"PGD-10 at {eps}/255 leaves almost no accuracy", attacked)
+    text = f"noise at {eps}/255 costs a small margin, up to {SMALL_MARGIN:g} points"
+    yield Clause(f"{text}: {join_numbers(noisy, clean)}", noisy >= clean - SMALL_MARGIN)
 
 
 @register_study("A/table7", locate=_locate, cells=lambda: map(setup, ("dual_bn", "dual_linear")))
@@ -374,12 +355,12 @@ def _sum_of_squares(values: Values, one: str, other: str | None = None) -> float
     return total / seeds
 
 
-def _channels_cell() -> Iterable[Cell]:
-    # By default 20 channels of the second norm of the first block. The figures do not name their eps.
-    return [setup("dual_bn", measures=(Measure(name="channels"),))]
+def _dual_bn_with(analysis: str) -> list[Cell]:
+    """Figures 4 to 6 do not name their eps. By default 20 channels of the second norm of the first block."""
+    return [setup("dual_bn", measures=(Measure(name=analysis),))]
 
 
-@register_study("A/fig4", cells=_channels_cell)
+@register_study("A/fig4", cells=lambda: _dual_bn_with("channels"))
 def fig4(values: Values) -> Iterator[Clause]:
     """Statistics under the same AP are closer to each other, whatever the input, than under different APs."""
 
@@ -392,7 +373,7 @@ def fig4(values: Values) -> Iterator[Clause]:
     yield Clause(f"squared distances under one AP are smaller than between two: {text}", same_ap < same_input)
 
 
-@register_study("A/fig5", cells=_channels_cell)
+@register_study("A/fig5", cells=lambda: _dual_bn_with("channels"))
 def fig5(values: Values) -> Iterator[Clause]:
     """AP_clean and AP_adv differ by more than a tenth of their size."""
     gap = _sum_of_squares(values, "affine/AP_clean", "affine/AP_adv")
@@ -404,17 +385,15 @@ def fig5(values: Values) -> Iterator[Clause]:
 def _layer_totals(values: Values, cell: str, first: str, second: str) -> dict[str, tuple[float, float]]:
     """Return two recorded distances of each layer."""
     paths = [path for _, path in values if path.startswith(first) and path.endswith("/total")]
-    if not paths:
+    layers = [path.removeprefix(first).removesuffix("/total") for path in paths]
+    if not layers:
         raise KeyError(first)
-    names = [path.removeprefix(first) for path in paths]
     return {
-        name.removesuffix("/total"): (mean(values, cell, first + name), mean(values, cell, second + name))
-        for name in names
+        one: (mean(values, cell, f"{first}{one}/total"), mean(values, cell, f"{second}{one}/total")) for one in layers
     }
 
 
-# the figure does not name its eps
-@register_study("A/fig6", cells=lambda: [setup("dual_bn", measures=(Measure(name="branch_gap"),))])
+@register_study("A/fig6", cells=lambda: _dual_bn_with("branch_gap"))
 def fig6(values: Values) -> Iterator[Clause]:
     """In every layer the gap between both inputs' statistics under AP_adv is almost zero.
 
@@ -428,12 +407,10 @@ def fig6(values: Values) -> Iterator[Clause]:
     yield Clause.in_cases("in every layer the gap of NS is at most a tenth of the gap of AP", held, detail)
 
 
-def _fig7_cells() -> Iterable[Cell]:
-    gaps = Measure(name="domain_gap", options={"inputs": ["adv", "noise"]})
-    return [replace(standard("16/255"), measures=(gaps,))]
+_GAPS = Measure(name="domain_gap", options={"inputs": ["adv", "noise"]})
 
 
-@register_study("A/fig7", cells=_fig7_cells)
+@register_study("A/fig7", cells=lambda: [replace(standard("16/255"), measures=(_GAPS,))])
 def fig7(values: Values) -> Iterator[Clause]:
     """In every layer the adversarial-clean gap is within a factor of 2 of the noisy-clean gap.
 

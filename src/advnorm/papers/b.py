@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from advnorm.config import Config, Named
+from advnorm.papers.recipe import sgd
 from advnorm.studies.claims import COMPARABLE, Clause, Values, are_comparable, for_each, join_numbers, mean
 from advnorm.studies.registry import register_study
 from advnorm.studies.study import Cell, Measure
@@ -36,22 +37,7 @@ TOLERANCE = 1.0
 
 def standard(model: str, data: str) -> Config:
     """Standard training on CIFAR (sec. 4.1): 200 epochs, lr 0.1 decayed at 100 and 150, the last checkpoint."""
-    return Config(
-        model=Named(model),
-        norm="bn",
-        data=Named(data),
-        augment="crop_flip",
-        held_out=0,
-        validate_every=0,
-        objective=Named("standard"),
-        epochs=200,
-        batch_size=128,
-        lr=0.1,
-        momentum=0.9,
-        weight_decay=5e-4,
-        schedule="step",
-        milestones=(100.0, 150.0),
-    )
+    return sgd(Named(model), Named(data), objective=Named("standard"), epochs=200, milestones=(100.0, 150.0))
 
 
 def tiny_imagenet() -> Config:

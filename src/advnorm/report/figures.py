@@ -13,7 +13,6 @@ from html import escape
 from itertools import pairwise
 from typing import Literal, NotRequired, TypedDict
 
-from advnorm._core.errors import ConfigError, unknown_name
 from advnorm.report.tables import MISSING, format_cell
 
 WIDTH = 380
@@ -80,11 +79,7 @@ def draw_figure(figure: Figure) -> str:
     """Return the figure as one ``<svg>`` element."""
     if figure["kind"] == "bars":
         return _draw_bars(figure)
-    if figure["kind"] == "lines":
-        return _draw_lines(figure)
-    if figure["kind"] == "dots":
-        return _draw_dots(figure)
-    raise ConfigError.listing([unknown_name("figure", figure["kind"], ("bars", "lines", "dots"))])
+    return _draw_lines(figure) if figure["kind"] == "lines" else _draw_dots(figure)
 
 
 def _svg(height: float, title: str, parts: Sequence[str]) -> str:
@@ -286,9 +281,8 @@ def _draw_dot_row(dot: DotRow, y: float, left: float, across: Callable[[float], 
     else:  # beside the printed number, on the side with room
         at = left if paper is None else across(paper)
         end = at > WIDTH - 70
-        parts.append(
-            _text(at - 9 if end else at + 9, middle + 4, MISSING, anchor="end" if end else "start", kind="quiet")
-        )
+        place, anchor = (at - 9, "end") if end else (at + 9, "start")
+        parts.append(_text(place, middle + 4, MISSING, anchor=anchor, kind="quiet"))
     return "".join(parts) + "</g>"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NotRequired, TypedDict
 
 if TYPE_CHECKING:
@@ -22,6 +22,11 @@ class ReportColumn(TypedDict):
 
     label: str
     kind: ColumnKind
+
+
+def make_columns(labels: Mapping[ColumnKind, Sequence[str]]) -> list[ReportColumn]:
+    """``make_columns({"text": ["attack"], "percent": ["clean", "adv"]})``: headings by the kind of their cells."""
+    return [ReportColumn(label=label, kind=kind) for kind, group in labels.items() for label in group]
 
 
 class ReportTable(TypedDict):

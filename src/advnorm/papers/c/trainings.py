@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from advnorm.config import AttackConfig, Config, Named
+from advnorm.papers.recipe import sgd
 from advnorm.studies.claims import Clause, Values, mean
 from advnorm.studies.study import Cell, Measure
 
@@ -32,11 +33,9 @@ def mat(setting: str, gamma: float, layout: str = "concatenated") -> Config:
     The paper also scales images and jitters their brightness. It does not print the size of Imagenette's images.
     """
     data, eps = setting.split("/eps")
-    cifar = Config(
-        model=Named("preact_resnet18", final_norm=True),  # app. B: He et al.; the caption of table 1 says ResNet-20
-        norm="bn",
-        data=Named("cifar10"),
-        augment="crop_flip",
+    cifar = sgd(
+        Named("preact_resnet18", final_norm=True),  # app. B: He et al.; the caption of table 1 says ResNet-20
+        Named("cifar10"),
         held_out=0.1,
         validate_every=1,
         validation_attack="training",
@@ -44,11 +43,7 @@ def mat(setting: str, gamma: float, layout: str = "concatenated") -> Config:
         eps=f"{eps}/255",
         attack=AttackConfig(steps=10, step_size=_STEP_SIZES[eps]),
         epochs=80,
-        batch_size=128,
         lr=0.05,
-        momentum=0.9,
-        weight_decay=5e-4,
-        schedule="step",
         milestones=(40.0, 55.0, 70.0),
         snapshots=tuple(range(10, 81, 10)),
     )

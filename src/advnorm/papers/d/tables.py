@@ -18,9 +18,9 @@ LARGE = [("ImageNet", model) for model in ("VGG16", "VGG19", "ResNet18", "ResNet
 LARGE2 = [("ImageNet", "ResNet18"), ("ImageNet", "ResNet50")]
 
 
-def _network(data: str, model: str, norm: str) -> Cell:
+def _network(data: str, model: str, norm: str, *measures: Measure) -> Cell:
     base = imagenet(model.lower()) if data == "ImageNet" else standard(model.lower(), data.lower())
-    return Cell(name=_cell_name(data, model, norm), config=replace(base, norm=norm), measures=PGD20)
+    return Cell(name=_cell_name(data, model, norm), config=replace(base, norm=norm), measures=measures or PGD20)
 
 
 def _cell_name(data: str, model: str, norm: str) -> str:
@@ -118,33 +118,26 @@ def _locate7(label: Mapping[str, Any], column: str) -> tuple[str, str]:
     "D/table7",
     locate=_locate7,
     cells=lambda: [Cell(name=model, config=standard(model), measures=(CORRUPTIONS,)) for model in _MODELS7.values()],
+    each=[*_MODELS7.values()],
 )
-def table7(values: Values) -> Iterator[Clause]:
+def table7(values: Values, cell: str) -> Iterator[Clause]:
     """Statistics of the corrupted images regain a significant part of the accuracy."""
-
-    def clauses(cell: str) -> Iterator[Clause]:
-        gain = mean(values, cell, "networks/run/adapted_mean") - mean(values, cell, "networks/run/mean")
-        text = f"{cell} gains significantly from statistics of the corrupted images: {gain:+.1f}"
-        yield Clause(text, gain >= SIGNIFICANT)
-
-    yield from for_each(_MODELS7.values(), clauses)
+    gain = mean(values, cell, "networks/run/adapted_mean") - mean(values, cell, "networks/run/mean")
+    text = f"{cell} gains significantly from statistics of the corrupted images: {gain:+.1f}"
+    yield Clause(text, gain >= SIGNIFICANT)
 
 
 _MODELS8 = ("VGG11", "VGG16", "ResNet50")
 
 
-def _table8_cells() -> Iterable[Cell]:
-    cells = [_network("CIFAR10", model, norm) for model in _MODELS8 for norm in ("none", "bn")]
-    return [replace(cell, measures=(FGSM,)) for cell in cells]
-
-
-@register_study("D/table8", locate=_locate, cells=_table8_cells)
-def table8(values: Values) -> Iterator[Clause]:
+@register_study(
+    "D/table8",
+    locate=_locate,
+    cells=lambda: [_network("CIFAR10", model, norm, FGSM) for model in _MODELS8 for norm in ("none", "bn")],
+    each=_MODELS8,
+)
+def table8(values: Values, model: str) -> Iterator[Clause]:
     """Under FGSM networks are more accurate with BN."""
-
-    def clauses(model: str) -> Iterator[Clause]:
-        names = [_cell_name("CIFAR10", model, norm) for norm in ("bn", "none")]
-        bn, none = (mean(values, name, "shared/fgsm linf 4/255") for name in names)
-        yield Clause.higher(f"{model} is more accurate under FGSM with BN than without", bn, none)
-
-    yield from for_each(_MODELS8, clauses)
+    names = [_cell_name("CIFAR10", model, norm) for norm in ("bn", "none")]
+    bn, none = (mean(values, name, "shared/fgsm linf 4/255") for name in names)
+    yield Clause.higher(f"{model} is more accurate under FGSM with BN than without", bn, none)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from advnorm.config import AttackConfig, Config, Named
 from advnorm.models.registry import IMAGENET_MEAN, IMAGENET_STD
+from advnorm.papers.recipe import sgd
 from advnorm.studies.claims import Values, epochs_of, mean
 from advnorm.studies.study import Cell, Measure
 
@@ -27,23 +29,16 @@ def standard(model: str, data: str = "cifar10") -> Config:
     """
     deep = model == "resnet50"
     epochs = 350 if deep else 150
-    return Config(
-        model=Named(model),
-        norm="bn",
-        data=Named(data),
+    return sgd(
+        Named(model),
+        Named(data),
         augment="crop_flip" if data == "cifar10" else "none",  # a mirrored digit is another digit
-        held_out=0,
-        validate_every=0,
         objective=Named("standard"),
         threat="L2",
         eps=0.25,
         attack=AttackConfig(steps=10),
         epochs=epochs,
-        batch_size=128,
         lr=0.01 if model.startswith("vgg") else 0.1,
-        momentum=0.9,
-        weight_decay=5e-4,
-        schedule="step",
         milestones=(150.0, 250.0) if deep else (50.0, 100.0),
         snapshots=(EARLY, WARM_UP, epochs // 2, epochs),
     )
@@ -106,10 +101,15 @@ LANDSCAPE = Measure(name="landscape", options={"limit": 1000})
 TREND = (PGD10, LIGS)
 
 
-def along_training(name: str, config: Config, measures: tuple[Measure, ...], **dependencies: Any) -> Cell:
+def along_training(name: str, config: Config, *measures: Measure, **dependencies: Any) -> Cell:
     """A cell that is measured at every snapshot of its training."""
     along = tuple(replace(one, checkpoint="along") for one in measures)
     return Cell(name=name, config=config, measures=along, **dependencies)
+
+
+def norms_along_training(config: Config, norms: Iterable[str], *measures: Measure, prefix: str = "") -> list[Cell]:
+    """A training with each of several norms, measured at every snapshot."""
+    return [along_training(f"{prefix}{norm}", replace(config, norm=norm), *measures) for norm in norms]
 
 
 # -- values in checks --------------------------------------------------------------------------------------------------

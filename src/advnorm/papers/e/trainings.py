@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from advnorm.config import AttackConfig, Config, Named
+from advnorm.papers.recipe import sgd
 from advnorm.studies.claims import Values, mean
 from advnorm.studies.study import Cell, Measure
 
@@ -33,25 +34,19 @@ def adversarial(steps: int = 30) -> Config:
     Nesterov, decay of the weights only, label smoothing, and batch statistics over the 32 images of each of 128 GPUs,
     that is, not synchronized. Its colour jitter is left out.
     """
-    return Config(
-        model=Named("imagenet_resnet152"),
-        norm="bn",
-        data=Named("imagenet", image_size=224),
-        augment="crop_flip",
-        held_out=0,
-        validate_every=0,
+    return sgd(
+        Named("imagenet_resnet152"),
+        Named("imagenet", image_size=224),
         objective=Named("classical"),
         eps="16/255",
         attack=AttackConfig(steps=steps, step_size=f"{STEP_SIZES.get(steps, 1)}/255", start=0.2, target="random"),
         epochs=110,
         batch_size=4096,
         lr=1.6,
-        momentum=0.9,
         nesterov=True,
         weight_decay=1e-4,
         norm_weight_decay=False,
         label_smoothing=0.1,
-        schedule="step",
         milestones=(35.0, 70.0, 95.0),
         warmup_epochs=5.0,
     )
