@@ -40,4 +40,4 @@ def test_the_table_shows_whole_names_on_a_narrow_terminal(dual, data):
     lines = console.export_text().splitlines()
     for name in ("clean", *attacks, "union"):
         assert any(line.startswith(f"│ {name} ") for line in lines), name
-    assert "│ adv" in str(result)
+    assert "adv ┃" in str(result)

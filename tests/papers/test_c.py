@@ -14,7 +14,8 @@ LARGE = trainings.LARGE_EPS
 def test_training_validation_and_evaluation_use_the_same_pgd(setting):
     config = trainings.mat(setting, 0.5)
     threat = ThreatModel(eps=config.eps)
-    evaluation = get_attack(trainings.accuracies(setting).options["attacks"]["pgd10"], threat=threat)
+    [accuracies] = trainings.cell(config).measures
+    evaluation = get_attack(accuracies.options["attacks"]["pgd10"], threat=threat)
     assert evaluation == config.build_attack() == config.build_validation_attack()
     assert (evaluation.steps, evaluation.step_size) == (10, "2/255" if setting.endswith("eps8") else "4/255")
 

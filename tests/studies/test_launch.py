@@ -198,7 +198,8 @@ def named(cells):
 
     def planned_cell(self):
         training, after = cells[self.cell]
-        return SimpleNamespace(after=after, features=None, measures=(), config=SimpleNamespace(run_name=training))
+        config, nothing = SimpleNamespace(run_name=training), {"features": None, "feature_images": None, "measures": ()}
+        return SimpleNamespace(after=after, config=config, **nothing)
 
     context = pytest.MonkeyPatch()
     context.setattr(Task, "planned_cell", property(planned_cell))

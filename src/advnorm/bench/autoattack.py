@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from advnorm._core.devices import resolve_device
 from advnorm._core.errors import ConfigError
 from advnorm._core.modes import evaluating
+from advnorm._core.provenance import environment
 from advnorm.attacks import PGD
 from advnorm.attacks.autoattack import AutoAttack
-from advnorm.bench.conditions import MeasuredConditions, device_name
-from advnorm.bench.timing import timed
+from advnorm.bench.timing import MeasuredConditions, timed
 from advnorm.data import cifar10, digits
 from advnorm.models import create_model
 from advnorm.threat import ThreatModel
@@ -130,14 +130,18 @@ def bench_autoattack(
     """
     installed = importlib.util.find_spec(OFFICIAL) is not None
     notes = [] if installed or not official else [f"{OFFICIAL} is not installed: ratios are to our float32 run"]
+
+    def run_ours(precision: str) -> tuple[Tensor, dict[str, float]]:
+        def progress(done: int, total: int) -> None:
+            on_row(f"advnorm {precision}: {100 * done // total} %")
+
+        found = replace(_build_attack(threat, precision, seed), progress=progress).evaluate(model, x, y, bar=False)
+        return found.robust, found.seconds
+
     runs: dict[str, Callable[[], tuple[Tensor, dict[str, float]]]] = {}
     if official and installed:
         runs[f"{OFFICIAL} (official code)"] = partial(_run_official, model, x, y, threat, official_batch, seed)
-    for precision in precisions:
-        label = f"advnorm {precision}"
-        progress = partial(_report_percent, label, on_row)
-        attack = replace(_build_attack(threat, precision, seed), progress=progress)
-        runs[label] = partial(_run_ours, attack, model, x, y)
+    runs |= {f"advnorm {precision}": partial(run_ours, precision) for precision in precisions}
     with torch.no_grad(), evaluating(model):
         clean = torch.cat([model(part).argmax(1) for part in x.split(500)]) == y
     _warm_up(model, x[:official_batch], y[:official_batch])
@@ -145,7 +149,7 @@ def bench_autoattack(
         model=name,
         threat=str(threat),
         images=len(x),
-        device=device_name(x.device),
+        device=environment(x.device)["device"],
         seed=seed,
         reference=next(iter(runs)),
         rows={},
@@ -169,10 +173,6 @@ def bench_autoattack(
     return result
 
 
-def _report_percent(label: str, report: Callable[[str], object], done: int, total: int) -> None:
-    report(f"{label}: {100 * done // total} %")
-
-
 def _build_attack(threat: ThreatModel, precision: str, seed: int) -> AutoAttack:
     return AutoAttack(threat=threat, precision=precision, seed=seed)  # pyright: ignore[reportArgumentType]
 
@@ -183,11 +183,6 @@ def _warm_up(model: nn.Module, x: Tensor, y: Tensor) -> None:
         with evaluating(model), torch.autocast(x.device.type, torch.bfloat16, enabled=enabled):
             points = x.detach().requires_grad_()
             torch.autograd.grad(F.cross_entropy(model(points).float(), y), points)
-
-
-def _run_ours(attack: AutoAttack, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, float]]:
-    result = attack.evaluate(model, x, y, bar=False)
-    return result.robust, result.seconds
 
 
 def _run_official(

@@ -14,8 +14,8 @@ from torch import nn
 from advnorm._core.devices import resolve_device
 from advnorm._core.errors import raise_problems, unknown_name
 from advnorm._core.precision import float32_as
-from advnorm.bench.conditions import MeasuredConditions, device_name, minimum_problems
-from advnorm.bench.timing import Timing, side_by_side
+from advnorm._core.provenance import environment
+from advnorm.bench.timing import MeasuredConditions, Timing, minimum_problems, side_by_side
 from advnorm.models import create_model, list_models
 from advnorm.norms import domains, list_norms, route, routed_modules
 from advnorm.surgery import strip
@@ -86,7 +86,7 @@ def bench_norms(
         model=model,
         batch_size=batch_size,
         image_size=image_size,
-        device=device_name(where),
+        device=environment(where)["device"],
         precision=precision,
         compiled=compiled,
         rounds=rounds,

@@ -1,16 +1,44 @@
-"""Timing of alternatives in alternating order, so that other load on the machine affects all of them equally."""
+"""What benchmarks share: their conditions, and timing of alternatives in alternating order.
+
+Other load on the machine affects all alternatives equally.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
 import torch
 
+from advnorm._core.errors import Problem
+from advnorm._core.provenance import own_version
+
 R = TypeVar("R")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredConditions:
+    """Device and version of torch; a benchmark adds its own conditions and rows."""
+
+    device: str
+    torch: str = torch.__version__
+
+    def record(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return {**asdict(self), **own_version()}
+
+
+def minimum_problems(minimum: int, **values: int) -> list[Problem]:
+    """Return a problem for each value below the minimum."""
+    message = f"{{field}} must be at least {minimum}"
+    return [
+        Problem(code="out_of_range", message=message, field=name, got=value)
+        for name, value in values.items()
+        if value < minimum
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)

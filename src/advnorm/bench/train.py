@@ -20,10 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from advnorm._core.errors import Problem, raise_problems, unknown_name
 from advnorm._core.precision import choose_kernels, float32_as
+from advnorm._core.provenance import environment
 from advnorm._core.records import write_json
-from advnorm.bench.conditions import MeasuredConditions, device_name, minimum_problems
 from advnorm.bench.profile import step_parts
-from advnorm.bench.timing import side_by_side, timed
+from advnorm.bench.timing import MeasuredConditions, minimum_problems, side_by_side, timed
 from advnorm.config import AttackConfig, Config, Named
 from advnorm.data import ImageData, load
 from advnorm.models import create_model
@@ -161,7 +161,7 @@ def bench_train(
         objective="hybrid",
         eps=eps,
         data=data.name,
-        device=device_name(ranks.device),
+        device=environment(ranks.device)["device"],
         steps=steps,
         rows=tuple(row for rows, _ in measured for row in rows),
         notes=tuple(dict.fromkeys(note for _, notes in measured for note in notes)),

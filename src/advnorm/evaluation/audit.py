@@ -236,7 +236,9 @@ class _Audit:
         curve = [(0.0, fraction(self.correct))]
         if not self.gradients[self.route]:
             return curve
-        grey = max(self._grey_eps(), self.threat.eps)
+        # At this eps every ball contains the grey image, so that no classifier beats a constant answer.
+        pixels = math.prod(self.plan.images.shape[1:])
+        grey = max({"Linf": 0.5, "L2": 0.5 * math.sqrt(pixels), "L1": 0.5 * pixels}[self.threat.norm], self.threat.eps)
         factors = (1.0, 2.0) if self.budget == "quick" else (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
         for eps in [*(self.threat.eps * factor for factor in factors if self.threat.eps * factor < grey), grey]:
             threat = ThreatModel(norm=self.threat.norm, eps=eps)
@@ -249,11 +251,6 @@ class _Audit:
         most = 100 * self.chance + limits.LARGE_EPS_POINTS
         self.evidence.expect("large eps", text, 100 * curve[-1][1], most, points=True)
         return curve
-
-    def _grey_eps(self) -> float:
-        """The eps at which every ball contains the grey image, so that no classifier beats a constant answer."""
-        pixels = math.prod(self.plan.images.shape[1:])
-        return {"Linf": 0.5, "L2": 0.5 * math.sqrt(pixels), "L1": 0.5 * pixels}[self.threat.norm]
 
     def _transfer(self, ladder: list[RungResult], worst: Tensor) -> Tensor:
         """Transfer attacks from the other branches and from the surrogate to the evaluated branch."""

@@ -120,9 +120,10 @@ def _evaluate(runner: EvaluationRunner, identity: Mapping[str, Any]) -> Benchmar
     for job in plan.jobs:
         name = names[job.route]
         robust[name][job.name] = runner.evaluate_attack(job, among=clean[job.route])
-        seconds[name][job.name] = partial.seconds(job.key)
-        if (found := partial.stages(job.key)) is not None:
-            stages.setdefault(name, {})[job.name] = found
+        saved = partial.job(job.key)
+        seconds[name][job.name] = float(saved.get("seconds", 0.0))
+        if "stages" in saved:
+            stages.setdefault(name, {})[job.name] = saved["stages"]
     return BenchmarkResult(
         threat=plan.threat,
         attacks={job.name: repr(dataclasses.replace(job.attack, route=None)) for job in plan.jobs},

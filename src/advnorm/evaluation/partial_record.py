@@ -58,6 +58,10 @@ class PartialRecord:
         if before != now:
             self.warn("commit", f"resumed from a run of another version of advnorm, commit {before}")
 
+    def job(self, key: str) -> dict[str, Any]:
+        """A job's entries: ``warnings``, ``verdicts``, ``seconds``, and ``stages``, the accuracies along a cascade."""
+        return self._jobs.setdefault(key, {"warnings": []})
+
     def results(self, key: str, count: int) -> Tensor:
         """Return the results of a job: 1 robust, 0 fooled, -1 pending."""
         letters = self._jobs.get(key, {}).get("verdicts", "?" * count)
@@ -67,35 +71,25 @@ class PartialRecord:
 
     def save(self, key: str, results: Tensor, seconds: float) -> None:
         """Store the results of a job and add to its seconds."""
-        job = self._job(key)
+        job = self.job(key)
         job["verdicts"] = to_letters(results)
         job["seconds"] = job.get("seconds", 0.0) + seconds
         self._write()
 
     def begin(self, key: str) -> None:
         """Register a job before it writes to its own folder, so that the folder's owner is known."""
-        self._job(key)
+        self.job(key)
         self._write()
 
     def warn(self, key: str, warning: str) -> None:
         """Store a warning once."""
-        if warning not in self._job(key)["warnings"]:
-            self._job(key)["warnings"].append(warning)
+        if warning not in self.job(key)["warnings"]:
+            self.job(key)["warnings"].append(warning)
             self._write()
-
-    def set_stages(self, key: str, accuracy: Mapping[str, float]) -> None:
-        """Store the accuracy after each attack of a cascade."""
-        self._job(key)["stages"] = dict(accuracy)
-
-    def stages(self, key: str) -> dict[str, float] | None:
-        return self._jobs.get(key, {}).get("stages")
 
     def folder(self, key: str) -> Path | None:
         """The folder for an attack that keeps a record of its own until it is finished."""
         return None if self.path is None else self.path.with_name(f"{self.path.name}.{digest(key)[:8]}")
-
-    def seconds(self, key: str) -> float:
-        return float(self._jobs.get(key, {}).get("seconds", 0.0))
 
     def warnings(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(warning for job in self._jobs.values() for warning in job["warnings"]))
@@ -107,9 +101,6 @@ class PartialRecord:
                 shutil.rmtree(folder)
         if self.path is not None:
             self.path.unlink(missing_ok=True)
-
-    def _job(self, key: str) -> dict[str, Any]:
-        return self._jobs.setdefault(key, {"warnings": []})
 
     def _write(self) -> None:
         if self.path is not None:

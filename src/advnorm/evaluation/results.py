@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -91,27 +91,12 @@ class BenchmarkResult:
         return route
 
     def table(self, width: int | None = None) -> Table:
-        """Return a table for the terminal with a row per route; with a row per attack if ``width`` is too small."""
-        from rich.table import Table
-
+        """Return a table for the terminal with a row per attack and a column per route."""
         title = f"accuracy, {self.images} images, {self.threat}"
-        columns = ("clean", *self.attacks, "union")
-        cells = {label_of(r): [f"{100 * value:.2f}" for value in row.values()] for r, row in self.accuracies.items()}
-        needed = sum(max(len(name), 6) + 3 for name in columns) + max(map(len, ("route", *cells))) + 4
         least = max(len(title) + 2, 78 if self.warnings else 60)  # room for the caption
-        table = Table(title=title, title_justify="left", min_width=least if width is None else min(least, width))
-        if width is None or needed <= width:
-            table.add_column("route")
-            for column in columns:
-                table.add_column(column, justify="right", no_wrap=True)
-            for route, row in cells.items():
-                table.add_row(route, *row)
-        else:
-            table.add_column("", no_wrap=True)
-            for route in cells:
-                table.add_column(route, justify="right")
-            for name, row in zip(columns, zip(*cells.values())):
-                table.add_row(name, *row)
+        columns = {route: row.values() for route, row in self.accuracies.items()}
+        names = ("clean", *self.attacks, "union")
+        table = _accuracy_table("", title, names, columns, least if width is None else min(least, width))
         seconds = sum(sum(row.values()) for row in self.seconds.values())
         c = self.conditions
         caption = [f"{c['model']['class']}, seed {c['seed']}, {c['device']}, strict float32, {seconds:.1f} s"]
@@ -185,16 +170,9 @@ class Curve:
 
     def table(self) -> Table:
         """Return a table for the terminal with a row per value and a column per route."""
-        from rich.table import Table
-
         title = f"robust accuracy against {self.parameter}, {self.result.images} images, {self.result.threat.norm}"
-        table = Table(self.parameter, title=title, title_justify="left", min_width=len(title) + 2)
-        columns = [(self.result.accuracy(route=r), *self.robust_accuracies(r)) for r in self.result.routes]
-        for route in self.result.routes:
-            table.add_column(label_of(route), justify="right")
-        for label, row in zip(("clean", *self.labels), zip(*columns)):
-            table.add_row(label, *(f"{100 * value:.2f}" for value in row))
-        return table
+        columns = {r: (self.result.accuracy(route=r), *self.robust_accuracies(r)) for r in self.result.routes}
+        return _accuracy_table(self.parameter, title, ("clean", *self.labels), columns, len(title) + 2)
 
     def __str__(self) -> str:
         return render_table(self.table())
@@ -202,6 +180,21 @@ class Curve:
     def record(self) -> dict[str, Any]:
         """Return plain data for JSON."""
         return {**self.result.record(), "parameter": self.parameter, "values": list(self.values)}
+
+
+def _accuracy_table(
+    head: str, title: str, names: Sequence[str], columns: Mapping[str, Collection[float]], min_width: int
+) -> Table:
+    """A table of percentages with a row per name and a column per route."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", min_width=min_width)
+    table.add_column(head, no_wrap=True)
+    for route in columns:
+        table.add_column(label_of(route), justify="right")
+    for name, row in zip(names, zip(*columns.values())):
+        table.add_row(name, *(f"{100 * value:.2f}" for value in row))
+    return table
 
 
 def label_of(route: str) -> str:

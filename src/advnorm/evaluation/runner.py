@@ -194,7 +194,7 @@ class EvaluationRunner:
         self._warn_about_memory(job.key, job.name, found, "rows")
         if attack.route == job.route:  # otherwise the stages belong to the attacked branch, not to the evaluated one
             counts = {name: round(value * len(x)) for name, value in found.accuracy.items()}
-            self.partial.set_stages(job.key, {name: count / len(plan.images) for name, count in counts.items()})
+            self.partial.job(job.key)["stages"] = {name: count / len(plan.images) for name, count in counts.items()}
         return found
 
     def _classify(self, x: Tensor, y: Tensor, route: str | None, *tags: Any) -> tuple[Tensor, Tensor]:

@@ -121,23 +121,21 @@ def _holds_in_pairs(
     return Clause.in_cases(text, held.values(), detail, required=len(held) - exceptions)
 
 
+def _with_and_without_mixup(prefix: str, plain: Config, rho: float, alpha: float) -> Iterator[Cell]:
+    """Standard training, APART and APART-SAM."""
+    for suffix, config in {"": plain, "_mixup": mixup(plain, alpha)}.items():
+        yield cell(f"{prefix}/standard{suffix}/1x", config)
+        yield cell(f"{prefix}/standard{suffix}/2x", longer(config, 2))
+        yield cell(f"{prefix}/apart{suffix}/2x", apart(config))
+        yield cell(f"{prefix}/apart_sam{suffix}/2x", apart_sam(config, rho))
+
+
 def _table1_cells() -> Iterable[Cell]:
     for model, data in product(NETWORKS.values(), CIFAR):
         plain, rho = standard(model, data), RHO[data]
-        mixed = mixup(plain, 1.0)  # "properly chosen for APART" and not printed: 1 as in the baseline
-        trainings = {
-            "standard/1x": plain,
-            "standard/2x": longer(plain, 2),
-            "sam/2x": sam(plain, rho),
-            "apart/2x": apart(plain),
-            "apart_sam/2x": apart_sam(plain, rho),
-            "standard_mixup/1x": mixed,
-            "standard_mixup/2x": longer(mixed, 2),
-            "apart_mixup/2x": apart(mixed),
-            "apart_sam_mixup/2x": apart_sam(mixed, rho),
-        }
-        for name, config in trainings.items():
-            yield cell(f"{model}/{data}/{name}", config)
+        # The α of mixup is "properly chosen for APART" and not printed: 1 as in the baseline.
+        yield from _with_and_without_mixup(f"{model}/{data}", plain, rho, 1.0)
+        yield cell(f"{model}/{data}/sam/2x", sam(plain, rho))
 
 
 @register_study("B/table1", locate=_locate1, cells=_table1_cells)
@@ -179,20 +177,9 @@ def _locate2(label: Mapping[str, Any], column: str) -> tuple[str, str] | None:
 
 
 def _table2_cells() -> Iterable[Cell]:
-    plain, rho = tiny_imagenet(), RHO["tiny_imagenet"]
-    mixed = mixup(plain, 0.2)
-    yield cell("tiny_imagenet/standard/1x", plain)
-    yield cell("tiny_imagenet/standard_mixup/1x", mixed)
-    yield cell("tiny_imagenet/standard/2x", longer(plain, 2))
-    yield cell("tiny_imagenet/standard_mixup/2x", longer(mixed, 2))
-    yield cell("tiny_imagenet/apart/2x", apart(plain))
-    yield cell("tiny_imagenet/apart_mixup/2x", apart(mixed))
-    yield cell("tiny_imagenet/apart_sam/2x", apart_sam(plain, rho))
-    yield cell("tiny_imagenet/apart_sam_mixup/2x", apart_sam(mixed, rho))
+    yield from _with_and_without_mixup("tiny_imagenet", tiny_imagenet(), RHO["tiny_imagenet"], 0.2)
     plain, rho = imagenet(), RHO["imagenet"]
-    yield cell("imagenet/standard/1x", plain)
-    yield cell("imagenet/standard/2x", longer(plain, 2))
-    yield cell("imagenet/standard/4x", longer(plain, 4))
+    yield from (cell(f"imagenet/standard/{times}x", longer(plain, times)) for times in (1, 2, 4))
     yield cell("imagenet/apart/2x", apart(plain))
     yield cell("imagenet/apart/4x", longer(apart(plain), 2))
     yield cell("imagenet/apart_sam/2x", apart_sam(plain, rho))

@@ -73,7 +73,8 @@ def arrange_numbers(values: Values, first: Set[tuple[str, str]]) -> tuple[list[C
         at = (0 if places[0] == 0 else places[-1]) if places else len(parts)  # a leading number is an epoch
         family = "/".join([*parts[:at], *parts[at + 1 :]])
         if "conditions" not in parts and parts[0] != "channels" and parts[-1] not in ("epoch", "step"):
-            over = _axis_name(values, cell, along_training=at == 0) if places else ""
+            drawn = "channels that were drawn, in order" if (cell, "channels/0") in values else "place in the list"
+            over = ("epoch" if at == 0 else drawn) if places else ""
             families.setdefault((cell, family, over), {})[int(parts[at]) if places else 0] = name
     singles, series = [], []
     for (cell, family, over), names in families.items():
@@ -91,9 +92,3 @@ def arrange_numbers(values: Values, first: Set[tuple[str, str]]) -> tuple[list[C
 def short_name(name: str) -> str:
     """Drop the prefix that every value of a cell's only network has (see :class:`Measure`)."""
     return name.replace("networks/run/", "")
-
-
-def _axis_name(values: Values, cell: str, *, along_training: bool) -> str:
-    if along_training:
-        return "epoch"
-    return "channels that were drawn, in order" if (cell, "channels/0") in values else "place in the list"

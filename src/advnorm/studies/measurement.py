@@ -16,7 +16,7 @@ from advnorm.data import add_split, load
 from advnorm.evaluation.benchmark import benchmark
 from advnorm.evaluation.target import EvaluationTarget, open_run
 from advnorm.studies.study import ANALYSIS_IMAGES, Measure
-from advnorm.studies.task import Task, feature_images_cell, feature_recipe
+from advnorm.studies.task import Task
 from advnorm.threat import ThreatModel
 from advnorm.training.run import Run
 
@@ -99,15 +99,15 @@ def _numbers(data: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
 def write_features(task: Task) -> None:
     """Write the features that a task trains on (paper D, eq. 2, 3, app. E), and the ordinary test images."""
     cell, folder = task.planned_cell, task.features_folder
-    assert cell.after is not None and folder is not None
+    assert cell.after is not None and cell.features is not None and folder is not None
     source = task.sibling(cell.after).run
     settings = source.config.data
     data = [load(settings.name, split, task.data_dir, **settings.options) for split in ("train", "test")]
-    if images := feature_images_cell(cell):
-        data[0] = load("features", "train", task.sibling(images).features_folder)
+    if cell.feature_images:
+        data[0] = load("features", "train", task.sibling(cell.feature_images).features_folder)
     changes: dict[str, Any] = {"steps": 2} if task.protocol == "smoke" else {}
     network = source.model("last", resolve_device(task.device))
-    extract_features(network, data[0], feature_recipe(cell), folder, seed=task.seed, **changes)
+    extract_features(network, data[0], cell.features, folder, seed=task.seed, **changes)
     add_split(folder, data[1])  # an existing split is kept
 
 

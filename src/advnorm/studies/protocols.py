@@ -13,6 +13,7 @@ from advnorm.studies.study import ANALYSIS_IMAGES, Cell, Measure, Protocol
 FAST_EPOCHS, FAST_BATCH, FAST_CLIP = 30, 512, 1.0
 #: AutoAttack that searches in bf16. Strict float32 decides what counts.
 FAST_AUTOATTACK = "autoattack-bf16"
+_NO_STEPS: dict[str, Any] = {"milestones": (), "gamma": Config.gamma, "warmup_epochs": 0.0}
 
 
 def plan_cell(cell: Cell, protocol: Protocol) -> Cell:
@@ -44,9 +45,7 @@ def fast(cell: Cell) -> Cell:
             lr=config.lr * (larger if config.optimizer == "sgd" else larger**0.5),
             second_pass=_with_groups(config.second_pass, lambda groups: round(groups * larger)),
             schedule="one_cycle",
-            milestones=(),
-            gamma=Config.gamma,
-            warmup_epochs=0.0,
+            **_NO_STEPS,
             nesterov=config.optimizer == "sgd",
             grad_clip=config.grad_clip or (FAST_CLIP if _ends_without_norm(config) else None),
             running_epochs=min(config.running_epochs, epochs // 10),
@@ -97,9 +96,7 @@ def smoke(cell: Cell) -> Cell:
         batch_size=8,
         lr=1e-3,  # batches of 8 diverge at the papers' learning rates
         schedule="constant",
-        milestones=(),
-        gamma=Config.gamma,
-        warmup_epochs=0.0,
+        **_NO_STEPS,
         eps_warmup_epochs=0,
         steps_warmup_epochs=0,
         running_epochs=epochs - 1,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from functools import cache
 from typing import Any, get_args
 
 from advnorm._core.errors import ConfigError, Problem, collect_problems, unknown_name
@@ -17,6 +16,7 @@ from advnorm.studies.study import Cell, Protocol
 FORMAT = "advnorm.cell/1"
 #: Settings that distinguish runs but not methods.
 _RUN_ONLY = ("seed", "name")
+_DEFAULTS = Config().to_dict()
 CellRecord = dict[str, Any]
 
 
@@ -81,12 +81,7 @@ def outdated_settings(record: CellRecord, cell: Cell) -> list[str]:
 
 def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """Complete a run's settings: settings that were added later had their defaults."""
-    return {**_default_settings(), **config}
-
-
-@cache
-def _default_settings() -> dict[str, Any]:
-    return json.loads(json.dumps(Config().to_dict()))
+    return {**_DEFAULTS, **config}
 
 
 def _normalized_measures(record: CellRecord) -> list[Any]:

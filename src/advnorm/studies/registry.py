@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from importlib import import_module
@@ -12,7 +11,7 @@ from advnorm._core.errors import ConfigError
 from advnorm._core.registry import Registry
 from advnorm.config import Config
 from advnorm.studies.claims import Clause, for_each
-from advnorm.studies.study import Cell, Check, Locate, Study
+from advnorm.studies.study import Cell, Check, Locate, Study, printed_entries
 
 #: The papers by letter. The module ``advnorm.papers.a`` registers the studies of paper A.
 PAPERS = {
@@ -33,8 +32,10 @@ class StudyRegistry(Registry[Study]):
         return super().get(name)
 
     def names(self, pattern: str = "*") -> list[str]:
+        """Names in the order of the printed entries: tables before figures of each paper."""
         self._import_papers(pattern)
-        return sorted(super().names(pattern), key=_order)
+        order = {name: place for place, name in enumerate(printed_entries())}
+        return sorted(super().names(pattern), key=lambda name: (name.split("/")[0], order.get(name, len(order))))
 
     def __contains__(self, name: object) -> bool:
         self._import_papers(name)
@@ -47,14 +48,6 @@ class StudyRegistry(Registry[Study]):
         letter = str(name).partition("/")[0]
         for paper in (letter,) if letter in PAPERS else PAPERS:
             import_module(f"advnorm.papers.{paper.lower()}")
-
-
-def _order(name: str) -> tuple[str, str, list[int]]:
-    """Sort tables before figures before sections of the text, and ``fig2`` before ``fig10``."""
-    paper, _, what = name.partition("/")
-    kind = what.rstrip(".0123456789")
-    rank = {"table": "0", "fig": "1"}.get(kind, f"2{kind}")
-    return paper, rank, [int(part) for part in re.findall(r"\d+", what)]
 
 
 STUDIES = StudyRegistry("study")

@@ -163,12 +163,11 @@ def list_cell_statuses(
     cells: Iterable[Cell], protocol: Protocol | None, records: Sequence[CellRecord]
 ) -> tuple[list[CellStatus], dict[str, str]]:
     """Return the status of each cell with its own settings, and the settings that all cells share."""
-    statuses, settings = [], []
+    statuses: list[CellStatus] = []
     for cell in cells:
         done = sorted((record for record in records if record["cell"] == cell.name), key=lambda record: record["seed"])
         planned = cell if protocol is None else plan_cell(cell, protocol)
         trained = with_defaults(done[0]["run"]["config"]) if done else planned.config.to_dict()
-        settings.append(dict(flatten_settings(trained)))
         minutes = _minutes_by_device(done)
         statuses.append(
             CellStatus(
@@ -177,12 +176,13 @@ def list_cell_statuses(
                 measured_for=[name for name in _distinct(r["measured_for"] for r in done) if name != done[0]["study"]],
                 devices=list(minutes),
                 minutes=sum(minutes.values()) if done else None,
-                settings={},
+                settings=dict(flatten_settings(trained)),
             )
         )
-    common = {k: v for k, v in settings[0].items() if all(other.get(k) == v for other in settings)} if settings else {}
-    for status, own in zip(statuses, settings):
-        status["settings"] = {key: value for key, value in own.items() if key not in common}
+    first = statuses[0]["settings"] if statuses else {}
+    common = {k: v for k, v in first.items() if all(status["settings"].get(k) == v for status in statuses)}
+    for status in statuses:
+        status["settings"] = {key: value for key, value in status["settings"].items() if key not in common}
     return statuses, common
 
 

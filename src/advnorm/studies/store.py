@@ -46,11 +46,14 @@ class RecordStore:
         A current record of the task itself is preferred, then one of an equivalent cell of another study, then an
         outdated one of the task itself.
         """
-        cell, own = STUDIES.get(task.study).cell(task.cell), self.read(task.record_name)
+        cells, own = STUDIES.get(task.study).by_name, self.read(task.record_name)
+        cell = cells[task.cell]
         if isinstance(own, dict) and matches_cell(own, cell):
             return own
         others = equivalent_cells(task.study, task.cell)
-        for study, name in () if not others or task.starts_others else others:
+        if others and any(task.cell in task.sibling(name).prerequisites for name in cells):
+            others = ()  # another cell needs this task's network
+        for study, name in others:
             record = self.read(f"{study}/{name}/{task.protocol}-seed{task.seed}.json")
             if isinstance(record, dict) and matches_cell(record, cell):
                 return record

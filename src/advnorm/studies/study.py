@@ -64,8 +64,8 @@ class Cell:
     """One training and its measurements.
 
     ``after`` names a cell of the same study that is trained first. This cell starts from its weights or, with
-    ``features`` (a recipe such as ``"D_R"``), trains on features that its network extracts. ``"D_conflict:NAME"``
-    extracts them from the features that the cell NAME trains on.
+    ``features`` (a recipe such as ``"D_R"``), trains on features that its network extracts: from ordinary images, or
+    from the features that the cell ``feature_images`` trains on.
     """
 
     name: str
@@ -73,6 +73,7 @@ class Cell:
     measures: tuple[Measure, ...]
     after: str | None = None
     features: str | None = None
+    feature_images: str | None = None
 
     @cached_property
     def identity(self) -> tuple[Any, ...]:

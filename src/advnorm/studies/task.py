@@ -52,7 +52,7 @@ class Task:
         """Cells that must be trained before this task can run."""
         cell = self.planned_cell
         beside = [name for measure in cell.measures for name in measure.options.get("beside", ())]
-        return list(dict.fromkeys(name for name in (cell.after, feature_images_cell(cell), *beside) if name))
+        return list(dict.fromkeys(name for name in (cell.after, cell.feature_images, *beside) if name))
 
     @property
     def lineage(self) -> list[Task]:
@@ -61,19 +61,14 @@ class Task:
         return list(dict.fromkeys([self, *before]))
 
     @property
-    def starts_others(self) -> bool:
-        """Whether another cell of the study depends on this task's network."""
-        return any(self.cell in self.sibling(name).prerequisites for name in STUDIES.get(self.study).by_name)
-
-    @property
     def features_folder(self) -> Path | None:
         """The folder of the features that it trains on, and of the trainings on them."""
         cell = self.planned_cell
         if cell.features is None or cell.after is None:
             return None
-        parts = [self.sibling(cell.after).run.folder.name, feature_recipe(cell)]
-        if images := feature_images_cell(cell):
-            parts.append(digest(str(self.sibling(images).features_folder))[:8])
+        parts = [self.sibling(cell.after).run.folder.name, cell.features]
+        if cell.feature_images:
+            parts.append(digest(str(self.sibling(cell.feature_images).features_folder))[:8])
         return Path(self.out) / "features" / "-".join(parts)
 
     @property
@@ -101,15 +96,6 @@ class Task:
 @cache  # a configuration is validated whenever it is made
 def _planned_cell(study: str, cell: str, protocol: Protocol) -> Cell:
     return plan_cell(STUDIES.get(study).cell(cell), protocol)
-
-
-def feature_recipe(cell: Cell) -> str:
-    return (cell.features or "").partition(":")[0]
-
-
-def feature_images_cell(cell: Cell) -> str:
-    """Name the cell whose features serve as images for the new features; empty for ordinary images."""
-    return (cell.features or "").partition(":")[2]
 
 
 def list_tasks(

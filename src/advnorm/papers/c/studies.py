@@ -17,18 +17,15 @@ from advnorm.papers.c.trainings import (
     METRICS,
     SETTINGS,
     TRADES_BETAS,
-    adversarial_cell,
+    adversarial,
     autoattack_gap,
     cell,
     dbn,
-    dbn_kl_cell,
     is_falsely_robust,
-    kl_cell,
     mat,
-    mat_cell,
-    other_norm_cell,
+    other_norm,
     trades,
-    trades_cell,
+    with_kl,
 )
 from advnorm.studies.claims import COMPARABLE, Clause, Values, for_each, mean, means_along_training
 from advnorm.studies.registry import register_study
@@ -59,10 +56,8 @@ def _locate1(label: Mapping[str, Any], column: str) -> tuple[str, str]:
 
 def _table1_cells() -> Iterable[Cell]:
     for setting in SETTINGS:
-        yield cell(setting, "mat_seq_0.5", mat(setting, 0.5, "sequential"))
-        yield mat_cell(setting, 0.5)
-        yield trades_cell(setting, 6, "seq")
-        yield trades_cell(setting, 6, "cat")
+        yield from (cell(mat(setting, 0.5, layout)) for layout in LAYOUTS.values())
+        yield from (cell(trades(setting, 6, layout)) for layout in LAYOUTS.values())
 
 
 @register_study("C/table1", locate=_locate1, cells=_table1_cells)
@@ -112,17 +107,10 @@ _REAL2 = ("adversarial_training", "mat_cat_0.25", "mat_cat_0.5/none", "trades_ca
 def _table2_cells() -> Iterable[Cell]:
     # The whole test set; "adv" is the attack of training, PGD-10.
     gaps = Measure(name="domain_gap", options={"inputs": ["adv", "autoattack"], "limit": None})
-    return [
-        adversarial_cell(LARGE_EPS, gaps),
-        mat_cell(LARGE_EPS, 0.25, gaps),
-        mat_cell(LARGE_EPS, 0.5, gaps),
-        other_norm_cell(0.5, "in", gaps),
-        other_norm_cell(0.75, "gn", gaps),
-        other_norm_cell(0.5, "none", gaps),
-        other_norm_cell(0.75, "none", gaps),
-        trades_cell(LARGE_EPS, 6, "cat", gaps),
-        kl_cell(LARGE_EPS, 0.4, gaps),
-    ]
+    norms = [other_norm(gamma, norm) for gamma, norm in ((0.5, "in"), (0.75, "gn"), (0.5, "none"), (0.75, "none"))]
+    mixed = [mat(LARGE_EPS, 0.25), mat(LARGE_EPS, 0.5), *norms]
+    others = [trades(LARGE_EPS, 6), with_kl(LARGE_EPS, 0.4)]
+    return [cell(config, gaps) for config in (adversarial(LARGE_EPS), *mixed, *others)]
 
 
 @register_study("C/table2", locate=_locate2, cells=_table2_cells)
@@ -146,22 +134,18 @@ def table2(values: Values) -> Iterator[Clause]:
         yield Clause(text, larger > 1)
 
 
-def _locate3(label: Mapping[str, Any], column: str) -> tuple[str, str]:
-    return _cell_name(label), f"shared/{column}"
-
-
 @register_study(
     "C/table3",
-    locate=_locate3,
+    locate=lambda label, column: (_cell_name(label), f"shared/{column}"),
     cells=lambda: [
-        other_norm_cell(0.5, "none"),
-        kl_cell(LARGE_EPS, 0.4),
-        mat_cell(LARGE_EPS, 0.25),
-        kl_cell(LARGE_EPS, 0.5),
-        trades_cell(LARGE_EPS, 6, "cat"),
-        kl_cell(LARGE_EPS, 1),
-        adversarial_cell(LARGE_EPS),
-        kl_cell(LARGE_EPS, 4),
+        cell(other_norm(0.5, "none")),
+        cell(with_kl(LARGE_EPS, 0.4)),
+        cell(mat(LARGE_EPS, 0.25)),
+        cell(with_kl(LARGE_EPS, 0.5)),
+        cell(trades(LARGE_EPS, 6)),
+        cell(with_kl(LARGE_EPS, 1)),
+        cell(adversarial(LARGE_EPS)),
+        cell(with_kl(LARGE_EPS, 4)),
     ],
 )
 def table3(values: Values) -> Iterator[Clause]:
@@ -198,12 +182,9 @@ def _locate4(label: Mapping[str, Any], column: str) -> tuple[str, str]:
 
 def _table4_cells() -> Iterable[Cell]:
     for setting in SETTINGS:
-        yield trades_cell(setting, 6, "cat")
-        yield cell(setting, "trades_cat_6_dbn", dbn(trades(setting, 6)))
-        yield mat_cell(setting, 0.5)
-        yield cell(setting, "mat_cat_0.5_dbn", dbn(mat(setting, 0.5)))
-        yield kl_cell(setting, 1)
-        yield dbn_kl_cell(setting, 1)
+        for config in (trades(setting, 6), mat(setting, 0.5), with_kl(setting, 1)):
+            yield cell(config)
+            yield cell(dbn(config))
 
 
 @register_study("C/table4", locate=_locate4, cells=_table4_cells)
@@ -270,7 +251,7 @@ def _centres(values: Values, cell: str) -> dict[str, tuple[dict[str, Point], flo
 def _fig1_cells() -> Iterable[Cell]:
     # The paper does not name the three layers: here the first, the middle and the last.
     plane = Measure(name="projection", options={"inputs": ["clean", "adv", "autoattack"], "samples": 500})
-    return [mat_cell(LARGE_EPS, 0.5, plane), kl_cell(LARGE_EPS, 0.4, plane)]
+    return [cell(config, plane) for config in (mat(LARGE_EPS, 0.5), with_kl(LARGE_EPS, 0.4))]
 
 
 @register_study("C/fig1", cells=_fig1_cells)
@@ -338,9 +319,9 @@ def _dominates(values: Values, method: str, ours: Sequence[str], others: Sequenc
 
 
 def _fig2_cells() -> Iterable[Cell]:
-    yield from (kl_cell(LARGE_EPS, beta) for beta in KL_BETAS)
-    yield from (trades_cell(LARGE_EPS, beta, "cat") for beta in TRADES_BETAS)
-    yield from (mat_cell(LARGE_EPS, gamma) for gamma in GAMMAS)
+    yield from (cell(with_kl(LARGE_EPS, beta)) for beta in KL_BETAS)
+    yield from (cell(trades(LARGE_EPS, beta)) for beta in TRADES_BETAS)
+    yield from (cell(mat(LARGE_EPS, gamma)) for gamma in GAMMAS)
 
 
 @register_study("C/fig2", cells=_fig2_cells)
@@ -353,10 +334,10 @@ def fig2(values: Values) -> Iterator[Clause]:
 
 def _trade_off_cells(setting: str) -> Iterator[Cell]:
     """Points of MAT-Cat + DBN + KL and of the baselines."""
-    yield from (dbn_kl_cell(setting, beta) for beta in KL_BETAS)
-    yield from (mat_cell(setting, gamma) for gamma in GAMMAS)
-    yield from (trades_cell(setting, beta, "seq") for beta in TRADES_BETAS)
-    yield adversarial_cell(setting)
+    yield from (cell(dbn(with_kl(setting, beta))) for beta in KL_BETAS)
+    yield from (cell(mat(setting, gamma)) for gamma in GAMMAS)
+    yield from (cell(trades(setting, beta, "sequential")) for beta in TRADES_BETAS)
+    yield cell(adversarial(setting))
 
 
 def _best_trade_off(values: Values, setting: str) -> Iterator[Clause]:
@@ -366,19 +347,13 @@ def _best_trade_off(values: Values, setting: str) -> Iterator[Clause]:
     yield from _dominates(values, f"MAT-Cat + DBN + KL in {setting}", ours, others)
 
 
-def _fig3_cells() -> Iterable[Cell]:
-    yield from _trade_off_cells(LARGE_EPS)
-    yield from _trade_off_cells("imagenette/eps16")
-
-
-@register_study("C/fig3", cells=_fig3_cells)
+@register_study("C/fig3", cells=lambda: [cell for setting in SETTINGS[1:] for cell in _trade_off_cells(setting)])
 def fig3(values: Values) -> Iterator[Clause]:
     """MAT-Cat + DBN + KL has the best trade-off; MAT-Cat with small γ can beat Adversarial Training and TRADES-Seq."""
-    settings = (LARGE_EPS, "imagenette/eps16")
-    for setting in settings:
+    for setting in SETTINGS[1:]:
         yield from _best_trade_off(values, setting)
     held, shown = False, []
-    for setting in settings:
+    for setting in SETTINGS[1:]:
         mine = _points(values, (f"{setting}/mat_cat_{gamma:g}" for gamma in GAMMAS if gamma <= 0.25))
         rivals = _points(values, [f"{setting}/adversarial_training", f"{setting}/trades_seq_6"])
         held = all(_is_dominated(rival, mine) for rival in rivals)
@@ -389,9 +364,7 @@ def fig3(values: Values) -> Iterator[Clause]:
     yield Clause(f"{text}: {'; '.join(shown)}", held)
 
 
-@register_study("C/fig6", cells=lambda: _trade_off_cells("cifar10/eps8"))
-def fig6(values: Values) -> Iterator[Clause]:
-    return _best_trade_off(values, "cifar10/eps8")
+register_study("C/fig6", cells=lambda: _trade_off_cells("cifar10/eps8"), each=["cifar10/eps8"])(_best_trade_off)
 
 
 # -- fig. 4 and 5 ------------------------------------------------------------------------------------------------------
@@ -399,8 +372,7 @@ def fig6(values: Values) -> Iterator[Clause]:
 
 def _fig4_cells() -> Iterable[Cell]:
     shift = Measure(name="statistics_shift", options={"inputs": ["clean", "adv"]}, checkpoint="along")
-    sequential = cell(LARGE_EPS, "mat_seq_0.25", mat(LARGE_EPS, 0.25, "sequential"), shift)
-    return [sequential, mat_cell(LARGE_EPS, 0.25, shift)]
+    return [cell(mat(LARGE_EPS, 0.25, layout), shift) for layout in LAYOUTS.values()]
 
 
 @register_study("C/fig4", cells=_fig4_cells)
@@ -429,11 +401,11 @@ def fig4(values: Values) -> Iterator[Clause]:
         yield Clause(f"{text}: {cat[-1]:.3g} and {max(seq):.3g}", cat[-1] <= max(seq) / 10)
 
 
-def _locate_fig5(label: Mapping[str, Any], column: str) -> tuple[str, str]:
-    return f"{LARGE_EPS}/mat_cat_{label['gamma']}", f"shared/{column}"
-
-
-@register_study("C/fig5", locate=_locate_fig5, cells=lambda: [mat_cell(LARGE_EPS, gamma) for gamma in GAMMAS])
+@register_study(
+    "C/fig5",
+    locate=lambda label, column: (f"{LARGE_EPS}/mat_cat_{label['gamma']}", f"shared/{column}"),
+    cells=lambda: [cell(mat(LARGE_EPS, gamma)) for gamma in GAMMAS],
+)
 def fig5(values: Values) -> Iterator[Clause]:
     """From γ = 0.3 on robustness is false: PGD-10's and clean accuracy jump up there, and AutoAttack's down."""
     names = dict(zip(GAMMAS, _mat_names(LARGE_EPS)))

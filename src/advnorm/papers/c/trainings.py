@@ -74,39 +74,32 @@ def dbn(config: Config) -> Config:
     return replace(config, norm="gmm_bn", objective=objective)
 
 
-def accuracies(setting: str) -> Measure:
-    """Measure clean, PGD-10 (with the step size of training) and AutoAttack accuracy on the test set."""
-    step = _STEP_SIZES[setting.split("/eps")[1]].split("/")[0]
-    return Measure(options={"attacks": {"pgd10": f"pgd10-step{step}", "autoattack": "autoattack"}})
-
-
-def cell(setting: str, name: str, config: Config, *measures: Measure) -> Cell:
-    return Cell(name=f"{setting}/{name}", config=config, measures=measures or (accuracies(setting),))
-
-
-def mat_cell(setting: str, gamma: float, *measures: Measure) -> Cell:
-    return cell(setting, f"mat_cat_{gamma:g}", mat(setting, gamma), *measures)
-
-
-def trades_cell(setting: str, beta: float, layout: str, *measures: Measure) -> Cell:
-    return cell(setting, f"trades_{layout}_{beta:g}", trades(setting, beta, LAYOUTS[layout]), *measures)
-
-
-def kl_cell(setting: str, beta: float, *measures: Measure) -> Cell:
-    return cell(setting, f"mat_cat_0.5_kl_{beta:g}", with_kl(setting, beta), *measures)
-
-
-def dbn_kl_cell(setting: str, beta: float) -> Cell:
-    return cell(setting, f"mat_cat_0.5_dbn_kl_{beta:g}", dbn(with_kl(setting, beta)))
-
-
-def adversarial_cell(setting: str, *measures: Measure) -> Cell:
-    return cell(setting, "adversarial_training", adversarial(setting), *measures)
-
-
-def other_norm_cell(gamma: float, norm: str, *measures: Measure) -> Cell:
+def other_norm(gamma: float, norm: str) -> Config:
     """MAT-Cat with another norm. The paper does not print the number of groups of GN."""
-    return cell(LARGE_EPS, f"mat_cat_{gamma:g}/{norm}", replace(mat(LARGE_EPS, gamma), norm=norm), *measures)
+    return replace(mat(LARGE_EPS, gamma), norm=norm)
+
+
+def name_of(config: Config) -> str:
+    """``cifar10/eps16/mat_cat_0.5_dbn_kl_1``: the setting, the objective with its weight, and what is added to it."""
+    objective, options = config.objective.name, config.objective.options
+    layout = "seq" if options.get("layout") == "sequential" else "cat"
+    parts = {
+        "adversarial_training": objective == "classical",
+        f"trades_{layout}_{options.get('beta', 0):g}": objective == "trades",
+        f"mat_{layout}_{options.get('clean_weight', 0):g}": objective in ("hybrid", "kl"),
+        "dbn": config.norm == "gmm_bn",
+        f"kl_{options.get('kl_weight', 0):g}": objective == "kl",
+    }
+    name = "_".join(part for part, present in parts.items() if present)
+    norm = "" if config.norm in ("bn", "gmm_bn") else f"/{config.norm}"
+    return f"{config.data.name}/eps{str(config.eps).split('/')[0]}/{name}{norm}"
+
+
+def cell(config: Config, *measures: Measure) -> Cell:
+    """By default with clean, PGD-10 (with the step size of training) and AutoAttack accuracy on the test set."""
+    pgd10 = f"pgd10-step{str(config.attack.step_size).split('/')[0]}"
+    accuracies = Measure(options={"attacks": {"pgd10": pgd10, "autoattack": "autoattack"}})
+    return Cell(name=name_of(config), config=config, measures=measures or (accuracies,))
 
 
 def autoattack_gap(values: Values, name: str) -> float:

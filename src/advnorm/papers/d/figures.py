@@ -11,8 +11,6 @@ from advnorm.config import Config, Named
 from advnorm.papers.d.trainings import (
     ALIGNMENT,
     ALL_LIGS,
-    AT_FIRST,
-    AT_LAST,
     CORRUPTIONS,
     LANDSCAPE,
     NORM_NAMES,
@@ -20,20 +18,14 @@ from advnorm.papers.d.trainings import (
     PGD10,
     SHORTCUTS,
     TREND,
-    WARMED,
     along_training,
-    clean_accuracy,
     fixup,
     imagenet,
-    ligs,
     norms_along_training,
     robust,
-    robust_accuracy,
     standard,
-    value_at,
-    with_norm,
 )
-from advnorm.studies.claims import Clause, Values, join_numbers, mean, means_along_training
+from advnorm.studies.claims import Clause, Values, epochs_of, join_numbers, mean, means_along_training
 from advnorm.studies.registry import register_study
 from advnorm.studies.study import Cell, Measure
 
@@ -42,6 +34,30 @@ NOISE, SPECKLE_NOISE = ("gaussian_noise", "shot_noise"), "speckle_noise"
 FOG_AND_CONTRAST = ("fog", "contrast")
 #: A difference of LIGS that counts as trivial; the paper names none.
 TRIVIAL = 0.05
+#: Indices of the moments of a training.
+AT_FIRST, WARMED, AT_LAST = 0, 1, -1
+
+
+def value_at(values: Values, cell: str, value: str, moment: int) -> float:
+    """Return a value at a moment of the training, or at its last moment if it has fewer."""
+    epochs = epochs_of(values, cell, value)
+    return mean(values, cell, f"{epochs[min(moment, len(epochs) - 1)]}/{value}")
+
+
+def clean_accuracy(values: Values, cell: str, moment: int = AT_LAST) -> float:
+    return value_at(values, cell, "shared/clean", moment)
+
+
+def robust_accuracy(values: Values, cell: str) -> float:
+    return value_at(values, cell, "shared/pgd10", AT_LAST)
+
+
+def ligs(values: Values, cell: str, moment: int = AT_LAST) -> float:
+    return value_at(values, cell, "networks/run/shifts/gaussian/mean", moment)
+
+
+def with_norm(norm: str) -> str:
+    return "without a norm" if norm == "none" else f"with {norm.upper()}"
 
 
 def _fig1_cells() -> Iterable[Cell]:
@@ -215,14 +231,15 @@ def fig8(values: Values) -> Iterator[Clause]:
         yield Clause(text, early > 0 > late)
 
 
-def _fig9_cells() -> Iterable[Cell]:
-    for model in SHORTCUTS:
-        yield along_training(model, standard(model), *TREND)
-        yield along_training(f"{model}_noshortcut", standard(f"{model}_noshortcut"), *TREND)
-        yield along_training(f"fixup_{model}", fixup(model), *TREND)
-
-
-@register_study("D/fig9", cells=_fig9_cells, each=SHORTCUTS)
+@register_study(
+    "D/fig9",
+    cells=lambda: [
+        along_training(config.model.name, config, *TREND)
+        for model in SHORTCUTS
+        for config in (standard(model), standard(f"{model}_noshortcut"), fixup(model))
+    ],
+    each=SHORTCUTS,
+)
 def fig9(values: Values, model: str) -> Iterator[Clause]:
     """The shortcut has a trivial influence on LIGS. Fixup has a higher LIGS than BN at comparable accuracy."""
     cut, bn = ligs(values, f"{model}_noshortcut"), ligs(values, model)
@@ -234,12 +251,15 @@ def fig9(values: Values, model: str) -> Iterator[Clause]:
     yield Clause.comparable(f"{model}: Fixup and BN are comparably accurate", *both)
 
 
-def _fig11_cells() -> Iterable[Cell]:
-    for model in ("resnet18", "resnet50"):
-        yield from norms_along_training(imagenet(model), NORM_NAMES, *TREND, prefix=f"{model}/")
-
-
-@register_study("D/fig11", cells=_fig11_cells, each=("resnet18", "resnet50"))
+@register_study(
+    "D/fig11",
+    cells=lambda: [
+        cell
+        for model in ("resnet18", "resnet50")
+        for cell in norms_along_training(imagenet(model), NORM_NAMES, *TREND, prefix=f"{model}/")
+    ],
+    each=("resnet18", "resnet50"),
+)
 def fig11(values: Values, model: str) -> Iterator[Clause]:
     """On ImageNet norms have a lower LIGS; BN is the most accurate, IN the least."""
     scores = {norm: ligs(values, f"{model}/{norm}") for norm in NORM_NAMES}
@@ -269,19 +289,19 @@ def learns(recipe: str) -> Config:
 def on_features(recipe: str, norm: str, *measures: Measure) -> Cell:
     """A network on features of a ResNet50 (app. E), robust for D_R; D_conflict starts from the images of D_R."""
     source = "source/robust" if recipe == "D_R" else "source/standard"
-    features = "D_conflict:D_R/bn" if recipe == "D_conflict" else recipe
-    config = replace(learns(recipe), norm=norm)
-    return along_training(f"{recipe}/{norm}", config, *measures, after=source, features=features)
+    images = "D_R/bn" if recipe == "D_conflict" else None
+    dependencies = {"after": source, "features": recipe, "feature_images": images}
+    return along_training(f"{recipe}/{norm}", replace(learns(recipe), norm=norm), *measures, **dependencies)
 
 
-def sources(*names: str) -> list[Cell]:
-    """The networks that features are extracted from."""
+def sources() -> list[Cell]:
+    """The networks that features are extracted from, a robust and a standard one."""
     configs = {"robust": robust("resnet50"), "standard": standard("resnet50")}
-    return [Cell(name=f"source/{name}", config=configs[name], measures=(PGD10,)) for name in names]
+    return [Cell(name=f"source/{name}", config=config, measures=(PGD10,)) for name, config in configs.items()]
 
 
 def _fig6_cells() -> Iterable[Cell]:
-    yield from sources("robust", "standard")
+    yield from sources()
     for norm in ("none", "bn"):
         yield on_features("D_R", norm, *TREND)
         yield on_features("D_rand", norm, *TREND)
@@ -319,14 +339,14 @@ def _check_conflict(values: Values, recipe: str) -> Iterator[Clause]:
 
 
 def _fig7_cells() -> Iterable[Cell]:
-    yield from sources("robust", "standard")
+    yield from sources()
     yield on_features("D_R", "bn", *TREND)
     for norm in ("none", "bn"):
         yield on_features("D_conflict", norm, ALIGNMENT)
 
 
 def _fig13_cells() -> Iterable[Cell]:
-    yield from sources("standard")
+    yield sources()[1]
     for norm in ("none", "bn"):
         yield on_features("D_det", norm, ALIGNMENT)
 
@@ -335,12 +355,10 @@ register_study("D/fig7", cells=_fig7_cells)(partial(_check_conflict, recipe="D_c
 register_study("D/fig13", cells=_fig13_cells)(partial(_check_conflict, recipe="D_det"))
 
 
-def _fig12_cells() -> Iterable[Cell]:
-    yield from sources("robust", "standard")
-    yield from (on_features(recipe, "bn", *TREND) for recipe in ("D_R", "D_NR", "D_rand"))
-
-
-@register_study("D/fig12", cells=_fig12_cells)
+@register_study(
+    "D/fig12",
+    cells=lambda: [*sources(), *(on_features(recipe, "bn", *TREND) for recipe in ("D_R", "D_NR", "D_rand"))],
+)
 def fig12(values: Values) -> Iterator[Clause]:
     """LIGS is high on D_R, low on D_rand, and between on D_NR."""
     high, middle = ligs(values, "D_R/bn"), ligs(values, "D_NR/bn")
@@ -395,13 +413,15 @@ def fig16(values: Values) -> Iterator[Clause]:
     yield Clause(f"{text}: {join_numbers(cut, whole, form='.4g')}", 0.5 < cut / whole < 2)
 
 
-def _fig17_cells() -> Iterable[Cell]:
-    for model in SHORTCUTS:
-        yield along_training(model, standard(model), LANDSCAPE)
-        yield along_training(f"fixup_{model}", fixup(model), LANDSCAPE)
-
-
-@register_study("D/fig17", cells=_fig17_cells, each=SHORTCUTS)
+@register_study(
+    "D/fig17",
+    cells=lambda: [
+        along_training(config.model.name, config, LANDSCAPE)
+        for model in SHORTCUTS
+        for config in (standard(model), fixup(model))
+    ],
+    each=SHORTCUTS,
+)
 def fig17(values: Values, model: str) -> Iterator[Clause]:
     """Gradients are less smooth with Fixup than with BN."""
     fixed, bn = _smoothness(values, f"fixup_{model}"), _smoothness(values, model)

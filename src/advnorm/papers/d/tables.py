@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from advnorm.papers.d.trainings import CORRUPTIONS, FGSM, NORM_NAMES, NORMED, PGD10, PGD20, imagenet, robust, standard
-from advnorm.studies.claims import SIGNIFICANT, Clause, Values, for_each, join_numbers, mean
+from advnorm.studies.claims import SIGNIFICANT, Clause, Values, join_numbers, mean
 from advnorm.studies.registry import register_study
 from advnorm.studies.study import Cell, Measure
 
@@ -31,50 +31,49 @@ def _locate(label: Mapping[str, Any], column: str) -> tuple[str, str]:
     return _cell_name(label.get("dataset", "CIFAR10"), label["model"], label["norm"]), f"shared/{column}"
 
 
-def _measured(values: Values, networks: Iterable[tuple[str, str]], norms: Iterable[str]) -> list[tuple[str, str]]:
-    """Keep the networks that were measured with all norms: ImageNet is optional."""
+def _is_left_out(values: Values, data: str, model: str, norms: Iterable[str]) -> bool:
+    """Whether a network on ImageNet, which is optional, was not measured with all norms."""
     cells = {cell for cell, _ in values}
-    return [network for network in networks if all(_cell_name(*network, norm) in cells for norm in norms)]
+    return data == "ImageNet" and not all(_cell_name(data, model, norm) in cells for norm in norms)
 
 
 @register_study(
     "D/table1",
     locate=_locate,
     cells=lambda: [_network(*network, norm) for network in [*LARGE, *SMALL] for norm in ("none", "bn")],
+    each=[*SMALL, *LARGE],
 )
-def table1(values: Values) -> Iterator[Clause]:
+def table1(values: Values, network: tuple[str, str]) -> Iterator[Clause]:
     """BN raises the clean accuracy and lowers the accuracy under every attack, in every network that was measured."""
+    data, model = network
 
-    def effects_of_bn(data: str, model: str) -> Iterator[Clause]:
+    def effects_of_bn() -> Iterator[Clause]:
         for name in ("clean", *(name for measure in PGD20 for name in measure.options["attacks"])):
             bn, none = (mean(values, _cell_name(data, model, norm), f"shared/{name}") for norm in ("bn", "none"))
             yield Clause(f"{name} {join_numbers(bn, none)}", bn > none if name == "clean" else bn < none)
 
-    def clauses(network: tuple[str, str]) -> Iterator[Clause]:
-        data, model = network
+    if not _is_left_out(values, data, model, ("none", "bn")):
         text = f"{model} on {data} is better on clean images and worse under attack with BN than without"
-        yield Clause.conjunction(text, effects_of_bn(data, model))
-
-    yield from for_each([*SMALL, *_measured(values, LARGE, ("none", "bn"))], clauses)
+        yield Clause.conjunction(text, effects_of_bn())
 
 
 @register_study(
-    "D/table2", cells=lambda: [_network(*network, norm) for network in [*LARGE2, *SMALL] for norm in NORM_NAMES]
+    "D/table2",
+    cells=lambda: [_network(*network, norm) for network in [*LARGE2, *SMALL] for norm in NORM_NAMES],
+    each=[*SMALL, *LARGE2],
 )
-def table2(values: Values) -> Iterator[Clause]:
+def table2(values: Values, network: tuple[str, str]) -> Iterator[Clause]:
     """Every norm lowers the accuracy under l2-PGD; IN lowers it most, except in ResNet50 on CIFAR10."""
-
-    def clauses(network: tuple[str, str]) -> Iterator[Clause]:
-        data, model = network
-        pgd = {norm: mean(values, _cell_name(data, model, norm), "shared/pgd l2 0.25") for norm in NORM_NAMES}
-        lowest, best = min(pgd, key=lambda norm: pgd[norm]), max(pgd[norm] for norm in NORMED)
-        text = f"{model} on {data} under l2-PGD"
-        yield Clause(f"{text}: every norm is below none: {best:.1f} at most and {pgd['none']:.1f}", best < pgd["none"])
-        if (data, model) != ("CIFAR10", "ResNet50"):
-            least = min(accuracy for norm, accuracy in pgd.items() if norm != "in")
-            yield Clause(f"{text}: IN is the lowest: {pgd['in']:.1f}, the others {least:.1f} at least", lowest == "in")
-
-    yield from for_each([*SMALL, *_measured(values, LARGE2, NORM_NAMES)], clauses)
+    data, model = network
+    if _is_left_out(values, data, model, NORM_NAMES):
+        return
+    pgd = {norm: mean(values, _cell_name(data, model, norm), "shared/pgd l2 0.25") for norm in NORM_NAMES}
+    lowest, best = min(pgd, key=lambda norm: pgd[norm]), max(pgd[norm] for norm in NORMED)
+    text = f"{model} on {data} under l2-PGD"
+    yield Clause(f"{text}: every norm is below none: {best:.1f} at most and {pgd['none']:.1f}", best < pgd["none"])
+    if (data, model) != ("CIFAR10", "ResNet50"):
+        least = min(accuracy for norm, accuracy in pgd.items() if norm != "in")
+        yield Clause(f"{text}: IN is the lowest: {pgd['in']:.1f}, the others {least:.1f} at least", lowest == "in")
 
 
 def _table3_cells() -> Iterable[Cell]:

@@ -9,15 +9,12 @@ from typing import Any
 from advnorm.config import AttackConfig, Config, Named
 from advnorm.models.registry import IMAGENET_MEAN, IMAGENET_STD
 from advnorm.papers.recipe import sgd
-from advnorm.studies.claims import Values, epochs_of, mean
 from advnorm.studies.study import Cell, Measure
 
 NORMED = ("bn", "in", "ln", "gn")
 NORM_NAMES = ("none", *NORMED)
 #: Epochs of an early network. The paper names none; its warm-up on D_rand ends around epoch 25 (sec. 4.2).
 EARLY, WARM_UP = 5, 20
-#: Indices of the moments.
-AT_FIRST, WARMED, AT_LAST = 0, 1, -1
 
 
 def standard(model: str, data: str = "cifar10") -> Config:
@@ -110,28 +107,3 @@ def along_training(name: str, config: Config, *measures: Measure, **dependencies
 def norms_along_training(config: Config, norms: Iterable[str], *measures: Measure, prefix: str = "") -> list[Cell]:
     """A training with each of several norms, measured at every snapshot."""
     return [along_training(f"{prefix}{norm}", replace(config, norm=norm), *measures) for norm in norms]
-
-
-# -- values in checks --------------------------------------------------------------------------------------------------
-
-
-def value_at(values: Values, cell: str, value: str, moment: int) -> float:
-    """Return a value at a moment of the training, or at its last moment if it has fewer."""
-    epochs = epochs_of(values, cell, value)
-    return mean(values, cell, f"{epochs[min(moment, len(epochs) - 1)]}/{value}")
-
-
-def clean_accuracy(values: Values, cell: str, moment: int = AT_LAST) -> float:
-    return value_at(values, cell, "shared/clean", moment)
-
-
-def robust_accuracy(values: Values, cell: str) -> float:
-    return value_at(values, cell, "shared/pgd10", AT_LAST)
-
-
-def ligs(values: Values, cell: str, moment: int = AT_LAST) -> float:
-    return value_at(values, cell, "networks/run/shifts/gaussian/mean", moment)
-
-
-def with_norm(norm: str) -> str:
-    return "without a norm" if norm == "none" else f"with {norm.upper()}"

@@ -153,12 +153,11 @@ def _channels(values: Values, config: Config, series: str, number: str) -> list[
     return found
 
 
-def _fig5_cells() -> Iterable[Cell]:
-    stored = Measure(name="stored_channels", options={"layer": RES3, "channels": 20})
-    return [replace(cell(mbn(hybrid())), measures=(stored,))]  # the paper does not say whether with ALP
+_STORED = Measure(name="stored_channels", options={"layer": RES3, "channels": 20})
 
 
-@register_study("E/fig5", cells=_fig5_cells)
+# The paper does not say whether with ALP.
+@register_study("E/fig5", cells=lambda: [replace(cell(mbn(hybrid())), measures=(_STORED,))])
 def fig5(values: Values) -> Iterator[Clause]:
     """Adversarial images have larger running means and variances: in size, summed over the channels."""
 
@@ -174,12 +173,10 @@ def fig5(values: Values) -> Iterator[Clause]:
 # -- section 4.3: running statistics -----------------------------------------------------------------------------------
 
 
-def _fig6_cells() -> Iterable[Cell]:
-    batches = Measure(name="batch_channels", options={"images": "adv", "count": 2, "layer": RES3, "channels": 20})
-    return [replace(cell(adversarial()), measures=(batches,))]
+_BATCHES = Measure(name="batch_channels", options={"images": "adv", "count": 2, "layer": RES3, "channels": 20})
 
 
-@register_study("E/fig6", cells=_fig6_cells)
+@register_study("E/fig6", cells=lambda: [replace(cell(adversarial()), measures=(_BATCHES,))])
 def fig6(values: Values) -> Iterator[Clause]:
     """Batch means equal the running ones within a quarter, and variances differ more; the largest differences count.
 
@@ -255,18 +252,12 @@ def section44(values: Values) -> Iterator[Clause]:
 # -- section 5: depth --------------------------------------------------------------------------------------------------
 
 
-def _locate_fig7(label: Mapping[str, Any], column: str) -> tuple[str, str] | None:
-    """One curve has clean images, the other adversarial ones."""
-    drawn = "clean" if label["strategy"].startswith("0% adv") else "pgd2000"
-    return locate(label, column) if column == drawn else None
-
-
 BATCHES = (512, 1024, 2048, 4096, 8192)
 
 
-# The text names these depths of the curve of clean training.
+# The text names these depths of the curve of clean training. One curve has clean images, the other adversarial ones.
 @register_study(
-    "E/fig7", locate=_locate_fig7, cells=lambda: [*deeper_cells(), *(clean_cell(layers) for layers in (152, 200, 338))]
+    "E/fig7", locate=_locate1, cells=lambda: [*deeper_cells(), *(clean_cell(layers) for layers in (152, 200, 338))]
 )
 def fig7(values: Values) -> Iterator[Clause]:
     """Robustness grows with every depth, and from ResNet-152 to 338 by more than clean accuracy of clean training.
