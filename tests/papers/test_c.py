@@ -76,9 +76,9 @@ def line(setting, names, up):
 
 
 def trade_off(setting, ours, others, ours_up=1.0):
-    kl = line(setting, [f"{ours}{beta:g}" for beta in trainings.KL_BETAS], ours_up)
-    mat = line(setting, [f"mat_cat_{gamma:g}" for gamma in reversed(trainings.GAMMAS)], 0.0)
-    trades = line(setting, [f"{others}{beta:g}" for beta in trainings.TRADES_BETAS], -3.0)
+    kl = line(setting, [f"{ours}{beta:g}" for beta in studies.KL_BETAS], ours_up)
+    mat = line(setting, [f"mat_cat_{gamma:g}" for gamma in reversed(studies.GAMMAS)], 0.0)
+    trades = line(setting, [f"{others}{beta:g}" for beta in studies.TRADES_BETAS], -3.0)
     return {**kl, **mat, **trades, f"{setting}/adversarial_training": (60.0, 34.0, 20.0)}
 
 

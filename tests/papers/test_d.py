@@ -136,8 +136,8 @@ def fig8():
 
 
 def fig9():
-    shortcuts = {f"{model}{end}": (0.3, 10, 91) for model in trainings.SHORTCUTS for end in ("", "_noshortcut")}
-    return trend(**shortcuts, **{f"fixup_{model}": (0.5, 20, 90) for model in trainings.SHORTCUTS})
+    shortcuts = {f"{model}{end}": (0.3, 10, 91) for model in figures.SHORTCUTS for end in ("", "_noshortcut")}
+    return trend(**shortcuts, **{f"fixup_{model}": (0.5, 20, 90) for model in figures.SHORTCUTS})
 
 
 def fig11():

@@ -58,9 +58,9 @@ def result(**changes):
     }
 
 
-def study(name, results, **changes):
+def study(name, results, **more):
     texts = {"caption": f"caption of {name}", "where": "section 3", "claim": f"claim <of> {name}", "notes": "a note"}
-    return {"name": name, **texts, "said": [], "results": results, **changes}
+    return {"name": name, "printed": {**texts, **more}, "results": results}
 
 
 DONE = result(
@@ -93,7 +93,7 @@ SUMMARY = {
     "studies": [
         study("A/table2", [DONE]),
         study("A/table4", [OPEN]),
-        study("D/fig4", [CURVES], said=[("LIGS, close to", 1)]),
+        study("D/fig4", [CURVES], printed=[{"what": "LIGS, close to", "value": 1}]),
     ],
     "minutes": {"NVIDIA H200": 12.34, "cpu": 1.0},
     "problems": ["records/x.json is skipped: it is <damaged>"],

@@ -13,7 +13,7 @@ from rich.text import Text
 from advnorm.report.studies import printed_decimals
 from advnorm.studies import Study
 from advnorm.studies.claims import Values
-from advnorm.studies.compared_numbers import short_name
+from advnorm.studies.report_data import short_name
 from advnorm.studies.results import values_read_by_check
 from advnorm.studies.store import RecordStore
 from advnorm.studies.study import Conclusion

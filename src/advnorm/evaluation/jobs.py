@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import advnorm.attacks as attack_names
-from advnorm._core.errors import Problem, collect_problems
+from advnorm._core.errors import ConfigError, Problem, collect_problems
 from advnorm.attacks import Attack
 from advnorm.norms import Mode, frozen_mode
 from advnorm.threat import ThreatModel
@@ -46,23 +46,22 @@ def build_jobs(
     jobs: list[AttackJob] = []
     problems: list[Problem] = []
 
-    def report(code: str, message: str, hint: str = "") -> None:
-        problems.append(Problem(code=code, message=message, field="attacks", hint=hint))
-
     named = name_attacks(attacks)
     if not named:
-        report("empty", "no attack given", "name some, for example attacks=('pgd10', 'autoattack')")
+        hint = "name some, for example attacks=('pgd10', 'autoattack')"
+        problems.append(Problem(code="empty", message="no attack given", field="attacks", hint=hint))
     for name, attack in named.items():
-        if name in RESERVED_NAMES:
-            report("conflict", f"an attack cannot be called {name!r}, which is a column of the result")
         with collect_problems(problems):
+            if name in RESERVED_NAMES:
+                message = f"an attack cannot be called {name!r}, which is a column of the result"
+                raise ConfigError("conflict", message, field="attacks")
             if isinstance(attack, str):
                 attack = attack_names.get(attack, threat=threat, seed=seed, statistics=frozen_mode(statistics))
             elif not isinstance(attack, Attack):
-                report("wrong_type", f"an attack must be a name or an Attack, got {attack!r}")
-                continue
+                raise ConfigError("wrong_type", "an attack must be a name or an Attack", field="attacks", got=attack)
             elif not any_threat and attack.threat != threat:
-                report("conflict", f"attack {name!r} has the threat model {attack.threat}, the evaluation {threat}")
+                message = f"attack {name!r} has the threat model {attack.threat}, the evaluation {threat}"
+                raise ConfigError("conflict", message, field="attacks")
             attack = dataclasses.replace(attack, statistics=frozen_mode(attack.statistics))
             for route in routes:
                 chosen = attack if attack.route is not None else dataclasses.replace(attack, route=route)

@@ -16,19 +16,19 @@ from advnorm.evaluation.reference_logits import ReferenceLogits, matches_record
 from advnorm.evaluation.results import from_letters, to_letters
 
 
-def load_finished(
-    record: Path | str | None, fingerprint: str, references: Mapping[str, ReferenceLogits]
+def load_matching(
+    path: Path | str | None, form: str, fingerprint: str, references: Mapping[str, ReferenceLogits]
 ) -> dict[str, Any] | None:
-    """Read the record of a finished evaluation; None if there is no file yet."""
-    if record is None or not Path(record).exists():
+    """Read a record of this evaluation; None if there is no file yet. Another file is rejected."""
+    if path is None or not Path(path).exists():
         return None
-    data = read_json(Path(record))
-    if "fingerprint" not in data:
-        message = f"{record} is not the record of an evaluation"
-        raise ConfigError("damaged_file", message, field="record", hint="choose another file")
+    data, hint = read_json(Path(path)), "delete it to start again, or choose another file"
+    if data.get("format") != form:
+        message = f"the format of {path} must be {form}"
+        raise ConfigError("damaged_file", message, field="record", got=data.get("format"), hint=hint)
     if not matches_record(data, fingerprint, references):
-        message = f"{record} belongs to another evaluation (other data, model, threat, attacks, routes or seed)"
-        raise ConfigError("other_evaluation", message, field="record", hint="delete it, or choose another file")
+        message = f"{path} belongs to another evaluation (other data, model, threat, attacks, routes or seed)"
+        raise ConfigError("other_evaluation", message, field="record", hint=hint)
     return data
 
 
@@ -45,15 +45,10 @@ class PartialRecord:
         self.fingerprint, self._commit = fingerprint, own_version()["commit"]
         self._logits = {name: reference.to_record() for name, reference in references.items()}
         self._jobs: dict[str, dict[str, Any]] = {}
-        if self.path is None or not self.path.exists():
+        data = load_matching(self.path, self.FORMAT, fingerprint, references)
+        if data is None:
             return
-        data = read_json(self.path)
-        jobs = data.get("jobs")
-        if data.get("format") != self.FORMAT or not isinstance(jobs, dict):
-            raise self._error("damaged_file", "is not a partial evaluation")
-        if not matches_record(data, fingerprint, references):
-            raise self._error("other_evaluation", "belongs to another evaluation (other data, model or statistics)")
-        self._jobs, self._logits = jobs, {**data.get("logits", {}), **self._logits}
+        self._jobs, self._logits = data["jobs"], {**data["logits"], **self._logits}
         before, now = (str(commit).rstrip("+") for commit in (data.get("commit"), self._commit))
         if before != now:
             self.warn("commit", f"resumed from a run of another version of advnorm, commit {before}")
@@ -66,7 +61,8 @@ class PartialRecord:
         """Return the results of a job: 1 robust, 0 fooled, -1 pending."""
         letters = self._jobs.get(key, {}).get("verdicts", "?" * count)
         if not isinstance(letters, str) or len(letters) != count or set(letters) - set("01?"):
-            raise self._error("damaged_file", f"is damaged at {key!r}")
+            hint = "delete it to start again"
+            raise ConfigError("damaged_file", f"{self.path} is damaged at {key!r}", field="record", hint=hint)
         return from_letters(letters)
 
     def save(self, key: str, results: Tensor, seconds: float) -> None:
@@ -107,7 +103,3 @@ class PartialRecord:
             data = {"format": self.FORMAT, "fingerprint": self.fingerprint, "commit": self._commit}
             with writing(self.path):
                 write_json(self.path, {**data, "logits": self._logits, "jobs": self._jobs})
-
-    def _error(self, code: str, message: str) -> ConfigError:
-        hint = "delete it to start again, or choose another record"
-        return ConfigError(code, f"{self.path} {message}", field="record", hint=hint)

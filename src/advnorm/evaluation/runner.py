@@ -23,7 +23,7 @@ from advnorm.attacks.autoattack.checks import square_warnings
 from advnorm.attacks.autoattack.record import AutoAttackResult
 from advnorm.attacks.search import Search
 from advnorm.evaluation.jobs import AttackJob
-from advnorm.evaluation.partial_record import PartialRecord, load_finished
+from advnorm.evaluation.partial_record import PartialRecord, load_matching
 from advnorm.evaluation.plan import EvaluationPlan
 from advnorm.evaluation.reference_logits import OutputCheck, ReferenceLogits, check_outputs
 from advnorm.evaluation.results import DEFAULT_ROUTE, BenchmarkResult
@@ -51,7 +51,7 @@ def run_or_load(
 
     ``evaluate`` gets a runner and the entries by which the record will be matched.
     """
-    finished = load_finished(plan.record, fingerprint, references)
+    finished = load_matching(plan.record, kind.FORMAT, fingerprint, references)
     if finished is not None:
         return kind.from_record(finished)
     logits = {name: reference.to_record() for name, reference in references.items()}

@@ -53,8 +53,7 @@ class StrictForward:
         Different tags give independent draws. Renaming a tag changes the numbers of randomized models.
         """
         device, seed = self.device, int(digest(self.seed, *tags)[:15], 16)
-        index = torch.cuda.current_device() if device.index is None and device.type == "cuda" else device.index
-        cuda = [index] if device.type == "cuda" else []
+        cuda = [torch.cuda.current_device() if device.index is None else device.index] if device.type == "cuda" else []
         with torch.random.fork_rng(cuda):
             torch.default_generator.manual_seed(seed)
             for number in cuda:

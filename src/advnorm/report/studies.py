@@ -12,8 +12,7 @@ from advnorm.report.page import render_template
 from advnorm.report.tables import MISSING, CellValue, ReportTable, make_columns
 
 if TYPE_CHECKING:  # a summary is plain data, so the page does not need torch
-    from advnorm.studies.compared_numbers import ComparedNumber, NumberSeries
-    from advnorm.studies.report_data import CellStatus, ProtocolResult, StudiesSummary, StudySummary
+    from advnorm.studies import report_data
 
 PROTOCOLS = {
     "paper": "the schedule as printed",
@@ -28,7 +27,7 @@ NONE = "–"
 MOST_ENTRIES, MOST_FIGURES, LINES_PER_FIGURE = 60, 8, 4
 
 
-def render_studies_page(summary: StudiesSummary) -> str:
+def render_studies_page(summary: report_data.StudiesSummary) -> str:
     """Return the page as HTML, from the result of :func:`advnorm.studies.report_data.summarize_studies`."""
     studies = [_study_data(study) for study in summary["studies"]]
     papers = [
@@ -48,11 +47,11 @@ def render_studies_page(summary: StudiesSummary) -> str:
     return render_template("studies.html", data)
 
 
-def count_verdicts(summary: StudiesSummary) -> dict[str, int]:
+def count_verdicts(summary: report_data.StudiesSummary) -> dict[str, int]:
     """Count the studies by verdict. A study with several protocols counts once, with its most informative verdict."""
     order = ("confirmed", "not confirmed"), (PARTLY,), ("not run",)
 
-    def most_informative(study: StudySummary) -> str:
+    def most_informative(study: report_data.StudySummary) -> str:
         verdicts = [_verdict(result) for result in study["results"]]
         return next((verdict for rank in order for verdict in verdicts if verdict in rank), "not run")
 
@@ -60,7 +59,7 @@ def count_verdicts(summary: StudiesSummary) -> dict[str, int]:
     return {verdict: found[verdict] for verdict in MARKS}
 
 
-def _verdict(result: ProtocolResult) -> str:
+def _verdict(result: report_data.ProtocolResult) -> str:
     """The verdict, or "partly run" if only some cells have records. Smoke tests do not count."""
     partly = result["protocol"] != "smoke" and any(cell["seeds"] for cell in result["cells"])
     return PARTLY if result["verdict"] == "not run" and partly else result["verdict"]
@@ -75,16 +74,18 @@ def format_cost(minutes: Mapping[str, float]) -> str | None:
     return ", ".join(texts) or None
 
 
-def _study_data(study: StudySummary) -> dict[str, Any]:
+def _study_data(study: report_data.StudySummary) -> dict[str, Any]:
     return {
-        **study,
+        **study["printed"],
+        "name": study["name"],
+        "said": study["printed"].get("printed", ()),  # numbers of the paper's text
         "anchor": study["name"].replace("/", "-"),
         "open": any(result["protocol"] is not None for result in study["results"]),
         "results": [_result_data(study, result) for result in study["results"]],
     }
 
 
-def _result_data(study: StudySummary, result: ProtocolResult) -> dict[str, Any]:
+def _result_data(study: report_data.StudySummary, result: report_data.ProtocolResult) -> dict[str, Any]:
     protocol = result["protocol"]
     done = [cell for cell in result["cells"] if cell["seeds"]]
     shown = result["entries"][:MOST_ENTRIES] if _unprinted(result) else result["entries"]
@@ -121,7 +122,7 @@ def _result_data(study: StudySummary, result: ProtocolResult) -> dict[str, Any]:
     }
 
 
-def _seed_counts(done: Sequence[CellStatus]) -> str:
+def _seed_counts(done: Sequence[report_data.CellStatus]) -> str:
     """``, 1 to 3 seeds``."""
     counts = sorted({len(cell["seeds"]) for cell in done})
     if not counts:
@@ -130,10 +131,7 @@ def _seed_counts(done: Sequence[CellStatus]) -> str:
     return f", {span} seed{'s' if counts[-1] > 1 else ''}"
 
 
-# -- numbers -----------------------------------------------------------------------------------------------------------
-
-
-def _unprinted(result: ProtocolResult) -> bool:
+def _unprinted(result: report_data.ProtocolResult) -> bool:
     return all(entry["paper"] is None for entry in result["entries"])
 
 
@@ -150,7 +148,7 @@ def _format_number(value: float, decimals: int | None, sign: str = "") -> str:
     return f"{rounded:{sign}.{decimals}f}".replace("-", "−") if rounded else f"{0:.{decimals}f}"
 
 
-def _format_ours(entry: ComparedNumber, decimals: int | None) -> str | None:
+def _format_ours(entry: report_data.ComparedNumber, decimals: int | None) -> str | None:
     """The mean and the spread."""
     if entry["ours"] is None:
         return None
@@ -158,7 +156,7 @@ def _format_ours(entry: ComparedNumber, decimals: int | None) -> str | None:
     return f"{_format_number(entry['ours'], decimals)}{spread}"
 
 
-def _number_table(entries: Sequence[ComparedNumber]) -> ReportTable:
+def _number_table(entries: Sequence[report_data.ComparedNumber]) -> ReportTable:
     """Paper, ours, difference under the heading of each row; only ours if the paper prints no number."""
     decimals = printed_decimals(entry["paper"] for entry in entries)
     rows: list[list[CellValue]] = []
@@ -182,10 +180,10 @@ def _number_table(entries: Sequence[ComparedNumber]) -> ReportTable:
     }
 
 
-def _line_charts(study: StudySummary, result: ProtocolResult) -> list[LineChart]:
+def _line_charts(study: report_data.StudySummary, result: report_data.ProtocolResult) -> list[LineChart]:
     """Charts that compare series of several cells or, with one cell, series whose names differ in one part."""
     several = len({series["cell"] for series in result["series"]}) > 1
-    groups: dict[str, list[tuple[str, NumberSeries]]] = {}
+    groups: dict[str, list[tuple[str, report_data.NumberSeries]]] = {}
     for series in result["series"]:
         *before, part, last = ["", *series["value"].split("/")]
         alone = several or not part
@@ -200,11 +198,11 @@ def _line_charts(study: StudySummary, result: ProtocolResult) -> list[LineChart]
     ]
 
 
-def _dot_plot(study: StudySummary, result: ProtocolResult) -> DotPlot:
+def _dot_plot(study: report_data.StudySummary, result: report_data.ProtocolResult) -> DotPlot:
     decimals = printed_decimals(entry["paper"] for entry in result["entries"])
     cells = {cell["name"]: cell for cell in result["cells"]}
 
-    def dot(entry: ComparedNumber) -> DotRow:
+    def dot(entry: report_data.ComparedNumber) -> DotRow:
         cell, printed, ours = cells[entry["cell"]], entry["paper"], entry["ours"]
         paper = "no number" if printed is None else _format_number(printed, decimals)
         parts = [f"{entry['row']}, {entry['column']}: paper {paper}, ours {_format_ours(entry, decimals) or MISSING}"]
@@ -219,7 +217,9 @@ def _dot_plot(study: StudySummary, result: ProtocolResult) -> DotPlot:
     return {"kind": "dots", "title": f"{study['name']}: paper and ours", "groups": groups, "note": note}
 
 
-def _line_chart(title: str, named: Sequence[tuple[str, NumberSeries]], colours: Mapping[str, int]) -> LineChart:
+def _line_chart(
+    title: str, named: Sequence[tuple[str, report_data.NumberSeries]], colours: Mapping[str, int]
+) -> LineChart:
     x = sorted({place for _, row in named for place in row["x"]})
     values = {label: dict(zip(row["x"], row["ours"])) for label, row in named}
     return {
@@ -236,7 +236,7 @@ def _line_chart(title: str, named: Sequence[tuple[str, NumberSeries]], colours: 
     }
 
 
-def _cell_table(result: ProtocolResult) -> ReportTable:
+def _cell_table(result: report_data.ProtocolResult) -> ReportTable:
     rows: list[list[CellValue]] = []
     for cell in result["cells"]:
         own = ", ".join(f"{key} {value}" for key, value in cell["settings"].items())

@@ -79,8 +79,7 @@ def _run_analysis(run: Run, measure: Measure, task: Task, path: Path) -> None:
         replace(_open_target(one, measure, task, limit=limit, eps=eps), name=name) for name, one in networks.items()
     ]
     analysis = ANALYSES.get(measure.name)
-    finding = analysis.run(targets if analysis.several else targets[0], **options)
-    finding.save(path.with_suffix(""))
+    analysis.run(targets if analysis.several else targets[0], **options).save(path.with_suffix(""))
 
 
 def _numbers(data: Any, prefix: str = "") -> Iterator[tuple[str, float]]:

@@ -86,8 +86,7 @@ def names_paper(name: str) -> bool:
 def find(name: str) -> tuple[Study, Cell | None]:
     """Return a study, or a study and one of its cells: ``A/table3`` or ``A/table3/dual_bn/eps16``."""
     parts = str(name).split("/", 2)
-    study_name = "/".join(parts[:2])
-    study = STUDIES.get(study_name)
+    study = STUDIES.get("/".join(parts[:2]))
     return study, study.cell(parts[2]) if len(parts) == 3 else None
 
 

@@ -1,4 +1,4 @@
-"""The trainings of paper C, their cells, and the clauses that tables and figures share."""
+"""The trainings of paper C and their cells."""
 
 from __future__ import annotations
 
@@ -6,23 +6,13 @@ from dataclasses import replace
 
 from advnorm.config import AttackConfig, Config, Named
 from advnorm.papers.recipe import sgd
-from advnorm.studies.claims import Clause, Values, mean
 from advnorm.studies.study import Cell, Measure
 
 #: Data and eps of a training.
 SETTINGS = ("cifar10/eps8", "cifar10/eps16", "imagenette/eps16")
 LARGE_EPS = "cifar10/eps16"
-LAYOUTS = {"seq": "sequential", "cat": "concatenated"}
-#: Points of the trade-off curves and of fig. 5, which prints none: those that the text names (γ 0.25, 0.3 and 0.75, β
-#: of the KL term from 0.25 to 4, TRADES with 6) and some between.
-GAMMAS = (0.1, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75)
-KL_BETAS = (0.25, 0.4, 0.5, 1.0, 2.0, 4.0)
-TRADES_BETAS = (1.0, 3.0, 6.0, 12.0)
 #: Weight of eq. 21, a sum over thousands of positions. The paper adds it without a weight; 1 would dominate the loss.
 LIKELIHOOD_WEIGHT = 1e-4
-#: Points between PGD-10 and AutoAttack from which robustness is false. Table 2 has 27 to 31 there, elsewhere up to 14.
-FALSE_GAP = 20.0
-METRICS = ("clean", "pgd10", "autoattack")
 
 _STEP_SIZES = {"8": "2/255", "16": "4/255"}
 
@@ -100,16 +90,3 @@ def cell(config: Config, *measures: Measure) -> Cell:
     pgd10 = f"pgd10-step{str(config.attack.step_size).split('/')[0]}"
     accuracies = Measure(options={"attacks": {"pgd10": pgd10, "autoattack": "autoattack"}})
     return Cell(name=name_of(config), config=config, measures=measures or (accuracies,))
-
-
-def autoattack_gap(values: Values, name: str) -> float:
-    """Return the points by which AutoAttack lowers PGD-10's accuracy."""
-    return mean(values, name, "shared/pgd10") - mean(values, name, "shared/autoattack")
-
-
-def is_falsely_robust(name: str, gap: float, *, expected: bool = True) -> Clause:
-    """The gap exceeds the threshold of false robustness or, if not ``expected``, stays below it."""
-    kind, side = ("falsely", "above") if expected else ("really", "below")
-    text = f"{name} is {kind} robust (a gap {side} {FALSE_GAP:g})"
-    held = gap > FALSE_GAP if expected else gap < FALSE_GAP
-    return Clause(f"{text}: AutoAttack removes {gap:.1f} points of PGD-10's accuracy", held)

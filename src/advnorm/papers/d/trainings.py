@@ -1,15 +1,13 @@
-"""The trainings and measurements of paper D, and the values that its checks read."""
+"""The trainings and measurements of paper D that tables and figures share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 from advnorm.config import AttackConfig, Config, Named
 from advnorm.models.registry import IMAGENET_MEAN, IMAGENET_STD
 from advnorm.papers.recipe import sgd
-from advnorm.studies.study import Cell, Measure
+from advnorm.studies.study import Measure
 
 NORMED = ("bn", "in", "ln", "gn")
 NORM_NAMES = ("none", *NORMED)
@@ -46,15 +44,6 @@ def robust(model: str) -> Config:
     return replace(standard(model), objective=Named("classical"), eps=0.5, attack=AttackConfig(steps=7, step_size=0.1))
 
 
-#: Networks with a variant without shortcut and a variant with Fixup initialization.
-SHORTCUTS = ("resnet20", "resnet56")
-
-
-def fixup(model: str) -> Config:
-    """Fixup initialization instead of BN."""
-    return replace(standard(model), model=Named(f"fixup_{model}"), norm="none")
-
-
 def imagenet(model: str) -> Config:
     """ImageNet as in He et al. 2016 (app. B.1): batches of 256, decay 1e-4, and 90 epochs, which the paper omits.
 
@@ -76,8 +65,6 @@ def imagenet(model: str) -> Config:
     )
 
 
-# -- measurements ------------------------------------------------------------------------------------------------------
-
 #: PGD and PGD on the CW loss, 20 steps of 2.5 eps / steps (app. B.2), by the columns of tables 1 and 8.
 PGD20 = (
     Measure(options={"threat": "L2", "eps": 0.25, "attacks": {"pgd l2 0.25": "pgd20", "cw l2 0.25": "cw20"}}),
@@ -88,22 +75,5 @@ PGD20 = (
 FGSM = Measure(options={"threat": "Linf", "eps": "4/255", "attacks": {"fgsm linf 4/255": "fgsm"}})
 #: 10 steps on 1000 images (app. B.2). The paper uses 100 of each class; here they are spread evenly over the test set.
 PGD10 = Measure(options={"threat": "L2", "eps": 0.25, "attacks": {"pgd10": "pgd10"}, "limit": 1000})
-#: Gaussian noise of deviation 0.01 (app. B.4), and all four kinds.
-LIGS = Measure(name="ligs", options={"shifts": ["gaussian"], "size": 0.01, "limit": 1000})
-ALL_LIGS = Measure(name="ligs", options={"shifts": ["gaussian", "uniform", "fgsm", "pgd"], "size": 0.01, "limit": 1000})
 #: All test images under the corruptions that can be generated. Frost needs the arrays of CIFAR-10-C.
 CORRUPTIONS = Measure(name="corruptions", options={"limit": None}, scale=100)
-ALIGNMENT = Measure(name="alignment", options={"limit": None}, scale=100)
-LANDSCAPE = Measure(name="landscape", options={"limit": 1000})
-TREND = (PGD10, LIGS)
-
-
-def along_training(name: str, config: Config, *measures: Measure, **dependencies: Any) -> Cell:
-    """A cell that is measured at every snapshot of its training."""
-    along = tuple(replace(one, checkpoint="along") for one in measures)
-    return Cell(name=name, config=config, measures=along, **dependencies)
-
-
-def norms_along_training(config: Config, norms: Iterable[str], *measures: Measure, prefix: str = "") -> list[Cell]:
-    """A training with each of several norms, measured at every snapshot."""
-    return [along_training(f"{prefix}{norm}", replace(config, norm=norm), *measures) for norm in norms]

@@ -33,17 +33,7 @@ from advnorm.papers.e.trainings import (
     running,
     with_uniform_start,
 )
-from advnorm.studies.claims import (
-    COMPARABLE,
-    SIGNIFICANT,
-    Clause,
-    Values,
-    are_comparable,
-    are_robust,
-    for_each,
-    join_numbers,
-    mean,
-)
+from advnorm.studies.claims import COMPARABLE, SIGNIFICANT, Clause, Values, are_robust, for_each, join_numbers, mean
 from advnorm.studies.registry import STUDIES, register_study
 from advnorm.studies.study import Cell, Measure
 
@@ -71,8 +61,7 @@ def fig1(values: Values) -> Iterator[Clause]:
 def _is_asymptotic(values: Values, config: Config) -> tuple[str, bool]:
     """Describe the end of a curve. It is asymptotic if PGD-2000 leaves robustness, at least 95 % of PGD-500's."""
     before, after = (robust_accuracy(values, config, steps) for steps in (500, 2000))
-    text = f"{before:.1f} under PGD-500 and {after:.1f} under PGD-2000"
-    return text, are_robust(after) and after >= 0.95 * before
+    return f"{before:.1f} under PGD-500 and {after:.1f} under PGD-2000", are_robust(after) and after >= 0.95 * before
 
 
 @register_study(
@@ -245,8 +234,7 @@ def section44(values: Values) -> Iterator[Clause]:
     text = f"tuned norms make adversarial filters {SIGNIFICANT:g} point or more better on clean images"
     yield Clause(f"{text}: {before:.1f} to {after:.1f}", after >= before + SIGNIFICANT)
     yield Clause.almost_no_robustness("tuned norms give clean filters almost no robustness under PGD-2000", left)
-    best = robust_accuracy(values, adversarial())
-    yield Clause.robust("adversarial training is robust under PGD-2000", best)
+    yield Clause.robust("adversarial training is robust under PGD-2000", robust_accuracy(values, adversarial()))
 
 
 # -- section 5: depth --------------------------------------------------------------------------------------------------
@@ -309,8 +297,7 @@ def table3(values: Values) -> Iterator[Clause]:
     *others, (before, after) = pairwise(found)
     yield Clause.robust(f"{after} is robust under PGD-2000", found[after])
     text = f"PGD-30 in training raises robustness by more than {COMPARABLE:g} points"
-    large = found[after] - found[before] > COMPARABLE
-    yield Clause(f"{text}: {found[before]:.1f} to {found[after]:.1f}", large)
+    yield Clause(f"{text}: {found[before]:.1f} to {found[after]:.1f}", found[after] - found[before] > COMPARABLE)
     most, start, end = max((abs(found[end] - found[start]), start, end) for start, end in others)
     text = f"each of {len(others)} other changes leaves robustness comparable, the largest from {start} to {end}"
     yield Clause(f"{text}: {found[start]:.1f} to {found[end]:.1f}", most <= COMPARABLE)
@@ -337,8 +324,7 @@ def table4(values: Values) -> Iterator[Clause]:
     before, after = ([robust_accuracy(values, config) for config in _strategies(steps)] for steps in (30, 5))
     lost = [many - few for many, few in zip(before, after)]
     names = [name_of(config).partition("/")[0] for config in _strategies(30)]
-    text = f"every strategy is robust with PGD-30 in training: {min(before):.1f} at least"
-    yield Clause(text, are_robust(*before))
+    yield Clause(f"every strategy is robust with PGD-30 in training: {min(before):.1f} at least", are_robust(*before))
     text = ", ".join(f"{name} {points:.1f}" for name, points in zip(names, lost))
     yield Clause(f"PGD-5 in training costs every strategy robustness: {text}", min(lost) > 0)
     least, most = min(lost[3:]), max(lost[:3])
@@ -346,13 +332,9 @@ def table4(values: Values) -> Iterator[Clause]:
     yield Clause(text, most < least)
 
 
-def _locate5(label: Mapping[str, Any], column: str) -> tuple[str, str]:
-    return locate({**label, "pgd_n": int(column.removeprefix("train pgd"))}, "pgd2000")
-
-
 @register_study(
     "E/table5",
-    locate=_locate5,
+    locate=lambda label, column: locate({**label, "pgd_n": int(column.removeprefix("train pgd"))}, "pgd2000"),
     cells=lambda: [
         cell(change) for n in STEPS for config in consistent_strategies(n) for change in (config, running(config))
     ],
@@ -399,7 +381,7 @@ def table7(values: Values) -> Iterator[Clause]:
     """
     listed = [number for number in STUDIES.get("E/table7").numbers if number.column != "clean"]
     pairs = [(mean(values, number.cell, number.value), number.printed or 0.0) for number in listed]
-    held = [are_comparable(*pair) for pair in pairs]
+    held = [abs(ours - printed) <= COMPARABLE for ours, printed in pairs]
     farthest = max(range(len(pairs)), key=lambda at: abs(pairs[at][0] - pairs[at][1]))
     detail = f"the farthest {listed[farthest].cell}, {listed[farthest].value}: {join_numbers(*pairs[farthest])}"
     yield Clause.in_cases("our robustness is comparable to the printed one everywhere", held, detail)
