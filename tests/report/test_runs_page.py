@@ -5,32 +5,13 @@ import re
 import shutil
 
 import pytest
-from typer.testing import CliRunner
 
-import advnorm
-from advnorm.cli.app import app
 from advnorm.evaluation.report_data import collect_results
-from advnorm.report.runs import build_runs_page
-
-SMALL = {"model": "small_cnn", "eps": 0.1, "epochs": 2, "batch_size": 256, "attack": {"steps": 1}, "held_out": 0.1}
-
-
-def invoke(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """A folder with two runs, of which one is evaluated and one audited."""
-    folder = tmp_path_factory.mktemp("runs")
-    for norm in ("bn", "dual_bn"):
-        run = advnorm.train(advnorm.Config.from_dict({**SMALL, "norm": norm, "name": norm}), out=folder, device="cpu")
-    few = ("--limit", 12, "--device", "cpu")
-    out = invoke("evaluate", run.folder, "--attacks", "fgsm", "pgd2", *few, "--json", run.folder / "evaluation.json")
-    assert out.exit_code == 0, out.output
-    out = invoke("audit", folder / "bn-seed0", "--budget", "quick", *few, "--json", folder / "audit.json")
-    assert out.exit_code in (0, 1, 3, 4), out.output
-    return folder
+from advnorm.report.figures import draw_figure
+from advnorm.report.rows import record_rows
+from advnorm.report.runs import build_runs_page, seed_table
+from support.command import invoke
+from support.problems import raises_problem
 
 
 def column(table, label):
@@ -46,54 +27,103 @@ def test_every_run_evaluation_and_audit_is_on_the_page(runs, tmp_path):
     out = invoke("report", runs, "--out", tmp_path / "page.html")
     assert out.exit_code == 0 and "2 runs, 1 evaluation, 1 audit" in out.output
     page = (tmp_path / "page.html").read_text()
-    assert "Evaluated" in page and "Is it real?" in page and 'src="http' not in page
-    trained, evaluated, audited = build_runs_page(collect_results(runs))["tables"]
+    assert "All evaluations" in page and "Is it real?" in page and 'src="http' not in page
+    content = build_runs_page(collect_results(runs))
+    (accuracy, audited), (trained, evaluated) = content["tables"], content["details"]
     assert headings(trained) == ["bn-seed0", "dual_bn-seed0"] and column(trained, "norm") == ["bn", "dual_bn"]
+    assert column(trained, "model") == ["small_cnn"] * 2 and column(trained, "data") == ["digits"] * 2
     assert column(trained, "epochs") == ["2 of 2", "2 of 2"]
     metrics = [json.loads(line) for line in (runs / "bn-seed0" / "metrics.jsonl").read_text().splitlines()]
-    assert column(trained, "adv, training")[0] == metrics[-1]["adv_accuracy"]
-    held_out = metrics[-1]["held_out"]
-    assert column(trained, "held out, last")[0].startswith(f"clean {100 * held_out['clean']:.1f}, ")
+    last, held_out = metrics[-1], metrics[-1]["held_out"]
+    assert column(trained, "training")[0] == f"{100 * last['clean_accuracy']:.1f} / {100 * last['adv_accuracy']:.1f}"
+    assert column(trained, "held out, last")[0] == f"{100 * held_out['clean']:.1f} / {100 * held_out['pgd10']:.1f}"
     record = json.loads((runs / "dual_bn-seed0" / "evaluation.json").read_text())
-    assert headings(evaluated) == ["dual_bn-seed0: best checkpoint, digits, test, Linf eps=0.1, 12 images"]
-    assert column(evaluated, "branch") == ["clean", "adv"]
-    assert column(evaluated, "pgd2") == [record["accuracy"][branch]["pgd2"] for branch in ("clean", "adv")]
+    assert headings(accuracy) == headings(evaluated) == ["dual_bn"]
+    assert "best checkpoint, digits, test, attacks in Linf, attacks with eps 0.1, 12 images" in accuracy["note"]
+    assert column(evaluated, "branch") == column(accuracy, "branch") == ["clean", "adv"]
+    shares = [record["accuracy"][branch]["pgd2"] for branch in ("clean", "adv")]
+    assert column(accuracy, "pgd2") == column(evaluated, "pgd2") == [f"{100 * share:.1f}" for share in shares]
     assert column(audited, "verdict") == [json.loads((runs / "audit.json").read_text())["verdict"]]
 
 
-def test_runs_in_the_figure_are_labelled_by_their_differences(runs):
-    (figure,) = build_runs_page(collect_results(runs))["figures"]
-    assert [row["label"] for row in figure["rows"]] == ["bn", "dual_bn"] and list(figure["x"]) == [1, 2]
+def test_the_figures_compare_attacks_and_label_runs_by_their_differences(runs):
+    points, curves = build_runs_page(collect_results(runs))["figures"]
+    assert points["series"] == ["clean", "fgsm", "pgd2"] and [row["label"] for row in points["groups"][0][1]] == [
+        "clean",
+        "adv",
+    ]
+    assert [row["label"] for row in curves["rows"]] == ["bn", "dual_bn"] and list(curves["x"]) == [1, 2]
 
 
-def test_more_runs_than_colours_are_drawn_dashed(runs, tmp_path):
-    for seed in range(6):
-        shutil.copytree(runs / "bn-seed0", tmp_path / "many" / f"run{seed}")
-    out = invoke("report", tmp_path / "many", "--out", tmp_path / "page.html")
-    assert out.exit_code == 0, out.output
-    drawn = re.findall(r'class="line (s\d(?: turn\d)?)"', (tmp_path / "page.html").read_text())
-    assert len(drawn) == len(set(drawn)) == 6 and "s0 turn1" in drawn
+def copies(runs, folder, seeds, norms=("bn",)):
+    """Runs with these seeds and norms whose evaluations differ by a tenth per seed."""
+    record = json.loads((runs / "dual_bn-seed0" / "evaluation.json").read_text())
+    for norm in norms:
+        for seed in seeds:
+            copy = folder / f"{norm}-{seed}"
+            shutil.copytree(runs / "bn-seed0", copy)
+            text = json.loads((copy / "run.json").read_text())
+            text["config"] |= {"seed": seed, "norm": norm}
+            (copy / "run.json").write_text(json.dumps(text))
+            letters = {"clean": "1" * 9 + "0", "pgd2": "1" * (5 + seed) + "0" * (5 - seed)}
+            record |= {"attacks": {"pgd2": "PGD"}, "seconds": {"default": {}}, "verdicts": {"default": letters}}
+            (copy / "evaluation.json").write_text(json.dumps(record))
+
+
+def test_seeds_of_one_configuration_are_averaged(runs, tmp_path):
+    copies(runs, tmp_path, (0, 1, 2), ("bn", "ln"))
+    content = build_runs_page(collect_results(tmp_path))
+    (table,), (_, single) = content["tables"], content["details"]
+    assert headings(single) == [f"{norm}, seed={seed}" for norm in ("bn", "ln") for seed in range(3)]
+    assert headings(table) == ["bn", "ln"] and column(table, "seeds") == ["3", "3"]
+    assert column(table, "pgd2") == ["60.0 ±\u00a010.0"] * 2 and column(table, "clean") == ["90.0 ±\u00a00.0"] * 2
+    points, curves = content["figures"]
+    assert points["groups"][0][1][0]["values"][1] == pytest.approx(0.6)
+    assert [row["label"] for row in curves["rows"]] == ["bn", "ln"]
+
+
+def test_other_conditions_are_not_averaged(runs, tmp_path):
+    record = json.loads((runs / "dual_bn-seed0" / "evaluation.json").read_text())
+    rows = record_rows(record) + record_rows({**record, "threat": {"norm": "Linf", "eps": 8 / 255}})
+    table = seed_table(rows)
+    assert headings(table) == ["dual_bn, attacks with eps 0.1", "dual_bn, attacks with eps 8/255"]
+    assert set(column(table, "seeds")) == {"1"}
+
+
+def test_thirty_runs_are_drawn_four_to_a_figure(runs, tmp_path):
+    norms = [f"norm_with_a_long_name_{number}" for number in range(30)]
+    copies(runs, tmp_path, (0,), norms)
+    points, *curves = build_runs_page(collect_results(tmp_path))["figures"]
+    assert len(points["groups"]) == 30 and [len(curve["rows"]) for curve in curves] == [4] * 7 + [2]
+    for curve in curves:
+        svg = draw_figure(curve)
+        drawn = re.findall(r'd="M([\d.]+) [\d.]+L[^"]*" class="line s\d"', svg)
+        assert drawn and svg.count(f">{curve['rows'][0]['label']}<") == 1
+        ends = [float(x) for x in re.findall(r'L([\d.]+) [\d.]+" class="line s\d"', svg)]
+        assert min(ends) > 300, "a long label leaves the lines their width"
 
 
 def test_a_folder_without_records_and_runs_raises(tmp_path):
     (tmp_path / "empty").mkdir()
-    out = invoke("report", tmp_path / "empty", "--out", tmp_path / "page.html")
-    assert "no records and no runs" in str(out.exception) and not (tmp_path / "page.html").exists()
+    with raises_problem("empty", "results"):
+        invoke("report", tmp_path / "empty", "--out", tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
 
 
 def test_regularizer_second_pass_and_mixing_are_part_of_the_method(runs):
     found = collect_results(runs)
     extras = {"regularizer": {"name": "ligs"}, "second_pass": {"name": "apart"}, "mix": "mixup"}
-    second = {**found["runs"][0], "config": {**found["runs"][0]["config"], **extras}}
+    second = {**found["runs"][0], "name": "second", "config": {**found["runs"][0]["config"], **extras}}
     page = build_runs_page({**found, "runs": [found["runs"][0], second]})
-    assert column(page["tables"][0], "objective") == ["hybrid", "hybrid + ligs + apart + mixup"]
-    assert [row["label"] for row in page["figures"][0]["rows"]] == ["bn, hybrid", "bn, hybrid + ligs + apart + mixup"]
+    assert column(page["details"][0], "objective") == ["hybrid", "hybrid + ligs + apart + mixup"]
+    assert [row["label"] for row in page["figures"][-1]["rows"]] == ["hybrid", "hybrid + ligs + apart + mixup"]
 
 
 DAMAGE = {
     "verdicts": lambda record: record.pop("verdicts"),
     "letters": lambda record: record["verdicts"]["clean"].update(pgd2="x"),
     "warnings": lambda record: record.update(warnings=3),
+    "about": lambda record: record.update(about="a run"),
     "threat": lambda record: record.update(threat={"eps": -1}),
 }
 
@@ -108,13 +138,28 @@ def test_unreadable_files_are_reported_and_the_rest_is_shown(runs, tmp_path, dam
     (tmp_path / "deep.json").write_text("[" * 100_000)
     (tmp_path / "list.json").write_text("[1, 2]")  # somebody's
     shutil.copytree(runs / "bn-seed0", tmp_path / "good")
-    found = collect_results(tmp_path)
-    assert sorted(problem.split(" ")[0] for problem in found["problems"]) == [
-        "broken/run.json",
-        "deep.json",
-        "other.json",
-    ]
-    assert [run["name"] for run in found["runs"]] == ["good"] and not found["benchmarks"]
+    page = build_runs_page(collect_results(tmp_path))
+    (unread,) = page["tables"]
+    assert sorted(row[0].partition(":")[0] for row in unread["rows"]) == ["broken/run.json", "deep.json", "other.json"]
+    (trained,) = page["details"]
+    assert headings(trained) == ["good"]
     out = invoke("report", tmp_path, "--out", tmp_path / "page.html")
     assert out.exit_code == 0 and out.output.count("is skipped") == 3
     assert "Not read" in (tmp_path / "page.html").read_text()
+
+
+METRICS = {
+    "no epoch": '{"adv_accuracy": 0.5}\n{"adv_accuracy": 0.5}\n',
+    "text": '{"epoch": 1, "adv_accuracy": "half"}\n',
+    "earlier": '{"epoch": 1, "adv_accuracy": null}\n{"epoch": 2, "adv_accuracy": 0.5}\n',
+    "list": '{"epoch": 1, "adv_accuracy": [0.5]}\n',
+}
+
+
+@pytest.mark.parametrize("damage", METRICS)
+def test_a_run_with_damaged_metrics_is_left_out(runs, tmp_path, damage):
+    shutil.copytree(runs / "bn-seed0", tmp_path / "bad")
+    (tmp_path / "bad" / "metrics.jsonl").write_text(METRICS[damage])
+    shutil.copytree(runs / "bn-seed0", tmp_path / "good")
+    page = build_runs_page(collect_results(tmp_path))
+    assert headings(page["details"][0]) == ["good"] and page["tables"][0]["rows"][0][0].startswith("bad: ")

@@ -12,45 +12,72 @@ from advnorm.cli.command import console
 
 def report(
     results: Annotated[Path, typer.Argument(help="The --out folder of `advnorm study` or `train`.")] = Path("results"),
-    out: Annotated[Path, typer.Option(help="Name of the page, one HTML file.")] = Path("report.html"),
+    out: Annotated[Path | None, typer.Option(help="Name of the file. Default: report.html, or report.FORMAT.")] = None,
+    form: Annotated[
+        str | None,
+        typer.Option(
+            "--format", help="html, md (tables), csv or json (all numbers). Default: by the name of the file."
+        ),
+    ] = None,
 ) -> None:
-    """Write one page: all studies with their verdicts, or all training runs in a folder.
+    """Write one page or table: all studies with their verdicts, or all training runs in a folder.
 
-    Examples: `advnorm report results/ --out report.html`, `advnorm report runs/ --out report.html`
+    Examples: `advnorm report results/ --out report.html`, `advnorm report runs/`, `advnorm report runs/ --format csv`
     """
-    from advnorm._core.errors import ConfigError, raise_problems
+    from advnorm._core.errors import ConfigError, raise_problems, unknown_name
     from advnorm._core.records import writable_problems, write_atomic
     from advnorm.evaluation.report_data import collect_results
+    from advnorm.report.files import FORMATS, page_markdown, rows_text, study_rows, table_markdown
     from advnorm.report.page import render_page
+    from advnorm.report.rows import column_names, result_rows
     from advnorm.report.runs import build_runs_page
     from advnorm.report.studies import count_verdicts, render_studies_page
+    from advnorm.report.tables import make_columns
     from advnorm.studies.report_data import summarize_studies
 
-    raise_problems(writable_problems(out))
+    suffix = out.suffix.removeprefix(".") if out else ""
+    form = form or (suffix if suffix in FORMATS else "html")
+    out = out or Path(f"report.{form}")
+    unknown = [] if form in FORMATS else [unknown_name("format", form, FORMATS)]
+    raise_problems([*unknown, *writable_problems(out)])
     problems: list[str] = []
     has_records = (results / "records").is_dir()
-    runs = None if has_records else collect_results(results)
-    kinds = {"run": runs["runs"], "evaluation": runs["benchmarks"], "audit": runs["audits"]} if runs else {}
+    found = None if has_records else collect_results(results)
+    kinds = {"run": found["runs"], "evaluation": found["benchmarks"], "audit": found["audits"]} if found else {}
     contents = ", ".join(f"{len(items)} {kind}{'s' * (len(items) > 1)}" for kind, items in kinds.items() if items)
-    if runs and contents:
-        page, problems = render_page(build_runs_page(runs)), list(runs["problems"])
+    if found and contents:
+        rows = result_rows(found)
+        problems = [f"{row.get('record') or row['run']} is skipped: {row['error']}" for row in rows if row.get("error")]
+        if form in ("csv", "json"):
+            text = rows_text(rows, column_names(rows), form)
+        else:
+            text = (render_page if form == "html" else page_markdown)(build_runs_page(found))
     else:
-        found = summarize_studies(results)
-        others = found["others"]
+        summary = summarize_studies(results)
+        others = summary["others"]
         if not has_records and not others and not any(results.glob("**/*.json")):
             message = f"no records and no runs in {results}"
             hint = "name the --out folder of `advnorm study` or `advnorm train`"
             raise ConfigError("empty", message, field="results", hint=hint)
-        page, problems = render_studies_page(found), list(found["problems"])
+        numbers, problems = study_rows(summary), list(summary["problems"])
+        columns = list(dict.fromkeys(name for row in numbers for name in row))
+        if form == "html":
+            text = render_studies_page(summary)
+        elif form == "md":
+            cells = [[None if row[name] is None else str(row[name]) for name in columns] for row in numbers]
+            labels = make_columns({"text": columns})
+            text = table_markdown({"title": "Papers and measurements", "columns": labels, "rows": cells}) + "\n"
+        else:
+            text = rows_text(numbers, columns, form)
         if others and not has_records:
             first = ", ".join(list(others)[:3]) + (", …" if len(others) > 3 else "")
             problems.append(
                 f"{sum(others.values())} JSON file(s) in {first} are not records of studies and are skipped; records "
                 f"belong in {results / 'records'}: name the --out folder of `advnorm study`"
             )
-        verdicts = ", ".join(f"{count} {answer}" for answer, count in count_verdicts(found).items())
-        contents = f"{len(found['studies'])} studies: {verdicts}"
-    write_atomic(out, page.encode(errors="replace"))
+        verdicts = ", ".join(f"{count} {answer}" for answer, count in count_verdicts(summary).items())
+        contents = f"{len(summary['studies'])} studies: {verdicts}"
+    write_atomic(out, text.encode(errors="replace"))
     for problem in problems:
         console.print(problem, style="yellow", highlight=False, markup=False, soft_wrap=True)
     console.print(contents, highlight=False)

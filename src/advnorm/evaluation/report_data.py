@@ -16,9 +16,10 @@ LARGEST_RECORD = 1 << 26
 
 
 class RunSummary(TypedDict):
-    """A training run: its settings, a row per epoch, and the record of a finished run."""
+    """A training run: its folder, its settings, a row per epoch, and the record of a finished run."""
 
     name: str
+    folder: str
     config: dict[str, Any]
     metrics: list[dict[str, Any]]
     record: dict[str, Any] | None
@@ -32,14 +33,21 @@ class EvaluationFile(TypedDict):
     record: dict[str, Any]
 
 
+class SkippedFile(TypedDict):
+    """A file that could not be read, and why."""
+
+    file: str
+    error: str
+
+
 class FolderResults(TypedDict):
-    """The contents of a folder in the order of paths; ``problems`` names the files that could not be read."""
+    """The contents of a folder in the order of paths, and the files that could not be read."""
 
     folder: str
     runs: list[RunSummary]
     benchmarks: list[EvaluationFile]
     audits: list[EvaluationFile]
-    problems: list[str]
+    problems: list[SkippedFile]
 
 
 def collect_results(folder: Path | str) -> FolderResults:
@@ -53,7 +61,7 @@ def collect_results(folder: Path | str) -> FolderResults:
             continue
         try:
             if path.name == "run.json":
-                found["runs"].append(_summarize(Run.open(path.parent), folder))
+                found["runs"].append(_summarize(Run.open(path.parent), path.parent.relative_to(folder).as_posix()))
             elif path.stat().st_size <= LARGEST_RECORD:
                 data = json.loads(path.read_text(encoding="utf-8"))
                 form = data.get("format") if isinstance(data, dict) else None
@@ -62,11 +70,15 @@ def collect_results(folder: Path | str) -> FolderResults:
                         result = kind.from_record(data)
                         files.append(EvaluationFile(file=file, threat=str(result.threat), record=result.record()))
         except (AdvnormError, OSError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            found["problems"].append(f"{file} is skipped: {type(error).__name__}: {first_line(error)}")
+            found["problems"].append(SkippedFile(file=file, error=f"{type(error).__name__}: {first_line(error)}"))
     return found
 
 
-def _summarize(run: Run, parent: Path) -> RunSummary:
-    name = run.folder.resolve().name if run.folder == parent else run.folder.relative_to(parent).as_posix()
-    record = run.record if run.finished else None
-    return RunSummary(name=name, config=run.config.to_dict(), metrics=run.metrics(), record=record)
+def _summarize(run: Run, folder: str) -> RunSummary:
+    return RunSummary(
+        name=run.folder.resolve().name if folder == "." else folder,
+        folder=folder,
+        config=run.description["config"],  # as it is: the code that registers its model may be elsewhere
+        metrics=run.metrics(),
+        record=run.record if run.finished else None,
+    )

@@ -72,14 +72,34 @@ class DotPlot(TypedDict):
     note: NotRequired[str]
 
 
-Figure = BarChart | LineChart | DotPlot
+class PointRow(TypedDict):
+    """Shares of 1 with their spreads, one per series; None if not measured."""
+
+    label: str
+    values: Sequence[float | None]
+    spreads: Sequence[float | None]
+
+
+class PointPlot(TypedDict):
+    """A line of points for each row, in groups with a heading; at most four series."""
+
+    kind: Literal["points"]
+    title: str
+    series: Sequence[str]
+    groups: Sequence[tuple[str, Sequence[PointRow]]]
+    note: NotRequired[str]
+
+
+Figure = BarChart | LineChart | DotPlot | PointPlot
 
 
 def draw_figure(figure: Figure) -> str:
     """Return the figure as one ``<svg>`` element."""
     if figure["kind"] == "bars":
         return _draw_bars(figure)
-    return _draw_lines(figure) if figure["kind"] == "lines" else _draw_dots(figure)
+    if figure["kind"] == "lines":
+        return _draw_lines(figure)
+    return _draw_dots(figure) if figure["kind"] == "dots" else _draw_points(figure)
 
 
 def _svg(height: float, title: str, parts: Sequence[str]) -> str:
@@ -127,13 +147,15 @@ def _draw_bars(figure: BarChart) -> str:
 # -- lines -------------------------------------------------------------------------------------------------------------
 
 _TOP, _BOTTOM, _LEFT = 12, 200, 44
+_BESIDE = 18  # characters of the longest label beside its line
 
 
 def _draw_lines(figure: LineChart) -> str:
     rows, x = figure["rows"], figure["x"]
     names = [item for item in x if isinstance(item, str)]
     places = [float(i) if names else float(item) for i, item in enumerate(x)]
-    right = WIDTH - 20 - _CHARACTER_WIDTH * max(len(row["label"]) for row in rows)
+    below = max(len(row["label"]) for row in rows) > _BESIDE  # long labels leave no room for the lines
+    right = WIDTH - 20 - (0 if below else _CHARACTER_WIDTH * max(len(row["label"]) for row in rows))
     first, length = places[0], max(places[-1] - places[0], 1e-9)
 
     def across(place: float) -> float:
@@ -172,11 +194,17 @@ def _draw_lines(figure: LineChart) -> str:
             parts.append(f'<path d="M{path}" class="line {kind}"/>')
             parts += [_marker(series, a, b) for a, b in (points if len(points) < 12 else points[-1:])]
         ends.append((points[-1] if points else (right, _BOTTOM), row["label"], bool(points), kind))
-    for ((a, b), label, measured, kind), y in zip(ends, _spread_labels([end[0][1] for end in ends])):
+    for place, (_, label, measured, kind) in enumerate(ends[: len(ends) * below]):
+        parts.append(f'<path d="M4 {height + 14:.1f}h26" class="line {kind}"/>')
+        parts.append(_marker(rows[place].get("colour", place) % _COLOURS, 17, height + 14))
+        parts.append(_text(38, height + 18, _shorten(label if measured else f"{label}: {MISSING}", 50)))
+        height += 17
+    beside = [] if below else _spread_labels([end[0][1] for end in ends])
+    for ((a, b), label, measured, kind), y in zip(ends, beside):
         if measured:
             parts.append(f'<path d="M{a + 4:.1f} {b:.1f}L{right + 13:.1f} {y:.1f}" class="leader {kind}"/>')
         parts.append(_text(right + 16, y + 4, label if measured else f"{label}: {MISSING}"))
-    return _svg(height, figure["title"], parts)
+    return _svg(height + 8 * below, figure["title"], parts)
 
 
 #: Number of colours and markers of lines.
@@ -294,5 +322,38 @@ def _circle(x: float, y: float) -> str:
     return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" class="ours"/>'
 
 
-def _shorten(label: str) -> str:
-    return label if len(label) <= _LONGEST else f"{label[: _LONGEST - 1]}…"
+def _shorten(label: str, longest: int = _LONGEST) -> str:
+    return label if len(label) <= longest else f"{label[: longest - 1]}…"
+
+
+# -- points ------------------------------------------------------------------------------------------------------------
+
+
+def _draw_points(figure: PointPlot) -> str:
+    labels = [row["label"] for _, group in figure["groups"] for row in group]
+    left = 14 + _CHARACTER_WIDTH * max(map(len, labels))
+    scale, parts, x, y = WIDTH - left - 14, [], 6.0, 10.0
+    for series, name in enumerate(figure["series"]):  # the legend, in as many lines as it needs
+        width = 30 + _CHARACTER_WIDTH * len(name)
+        x, y = (x, y) if x + width < WIDTH or x == 6 else (6.0, y + 17)
+        parts += [_marker(series, x, y), _text(x + 9, y + 4, name)]
+        x += width
+    y += 20
+    ticks, axis, rows = (0, 0.25, 0.5, 0.75, 1), y + 6, []
+    parts += [_text(left + scale * tick, y, f"{100 * tick:g}", anchor="middle", kind="quiet") for tick in ticks]
+    y += 6
+    for heading, group in figure["groups"]:
+        y += _GROUP
+        rows.append(_text(0, y - 6, _shorten(heading, 54), kind="strong"))
+        for row in group:
+            middle = y + _ROW / 2
+            rows.append(_text(left - 8, middle + 4, row["label"], anchor="end", kind="quiet"))
+            for series, (value, spread) in enumerate(zip(row["values"], row["spreads"])):
+                at = left + scale * (value or 0)
+                if value is not None and spread:
+                    ends = (left + scale * min(max(value + side * spread, 0), 1) for side in (-1, 1))
+                    rows.append(f'<path d="M{next(ends):.1f} {middle:.1f}H{next(ends):.1f}" class="line s{series}"/>')
+                rows += [_marker(series, at, middle)] if value is not None else []
+            y += _ROW
+    parts += [f'<path d="M{left + scale * tick:.1f} {axis:g}V{y:g}" class="grid"/>' for tick in ticks]
+    return _svg(y + 4, figure["title"], parts + rows)

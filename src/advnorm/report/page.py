@@ -14,20 +14,24 @@ from advnorm.report.tables import MISSING, ReportTable, format_cell
 
 
 class ReportPage(TypedDict):
-    """The content of a page. Only the title is required. A condition that is None is shown as missing."""
+    """The content of a page. Only the title is required. A condition that is None is shown as missing.
+
+    ``details`` are tables below the figures that open on a click.
+    """
 
     title: str
     about: NotRequired[str]
     lead: NotRequired[Sequence[str]]
     tables: NotRequired[Sequence[ReportTable]]
     figures: NotRequired[Sequence[Figure]]
+    details: NotRequired[Sequence[ReportTable]]
     conditions: NotRequired[Mapping[str, str | int | float | None]]
     commands: NotRequired[Sequence[str]]
 
 
 def render_page(page: ReportPage) -> str:
     """Return the page as HTML."""
-    empty = {"about": "", "lead": (), "tables": (), "figures": (), "conditions": {}, "commands": ()}
+    empty = {"about": "", "lead": (), "tables": (), "figures": (), "details": (), "conditions": {}, "commands": ()}
     return render_template("page.html", {**empty, **page})
 
 
