@@ -29,6 +29,7 @@ LAYERS = [
     "studies",
     "papers",
     "report",
+    "sharing",
     "bench",
     "cli",
 ]

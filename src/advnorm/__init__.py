@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from advnorm import bench, config, evaluation, models, norms, papers, report, surgery, threat, training  # noqa: F401
+    from advnorm import bench, config, evaluation, models, norms, papers, report, sharing, surgery, threat, training  # noqa: F401
     from advnorm._public import *  # noqa: F403
 
 __version__ = "0.1.0"
@@ -17,6 +17,7 @@ _PARTS = (
     "norms",
     "papers",
     "report",
+    "sharing",
     "surgery",
     "threat",
     "training",

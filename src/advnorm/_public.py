@@ -19,6 +19,8 @@ from advnorm.norms import (
     statistics,
     zero_perturbation,
 )
+from advnorm.report.rows import runs
+from advnorm.sharing import from_pretrained, save_pretrained
 from advnorm.surgery import SurgeryReport, convert_head, convert_norm, strip
 from advnorm.threat import ThreatModel
 from advnorm.training import Run, train
@@ -45,6 +47,7 @@ __all__ = [
     "create_model",
     "data",
     "domains",
+    "from_pretrained",
     "list_models",
     "list_norms",
     "load_config",
@@ -55,6 +58,8 @@ __all__ = [
     "pair_banks",
     "recalibrate",
     "route",
+    "runs",
+    "save_pretrained",
     "statistics",
     "strip",
     "studies",

@@ -113,6 +113,7 @@ class EvaluationPlan:
             "scopes": self.scopes,
             "model": {
                 "class": type(model).__name__,
+                "fingerprint": model_fingerprint(model),
                 "parameters": sum(p.numel() for p in model.parameters()),
                 "norms": sorted(plans | built_in),
                 "domains": list(domains(model)),

@@ -154,7 +154,7 @@ def describe_data(source: str) -> str:
     return f"{name}, test" if name in data_sets.DATASETS else Path(source).name
 
 
-def load_test_data(source: str, data_dir: Path | str | None = None) -> EvaluationData:
+def load_test_data(source: str, data_dir: Path | str | None = None, **options: Any) -> EvaluationData:
     """Load the test images of a data set, ``digits`` or ``cifar10:FOLDER``, or a .npz or .safetensors file.
 
     A file names the images ``x`` or ``images`` and the labels ``y`` or ``labels``. Images of type uint8 are divided by
@@ -163,7 +163,7 @@ def load_test_data(source: str, data_dir: Path | str | None = None) -> Evaluatio
     path = Path(source)
     data_set, _, folder = source.partition(":")
     if data_set in data_sets.DATASETS:
-        return data_sets.load(data_set, "test", folder or data_dir)
+        return data_sets.load(data_set, "test", folder or data_dir, **options)
     if path.suffix not in (".npz", ".safetensors"):
         known = ", ".join(data_sets.list_datasets())
         hint = f"use NAME:FOLDER of a data set ({known}), or a .npz or .safetensors file of x and y"

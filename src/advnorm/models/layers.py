@@ -92,6 +92,8 @@ class ImageClassifier(nn.Module, ABC):
     """Base class of the models: input normalization, ``feature_map``, global average pooling, ``fc``."""
 
     fc: nn.Linear
+    #: The arguments of ``create_model`` that build this network again.
+    recipe: dict[str, Any]
 
     def __init__(self, layers: LayerFactory) -> None:
         super().__init__()

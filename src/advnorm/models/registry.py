@@ -99,7 +99,11 @@ def create_model(
     mean, std = (_per_channel(*item, in_channels, problems) for item in (("mean", mean), ("std", std)))
     raise_problems(problems, "bad model")
     layers = LayerFactory(norm_name=norm, norm_options=norm_options, activation=activation, mean=mean, std=std, **sizes)
-    return MODELS.get(name).build(layers, **options)
+    model = MODELS.get(name).build(layers, **options)
+    model.recipe = {"name": name, "norm": norm, "norm_options": norm_options, "activation": activation, **sizes}
+    model.recipe |= {"normalize": False} if mean is None else {"mean": mean, "std": std}
+    model.recipe |= options
+    return model
 
 
 def _norm_problems(name: str, spec: ModelSpec | None, norm: str, options: Mapping[str, Any]) -> list[Problem]:
