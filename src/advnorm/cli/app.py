@@ -13,8 +13,8 @@ from rich.markup import escape
 
 from advnorm._core.errors import AdvnormError
 from advnorm._core.exit_codes import CRASHED, USAGE
-from advnorm.cli import analyze, audit, bench, demo, evaluate, ls, report, show, study, train
-from advnorm.cli.command import command, console
+from advnorm.cli import analyze, audit, bench, card, demo, evaluate, ls, report, show, study, train
+from advnorm.cli.command import command, console, own_code
 
 app = typer.Typer(
     name="advnorm",
@@ -33,6 +33,8 @@ for verb in (
     analyze.analyze,
     study.study,
     report.report,
+    card.card,
+    card.push,
     demo.demo,
 ):
     command(app)(verb)
@@ -54,7 +56,7 @@ SYSTEM_ERRORS = (
 @app.callback(invoke_without_command=True)
 def before_every_verb(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-    own_code: Annotated[
+    sources: Annotated[
         list[str] | None,
         typer.Option(
             "--import",
@@ -63,7 +65,8 @@ def before_every_verb(
         ),
     ] = None,
 ) -> None:
-    for source in own_code or ():
+    own_code[:] = sources or ()
+    for source in own_code:
         from advnorm.cli.user_code import import_code
 
         import_code(source)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from advnorm.cli.command import console
-from advnorm.cli.evaluate import open_target, printing_result, settings
+from advnorm.cli.evaluate import default_record, open_target, printing_result, settings
 from advnorm.cli.options import EvaluateOptions
 
 if TYPE_CHECKING:
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 
 def audit(
+    target: Annotated[
+        str, typer.Argument(help="Folder of a run or of a saved model, or module:function that returns a model.")
+    ],
     options: EvaluateOptions,
     route: Annotated[
         str | None, typer.Option(help="Branch to audit. Default: the branch with the highest PGD-10 accuracy.")
@@ -52,17 +55,18 @@ def audit(
     elif surrogate_weights is not None:
         message = "--surrogate-weights needs a --surrogate"
         problems.append(Problem(code="conflict", message=message, field="surrogate_weights"))
-    target = open_target(options, problems)
-    with printing_result(options.json, _print_verdict) as show:
+    opened = open_target(target, options, problems)
+    record = options.json or default_record("audit", opened, options, route, budget, surrogate, surrogate_weights)
+    with printing_result(record, _print_verdict) as show:
         verdict = run_audit(
-            target.model,
-            target.data,
-            target.threat,
+            opened.model,
+            opened.data,
+            opened.threat,
             route=route,
             budget=budget,  # pyright: ignore[reportArgumentType]  # validated above
             surrogate=source,
-            about=target.origin,
-            **settings(options),
+            about=opened.origin,
+            **settings(options, record),
         )
         show(verdict)
     if plot is not None:

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
 from typing import Any, TypeVar, get_type_hints
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from typer.core import TyperArgument, TyperCommand, TyperOption
 
+from advnorm._core.errors import AdvnormError, ConfigError
+from advnorm._core.exit_codes import FAILED
+
 F = TypeVar("F", bound=Callable[..., "int | None"])
+T = TypeVar("T")
 
 #: Where every verb prints its results.
 console = Console()
 #: Metavariables of list options. They decide which words can be a value: one with ``=``, or a whole number.
 KEY_VALUE, INTEGERS = "KEY=VALUE", "INTEGERS"
+#: The user's own code that this command has imported, for the commands that it prints.
+own_code: list[str] = []
 
 
 def command(app: typer.Typer, name: str | None = None) -> Callable[[F], F]:
@@ -112,3 +120,31 @@ def _can_be_value(option: TyperOption, word: str) -> bool:
     if option.metavar == INTEGERS:
         return word.lstrip("-").isdecimal()
     return True
+
+
+def run_each(items: Mapping[str, T], action: Callable[[T], int | None], *, quiet: bool = False) -> int:
+    """Call an action for each item and return the exit status; a status of the action other than 0 stops.
+
+    The error of a later item is printed, and the remaining items follow. The error of a single item and a wrong setting
+    that the first item shows are raised.
+    """
+    status = 0
+    for place, (label, item) in enumerate(items.items(), 1):
+        if len(items) > 1 and not quiet:
+            console.print(f"[bold]{place} of {len(items)}: {escape(label)}[/]", highlight=False, soft_wrap=True)
+        try:
+            if stopped := action(item):
+                return stopped
+        except AdvnormError as error:
+            if len(items) == 1 or (place == 1 and isinstance(error, ConfigError)):
+                raise
+            console.print(f"[red]failed:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+            status = FAILED
+    return status
+
+
+def print_command(purpose: str, *words: object) -> None:
+    """Print a follow-up command that can be pasted: quoted for the shell, with the ``--import`` of this one."""
+    imports = [word for source in own_code for word in ("--import", source)]
+    text = shlex.join(map(str, ["advnorm", *imports, *words]))
+    console.print(f"{purpose}: {text}", highlight=False, markup=False, soft_wrap=True)

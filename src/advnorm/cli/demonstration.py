@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -271,19 +272,23 @@ def conditions(run: Run, images: int, attacks: Mapping[str, str], seconds: float
 
 def commands(runs: Mapping[str, Run], attacks: Mapping[str, str], *, out: Path, seed: int, quick: bool) -> list[str]:
     """Return the commands that repeat the demonstration, as a whole and step by step."""
-    lines = ["# all of it", f"advnorm demo --out {out} --seed {seed}{' --quick' if quick else ''}"]
+
+    def command(*words: object) -> str:
+        return shlex.join(map(str, ["advnorm", *words]))
+
+    lines = ["# all of it", command("demo", "--out", out, "--seed", seed, *(["--quick"] if quick else []))]
     for label, run in runs.items():
         routes = branches(run.model("last"))
-        options = f" --route {' '.join(routes)}" if routes else ""
-        options += f" --seed {seed}{f' --limit {QUICK_IMAGES}' if quick else ''} --device cpu"
+        options = [*(["--route", *routes] if routes else []), "--seed", seed]
+        options += [*(["--limit", QUICK_IMAGES] if quick else []), "--device", "cpu"]
         lines += [
             f"# {label}",
-            f"advnorm train {run.folder / 'config.yaml'} --device cpu --out runs",
-            f"advnorm evaluate runs/{run.folder.name} --checkpoint last --attacks {' '.join(attacks)}{options}",
+            command("train", run.folder / "config.yaml", "--device", "cpu", "--out", "runs"),
+            command("evaluate", f"runs/{run.folder.name}", "--checkpoint", "last", "--attacks", *attacks, *options),
         ]
     audited = next(iter(runs.values())).folder
     return [
         *lines,
         "# is the robustness of the first one real?",
-        f"advnorm audit {audited} --checkpoint last --device cpu",
+        command("audit", audited, "--checkpoint", "last", "--device", "cpu"),
     ]

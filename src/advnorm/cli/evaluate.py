@@ -9,85 +9,139 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from advnorm.cli.command import console
+from advnorm.cli.command import console, print_command, run_each
 from advnorm.cli.options import EvaluateOptions
 
 if TYPE_CHECKING:
     import torch
 
     from advnorm._core.errors import Problem
+    from advnorm.evaluation.results import BenchmarkResult
     from advnorm.evaluation.target import EvaluationTarget
 
 
 def evaluate(
+    targets: Annotated[
+        list[str],
+        typer.Argument(help="Folder of a run or of a saved model, or module:function that returns a model. Several."),
+    ],
     options: EvaluateOptions,
     attacks: Annotated[
         list[str] | None,
         typer.Option(help="One or several attacks; see `advnorm ls attacks`. Default: pgd10 autoattack."),
     ] = None,
     route: Annotated[list[str] | None, typer.Option(help="One or several branches. Default for a run: all.")] = None,
-) -> None:
-    """Measure clean and robust accuracy of a run or of any classifier, for each attack and for their union.
+) -> int:
+    """Measure clean and robust accuracy of runs or of any classifier, for each attack and for their union.
 
+    The record of a run is written to its folder. Exit status: 0 done, 1 one of several targets failed, 2 error.
     Examples: `advnorm evaluate runs/NAME --attacks pgd10 autoattack --route clean adv`,
+    `advnorm evaluate runs/* --attacks pgd10`,
     `advnorm evaluate my_models:build --weights w.safetensors --data cifar10:data --attacks pgd10 autoattack
     --route adv --json result.json`
     """
-    from advnorm._core.errors import ConfigError, collect_problems
+    from advnorm._core.errors import ConfigError, Problem, collect_problems, raise_problems
     from advnorm._core.wrappers import device_of
     from advnorm.attacks.names import parse_name
     from advnorm.evaluation.benchmark import benchmark
     from advnorm.evaluation.model_branches import branches
+    from advnorm.sharing.pretrained import is_saved_model
 
     names = attacks or ["pgd10", "autoattack"]
     problems: list[Problem] = []
     for name in names:
         with collect_problems(problems):
             parse_name(name)
-    target = open_target(options, problems)
-    known = branches(target.model)
-    if known and not route:
-        if target.folder is None:
-            message = "the model has several branches; choose which to evaluate"
-            raise ConfigError("missing_route", message, field="route", hint=f"--route {' '.join(known)}")
-        route = list(known)
-        console.print(f"branches: {', '.join(known)}; --route chooses", highlight=False)
-    if hint := faster_search(names, device_of(target.model)):
-        console.print(hint, style="dim", highlight=False)
-    with printing_result(options.json, lambda result: console.print(result.table(console.width))) as show:
-        show(
-            benchmark(
-                target.model, target.data, target.threat, names, route or None, about=target.origin, **settings(options)
+    if len(targets) > 1:  # before the first of them is evaluated
+        if options.json:
+            message, hint = "several targets cannot share one record", "omit --json: each run keeps its own"
+            problems.append(Problem(code="conflict", message=message, field="json", hint=hint))
+        targets = [target for target in targets if not Path(target).is_file()]  # runs/* may name a page too
+        for target in map(Path, targets):
+            if ":" not in target.name and not ((target / "run.json").is_file() or is_saved_model(target)):
+                message, hint = f"{target} is not a run (it has no run.json)", "name folders that `train` made"
+                problems.append(Problem(code="missing_file", message=message, field="targets", hint=hint))
+        raise_problems(problems)
+    results: list[BenchmarkResult] = []
+
+    def evaluate_one(name: str) -> None:
+        target = open_target(name, options, problems)
+        known, routes = branches(target.model), route
+        if known and not routes:
+            if target.folder is None:
+                message = "the model has several branches; choose which to evaluate"
+                raise ConfigError("missing_route", message, field="route", hint=f"--route {' '.join(known)}")
+            routes = list(known)
+            console.print(f"branches: {', '.join(known)}; --route chooses", highlight=False)
+        if hint := faster_search(names, device_of(target.model)):
+            console.print(hint, style="dim", highlight=False)
+        record = options.json or default_record("evaluation", target, options, names, routes)
+        with printing_result(record, lambda result: console.print(result.table(console.width))) as show:
+            result = benchmark(
+                target.model,
+                target.data,
+                target.threat,
+                names,
+                routes or None,
+                about=target.origin,
+                **settings(options, record),
             )
-        )
+            results.append(result)
+            show(result)
+
+    status = run_each({target: target for target in targets}, evaluate_one)
+    if len(targets) > 1 and results:
+        from advnorm.report import to_rich_table
+        from advnorm.report.rows import record_rows
+        from advnorm.report.runs import seed_table
+
+        rows = [row for result in results for row in record_rows(result.record())]
+        console.print(to_rich_table(seed_table(rows)))
+    parents = {Path(target).parent for target in targets if Path(target).is_dir()}
+    if len(parents) == 1:
+        print_command("all results on one page", "report", *parents)
+    return status
 
 
-def open_target(options: EvaluateOptions, problems: list[Problem]) -> EvaluationTarget:
-    """Open what ``evaluate`` and ``audit`` evaluate: a run, or the user's model with the given data and threat.
+def default_record(verb: str, target: EvaluationTarget, options: EvaluateOptions, *choices: Any) -> Path | None:
+    """The file in the folder of a run for the record of these weights with these settings; None without a run."""
+    from advnorm._core.records import digest, model_fingerprint
 
-    Options replace what a run contains. One error lists everything that is wrong, with the ``problems`` so far.
+    if target.folder is None:
+        return None
+    batch_size = options.batch_size if options.statistics != "running" else None
+    conditions = (options.data, options.statistics, batch_size, options.limit, options.seed)
+    key = digest(model_fingerprint(target.model), target.threat, *conditions, *choices)[:8]
+    return target.folder / f"{verb}-{target.origin.get('checkpoint', 'saved')}-{key}.json"
+
+
+def open_target(name: str, options: EvaluateOptions, problems: list[Problem]) -> EvaluationTarget:
+    """Open what ``evaluate`` and ``audit`` evaluate: a run, a saved model, or a model of the user's own code.
+
+    Options replace the run's own settings. One error lists everything that is wrong, with the ``problems`` so far.
     """
     from advnorm._core.devices import resolve_device
-    from advnorm._core.errors import ConfigError, collect_problems, raise_problems
+    from advnorm._core.errors import ConfigError, Problem, collect_problems, raise_problems
     from advnorm._core.records import writable_problems
     from advnorm.attacks import PGD
     from advnorm.cli.user_code import load_user_model
     from advnorm.evaluation.plan import statistics_problems
     from advnorm.evaluation.target import EvaluationTarget, describe_data, load_test_data, open_run
+    from advnorm.sharing.pretrained import from_pretrained, is_saved_model, verify
     from advnorm.threat import THREAT_NORMS, ThreatModel
 
-    problems += statistics_problems(options.statistics)  # pyright: ignore
+    problems = [*problems, *statistics_problems(options.statistics)]  # pyright: ignore
     problems += writable_problems(options.json) if options.json else []
     given = options.threat_norm
     threat_norm = next((name for name in THREAT_NORMS if name.lower() == str(given).lower()), given)
     target = None
-    if Path(options.target).is_dir():
+    if Path(name).is_dir() and options.weights is not None:
+        message, hint = f"{name} has its own weights", "omit --weights; a run has --checkpoint"
+        problems.append(Problem(code="conflict", message=message, field="weights", hint=hint))
+    elif Path(name).is_dir() and not is_saved_model(name):
         with collect_problems(problems):
-            if options.weights is not None:
-                message = f"{options.target} is a run with its own weights"
-                raise ConfigError("conflict", message, field="weights", hint="omit --weights, or use --checkpoint")
             target = open_run(
-                options.target,
+                name,
                 checkpoint=options.checkpoint,
                 data=options.data,
                 data_dir=options.data_dir,
@@ -98,36 +152,46 @@ def open_target(options: EvaluateOptions, problems: list[Problem]) -> Evaluation
             )
     else:
         model = data = threat = None
+        training: dict[str, Any] = {}
         with collect_problems(problems):
             if options.checkpoint is not None:
                 message = "--checkpoint belongs to the folder of a run"
                 raise ConfigError("conflict", message, field="checkpoint", hint="use --weights")
-            model = load_user_model(options.target, options.weights, resolve_device(options.device))
+            if is_saved_model(name):
+                training = dict(verify(name).get("training") or {})
+                model = from_pretrained(name, device=resolve_device(options.device))
+            else:
+                model = load_user_model(name, options.weights, resolve_device(options.device))
         with collect_problems(problems):
-            threat = ThreatModel(norm=threat_norm or "Linf", eps=options.eps or "8/255")  # pyright: ignore[reportArgumentType]
+            length = options.eps or training.get("eps", "8/255")
+            threat = ThreatModel(norm=threat_norm or training.get("threat", "Linf"), eps=length)  # pyright: ignore[reportArgumentType]
+        own_data = dict(training.get("data") or {"name": None})
+        source, own_data = options.data or own_data.pop("name"), {} if options.data else own_data
         with collect_problems(problems):
-            if options.data is None:
+            if source is None:
                 hint = "for example --data cifar10:FOLDER or --data digits"
                 raise ConfigError("missing_data", "no images to evaluate on", field="data", hint=hint)
-            data = load_test_data(options.data, options.data_dir)
+            data = load_test_data(source, options.data_dir, **own_data)
         if model is not None and data is not None and threat is not None:
             origin = {
-                "model": options.target,
+                "model": name,
                 "weights": options.weights.name if options.weights else None,
-                "data": describe_data(str(options.data)),
+                "data": describe_data(str(source)),
+                **({"training": training} if training else {}),
             }
             attack = PGD(threat=threat, seed=options.seed)
-            target = EvaluationTarget(name=options.target, model=model, data=data, attack=attack, origin=origin)
+            folder = Path(name) if is_saved_model(name) else None
+            target = EvaluationTarget(name=name, model=model, data=data, attack=attack, origin=origin, folder=folder)
     raise_problems(problems)
     assert target is not None
     return target
 
 
-def settings(options: EvaluateOptions) -> dict[str, Any]:
+def settings(options: EvaluateOptions, record: Path | None) -> dict[str, Any]:
     """Return the settings that ``benchmark`` and ``audit`` share."""
     return {
         "batch_size": options.batch_size,
-        "record": options.json,
+        "record": record,
         "progress": True,
         "seed": options.seed,
         "limit": options.limit,

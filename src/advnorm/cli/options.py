@@ -36,9 +36,8 @@ JsonCopy = Annotated[Path | None, typer.Option(help="Also write the record to th
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions:
-    """Options of ``evaluate`` and ``audit``: what is evaluated, on which images, under which threat."""
+    """Options of ``evaluate`` and ``audit``: which weights, on which images, under which threat."""
 
-    target: Annotated[str, typer.Argument(help="Folder of a run, or module:function that returns a model.")]
     weights: Annotated[Path | None, typer.Option(help="Weights of the model, a .safetensors file.")] = None
     checkpoint: Checkpoint = None
     data: Annotated[
@@ -58,5 +57,8 @@ class EvaluateOptions:
     device: Device = None
     seed: Seed = 0
     json: Annotated[
-        Path | None, typer.Option(help="JSON file for the result. The same command resumes or reads it.")
+        Path | None,
+        typer.Option(
+            help="JSON file for the result. The same command resumes or reads it. Default for a run: its own."
+        ),
     ] = None

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
-import shlex
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from advnorm.cli.command import console
+from advnorm.cli.command import INTEGERS, KEY_VALUE, console, print_command, run_each
 from advnorm.cli.options import DataDir, Device, Overrides, Source
 
 if TYPE_CHECKING:
     from advnorm.config import Config
     from advnorm.studies import Cell, Study
+    from advnorm.training import Run
 
 #: Suffixes of configuration files.
 SUFFIXES = (".yaml", ".yml", ".json", ".py")
@@ -25,6 +26,11 @@ def train(
     source: Source = None,
     overrides: Overrides = None,
     seed: Annotated[int | None, typer.Option(help="Seed of weights, batches and noise. Default: the file's.")] = None,
+    seeds: Annotated[list[int] | None, typer.Option(metavar=INTEGERS, help="A run for each seed.")] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(metavar=KEY_VALUE, help="A run for each value: --sweep norm=bn,dual_bn eps=8/255,16/255."),
+    ] = None,
     out: Annotated[Path, typer.Option(help="Parent folder of the run's folder.")] = Path("runs"),
     data_dir: DataDir = None,
     device: Device = None,
@@ -36,48 +42,71 @@ def train(
     checkpoint_minutes: Annotated[float, typer.Option(help="Minutes between checkpoints within an epoch.")] = 10,
     tensorboard: Annotated[bool, typer.Option(help="Also write TensorBoard events.")] = False,
 ) -> int:
-    """Train a network. The same command resumes an interrupted run.
+    """Train a network, or one for each seed and each combination of a sweep. The same command resumes.
 
-    Exit status: 0 finished, 2 error, 75 stopped before the end, 130 Ctrl-C.
+    Exit status: 0 finished, 1 one of several runs failed, 2 error, 75 stopped before the end, 130 Ctrl-C.
     Examples: `advnorm train --set norm=dual_bn eps=0.2`,
+    `advnorm train --sweep norm=bn,dual_bn --seeds 0 1 2`,
     `advnorm train recipes/cifar10_eps16.yaml --set norm=dual_bn --data-dir data --seed 0`,
     `torchrun --nproc-per-node 8 -m advnorm train recipes/cifar10_eps16.yaml --data-dir data`
     """
+    from advnorm._core.errors import ConfigError
     from advnorm._core.exit_codes import INTERRUPTED, PREEMPTED
+    from advnorm.config.sweep import sweep_configs
+    from advnorm.training import Run
     from advnorm.training import train as train_config
 
-    config = resolve_config(source, overrides or ())
-    try:
+    if seed is not None and seeds:
+        raise ConfigError("conflict", "--seed and --seeds exclude each other", field="seeds")
+    chosen = [seed] if seed is not None else seeds
+    swept = [*(sweep or ()), *([f"seed={','.join(map(str, chosen))}"] if chosen else [])]
+    configs = sweep_configs(resolve_config(source, overrides or ()), swept)
+    lead = os.environ.get("RANK", "0") == "0"  # one of several processes prints
+    began, runs = time.monotonic(), list[Run]()
+
+    def train_one(config: Config) -> int:
         run = train_config(
             config,
-            seed=seed,
             out=out,
             data_dir=data_dir,
             device=device,
             download=download,
             workers=workers,
-            max_minutes=max_minutes,
+            max_minutes=max_minutes and max(min(max_minutes, 0), max_minutes - (time.monotonic() - began) / 60),
             checkpoint_minutes=checkpoint_minutes,
             progress=True,
             tensorboard=tensorboard,
         )
+        if lead:
+            _print_run(run)
+        runs.append(run)
+        return 0 if run.finished else PREEMPTED
+
+    try:
+        status = run_each(
+            {f"{config.run_name}-seed{config.seed}": config for config in configs}, train_one, quiet=not lead
+        )
     except KeyboardInterrupt:
         console.print("interrupted; the same command resumes from the last checkpoint", highlight=False)
         return INTERRUPTED
-    if os.environ.get("RANK", "0") != "0":  # one of several processes prints
-        return 0 if run.finished else PREEMPTED
+    if lead and runs and status != PREEMPTED:
+        own_code = ["--import", source] if source and source.endswith(".py") and _uses_own_code(configs[0]) else []
+        given = [*(["--device", device] if device else []), *(["--data-dir", data_dir] if data_dir else [])]
+        folders = [run.folder for run in runs]
+        print_command("evaluate it" if len(runs) == 1 else "evaluate them", *own_code, "evaluate", *folders, *given)
+    return status
+
+
+def _print_run(run: Run) -> None:
+    """Print the results of a run, or that it has stopped."""
     if not run.finished:
         console.print(f"stopped before the end: {run.folder}; the same command resumes it", highlight=False)
-        return PREEMPTED
+        return
     for name, row in (("best", run.record["best"]), ("last", run.record["last"])):
         if row is not None and "held_out" in row:
             accuracy = ", ".join(f"{key} {value:.1%}" for key, value in row["held_out"].items() if key != "score")
             console.print(f"{name}: epoch {row['epoch']}, held-out {accuracy}", highlight=False)
     console.print(f"run: {run.folder}", highlight=False, markup=False, soft_wrap=True)
-    own_code = ["--import", source] if source and source.endswith(".py") and _uses_own_code(config) else []
-    words = ["advnorm", *own_code, "evaluate", str(run.folder), *(["--data-dir", str(data_dir)] if data_dir else [])]
-    console.print(f"evaluate it: {shlex.join(words)}", highlight=False, markup=False, soft_wrap=True)
-    return 0
 
 
 def find_study(source: str | None) -> tuple[Study, Cell | None] | None:
