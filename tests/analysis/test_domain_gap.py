@@ -64,10 +64,11 @@ def test_the_gap_of_a_run_is_drawn_and_saved(digits, tmp_path, untouched):
     with untouched(target.model):
         found = ANALYSES.get("domain_gap").run(target)
     figure = found.figure()
-    assert [axes.get_title(loc="left") for axes in figure.axes] == [
-        "Distance between the inputs of each norm",
-        "The same, each channel in units of its deviation",
-    ]
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["Means μ", "Deviations σ"] * 2
+    for axes, part in zip(figure.axes, ("mean", "std") * 2):
+        gaps = found.layers if axes in figure.axes[:2] else found.relative_layers
+        expected = [getattr(distance, part) for distance in gaps["clean", "noise"].values()]
+        assert axes.get_lines()[1].get_ydata().tolist() == expected and axes.get_ylim()[1] > max(expected)
     assert all(len(axes.get_lines()) == 3 for axes in figure.axes)
     assert [text.get_text().split(" (")[0] for text in figure.legends[0].get_texts()] == [
         "clean – adv",

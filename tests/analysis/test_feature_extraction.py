@@ -16,11 +16,12 @@ import advnorm
 from advnorm import data as data_sets
 from advnorm._core.errors import AdvnormError, ConfigError
 from advnorm._core.seeding import ImageNoise
+from advnorm.analysis import reporting_progress
 from advnorm.analysis.feature_extraction import (
     RECIPES,
     Recipe,
+    apply_recipe,
     extract_features,
-    make_features,
     match_features,
     penultimate,
     start_rows,
@@ -87,7 +88,7 @@ def test_features_of_the_model_keep_their_correlation_with_the_label_and_others_
     w = torch.zeros(1, side * side)
     w[0, 0] = 1
     recipe = Recipe(towards="features", steps=60, step_size=0.02, start="any")
-    made = make_features(linear_net(w, 2), data, torch.arange(count), recipe)
+    made = apply_recipe(linear_net(w, 2), data, torch.arange(count), recipe)
 
     def correlation(x, row, column):
         return float((signs * (x[:, 0, row, column] - x[:, 0, row, column].mean())).mean())
@@ -95,7 +96,7 @@ def test_features_of_the_model_keep_their_correlation_with_the_label_and_others_
     assert correlation(made.images, 0, 0) == pytest.approx(correlation(data.images, 0, 0), abs=0.01)
     assert correlation(data.images, 3, 3) > 0.1
     assert abs(correlation(made.images, 3, 3)) < 0.02
-    other = make_features(linear_net(w, 2), data, torch.arange(count), dataclasses.replace(recipe, start="other_class"))
+    other = apply_recipe(linear_net(w, 2), data, torch.arange(count), dataclasses.replace(recipe, start="other_class"))
     assert correlation(other.images, 3, 3) < -0.1, "with starts of the other class the sign changes"
 
 
@@ -157,7 +158,7 @@ def test_targets_are_random_or_the_next_class_and_the_images_stay_near(name, dig
     model = digits.networks["bn"]
     data = ImageData(name="digits", split="test", images=digits.x, labels=digits.y, num_classes=10)
     rows = torch.arange(200)
-    made = make_features(model, data, rows, dataclasses.replace(RECIPES[name], steps=5))
+    made = apply_recipe(model, data, rows, dataclasses.replace(RECIPES[name], steps=5))
     assert torch.equal(made.starts, digits.y[:200])
     if name == "D_det":
         assert torch.equal(made.labels, (digits.y[:200] + 1) % 10)
@@ -181,7 +182,7 @@ def test_the_model_stays_unchanged(norm, route, digits, untouched):
     model.train()
     with untouched(model):
         match_features(model, digits.x[:4], digits.x[4:8], steps=2, route=route)
-        towards_class(model, digits.x[:4], digits.y[:4], digits.y[4:8], steps=2, route=route)
+        towards_class(model, digits.x[:4], digits.y[:4], digits.y[4:8], eps=0.5, steps=2, route=route)
         with raises_problem("unknown_name", "layer"):
             penultimate(model, digits.x[:4], layer="fd", route=route)
     model.eval()
@@ -227,7 +228,7 @@ def test_a_set_is_written_with_its_recipe_and_loaded_like_any_other(net, tmp_pat
     assert recipe["recipe"] == dataclasses.asdict(dataclasses.replace(RECIPES["D_R"], steps=4))
     assert recipe["source"]["fingerprint"] == data.fingerprint
     assert recipe["made_with"]["torch"] == torch.__version__
-    by_hand = make_features(net, data, torch.arange(5, 10), dataclasses.replace(RECIPES["D_R"], steps=4))
+    by_hand = apply_recipe(net, data, torch.arange(5, 10), dataclasses.replace(RECIPES["D_R"], steps=4))
     assert torch.equal(loaded.images[5:10], by_hand.images)
     loader = data_sets.make_loader(loaded, batch_size=8, seed=0, device="cpu")
     assert next(iter(loader.epoch(0))).x.shape == (8, 1, 4, 4)
@@ -255,7 +256,8 @@ def test_killed_and_continued_gives_the_same_bits(net, tmp_path, monkeypatch):
         folder.load()
     kept = os.stat(folder.path / "00000.safetensors").st_mtime_ns
     seen = []
-    extracted(net, tmp_path / "killed", progress=lambda done, total: seen.append((done, total)))
+    with reporting_progress(lambda done, total: seen.append((done, total))):
+        extracted(net, tmp_path / "killed")
     assert seen[-1] == (5, 5)
     assert os.stat(folder.path / "00000.safetensors").st_mtime_ns == kept
     assert torch.equal(folder.load().images, whole.images)
@@ -368,7 +370,7 @@ def test_all_problems_are_reported_at_once(net, tmp_path):
     with raises_problem("wrong_type", "part"):
         extract_features(net, images(6), "D_R", tmp_path, part="ab")
     with raises_problem("not_supported", "data"):
-        make_features(net, images(6).take([0, 3]), torch.arange(2), RECIPES["D_R"])
+        apply_recipe(net, images(6).take([0, 3]), torch.arange(2), RECIPES["D_R"])
     with pytest.raises(ConfigError) as error:
         Recipe(towards="next", steps=0, step_size=-1)
     fields = [("out_of_range", "steps"), ("out_of_range", "step_size"), ("missing_option", "eps")]

@@ -194,7 +194,7 @@ def test_all_problems_are_reported_at_once(digits):
     with raises_problem("unknown_name", "shift") as caught:
         ligs(model, digits.x, digits.y, **wrong)
     fields = [problem.field for problem in caught.value.problems]
-    assert fields == ["shift", "statistics", "batch_size", "size", "route"]
+    assert fields == ["shift", "statistics", "batch_size", "route", "size"]
     with pytest.raises(advnorm.ConfigError):
         ligs(model, digits.x, digits.y * 10)
     with raises_problem("unknown_name", "shifts"):

@@ -16,8 +16,7 @@ import advnorm
 from advnorm._core.errors import ConfigError
 from advnorm._core.records import read_json
 from advnorm.analysis import ANALYSES, corruption_accuracy, landscape, perturbed_accuracy
-from advnorm.analysis.perturbed_statistics import _equal_batches
-from advnorm.analysis.statistics_perturbation import StatisticsPerturbation
+from advnorm.analysis.perturbed_statistics import StatisticsPerturbation, _equal_batches
 from support.problems import raises_problem
 
 KINDS = ("gradient", "uniform", "binary")
@@ -171,7 +170,7 @@ def test_inputs_that_cannot_be_perturbed_raise(digits):
 
 
 def test_the_attack_on_a_run_shows_every_branch_with_every_number_of_groups(digits, tmp_path):
-    finding = ANALYSES.get("statistics_attack").run(digits.target("dual_bn"), radii=[0.0, 0.3, 0.6], groups=[1, 4])
+    finding = ANALYSES.get("statistics_attack").run([digits.target("dual_bn")], radii=[0.0, 0.3, 0.6], groups=[1, 4])
     assert list(finding.accuracy) == ["dual_bn (clean)", "dual_bn (adv)"]
     lines = ["uniform random", "binary random", "gradient, 1 group", "gradient, 4 groups"]
     assert all(list(panel) == lines for panel in finding.accuracy.values())
@@ -212,7 +211,7 @@ def test_the_robustness_of_runs_is_shown_for_means_and_deviations(digits, tmp_pa
 
 
 def test_one_number_needs_no_list(digits):
-    found = ANALYSES.get("statistics_attack").run(digits.target("bn"), radii=0.2, groups=4)
+    found = ANALYSES.get("statistics_attack").run([digits.target("bn")], radii=0.2, groups=4)
     assert found.radii == (0.2,) and list(found.accuracy["bn"])[2:] == ["gradient, 4 groups"]
     assert landscape(digits.networks["bn"], digits.x, digits.y, steps=0.1).steps == (0.1,)
     score = corruption_accuracy(digits.networks["bn"], digits.x, digits.y, corruptions="fog", severities=5)
@@ -221,7 +220,7 @@ def test_one_number_needs_no_list(digits):
 
 def test_long_names_of_runs_fit_above_their_panels(digits, apart):
     target = digits.target("dual_bn", name="cifar10-preact_resnet18-dual_bn-hybrid-eps16_255-fb58506a-seed0")
-    figure = ANALYSES.get("statistics_attack").run(target, radii=0.2, groups=1).figure()
+    figure = ANALYSES.get("statistics_attack").run([target], radii=0.2, groups=1).figure()
     apart(figure, [axes._left_title for axes in figure.axes])
 
 
@@ -240,4 +239,4 @@ def test_one_draw_serves_every_bank_and_so_networks_of_one_architecture_with_oth
 
 def test_no_groups_raise(digits):
     with raises_problem("empty", "groups"):
-        ANALYSES.get("statistics_attack").run(digits.target("bn"), groups=[])
+        ANALYSES.get("statistics_attack").run([digits.target("bn")], groups=[])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import advnorm
 from advnorm._core.errors import ConfigError
 from advnorm._core.seeding import ImageNoise
-from advnorm.analysis.statistics_perturbation import StatisticsPerturbation
+from advnorm.analysis.perturbed_statistics import StatisticsPerturbation
 from advnorm.norms import RoutedNorm
 from support.problems import raises_problem
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import advnorm
-from advnorm.analysis import ANALYSES, swap_table
+from advnorm.analysis import ANALYSES, reporting_progress, swap_table
 from advnorm.attacks import PGD
 from support.problems import raises_problem
 
@@ -31,10 +31,8 @@ def test_swapped_and_recalibrated_statistics_equal_those_set_by_hand(digits, unt
     attack = PGD(threat=THREAT, steps=2)
     x_adv = (x + 0.1).clamp(0, 1)
     steps = []
-    with untouched(model):
-        found = swap_table(
-            model, x, y, {"pgd": attack}, x_adv=x_adv, batch_size=96, progress=lambda *at: steps.append(at)
-        )
+    with untouched(model), reporting_progress(lambda *at: steps.append(at)):
+        found = swap_table(model, x, y, {"pgd": attack}, x_adv=x_adv, batch_size=96)
     assert steps == [(n, 6) for n in range(1, 7)]
     assert [(row.setup, row.ns, row.ap) for row in found.rows] == [
         ("default", ("adv", "adv"), "adv"),

@@ -10,12 +10,14 @@ import torch
 import advnorm
 from advnorm._core.records import read_json
 from advnorm.analysis import ANALYSES, alignment, extract_features
-from advnorm.analysis.batches import predict_classes
-from advnorm.analysis.transfer import Alignment, alignment_of_runs
+from advnorm.analysis.images import predict_classes
+from advnorm.analysis.transfer import Alignment
 from advnorm.data import add_split, load
 from advnorm.evaluation import open_run
 from support.class_readers import Reader, showing
 from support.problems import raises_problem
+
+align = ANALYSES.get("alignment").run
 
 
 def test_a_network_is_aligned_with_the_features_it_learned():
@@ -37,7 +39,10 @@ def test_networks_of_a_training_are_evaluated_in_order_and_drawn_as_lines(tmp_pa
     assert found.names == (0, 1, 2, 3) and found.aligned_with_robust_features == (1, 1, 0, 0)
     axes = found.figure().axes[0]
     assert axes.get_xlabel() == "epoch" and len(axes.lines) == 2
-    assert sorted(text.get_text() for text in axes.texts) == ["non-robust features", "robust features"]
+    assert [text.get_text() for text in axes.figure.legends[0].get_texts()] == [
+        "robust features",
+        "non-robust features",
+    ]
     assert list(axes.lines[1].get_ydata()) == [0, 0, 100, 100]
     paths = found.save(tmp_path / "alignment")
     assert len(paths) == 3 and read_json(paths[0]) == json.loads(json.dumps(found.record()))
@@ -47,8 +52,8 @@ def test_a_run_on_ordinary_images_raises(digits):
     runs = [digits.target("bn", origin={"trained_on": "D_conflict"}), digits.target("none")]
     for source in ("digits", "D_R"):
         with raises_problem("not_supported", "targets"):
-            alignment_of_runs([runs[0], digits.target("none", origin={"trained_on": source})])
-    assert alignment_of_runs(runs).names == ("bn", "none")
+            align([runs[0], digits.target("none", origin={"trained_on": source})])
+    assert align(runs).names == ("bn", "none")
 
 
 def test_the_offset_is_that_of_the_set_a_run_was_trained_on(digits, tmp_path):
@@ -64,20 +69,20 @@ def test_the_offset_is_that_of_the_set_a_run_was_trained_on(digits, tmp_path):
     far, near = runs["D_det3"], runs["D_det1"]
     assert load("features", "train", tmp_path / "D_det3").name == "D_det(offset=3)"
     assert [runs[name].conditions["trained_on"] for name in ("D_det1", "D_rand3")] == ["D_det", "D_rand"]
-    found, expected = alignment_of_runs([far]), alignment({"": far.model}, far.images, far.labels, offset=3)
+    found, expected = align([far]), alignment({"": far.model}, far.images, far.labels, offset=3)
     assert (found.offset, found.aligned_with_robust_features) == (3, expected.aligned_with_robust_features)
-    assert alignment_of_runs([near]).offset == 1 and alignment_of_runs([far], offset=3) == found
+    assert align([near]).offset == 1 and align([far], offset=3) == found
     with raises_problem("conflict", "offset"):
-        alignment_of_runs([far], offset=1)
+        align([far], offset=1)
     with raises_problem("conflict", "targets"):
-        alignment_of_runs([far, near])
+        align([far, near])
     unknown = digits.target("bn")
-    assert (alignment_of_runs([unknown]).offset, alignment_of_runs([unknown], offset=2).offset) == (1, 2)
-    assert alignment_of_runs([unknown, far]).offset == 3
+    assert (align([unknown]).offset, align([unknown], offset=2).offset) == (1, 2)
+    assert align([unknown, far]).offset == 3
 
 
 def test_runs_are_compared_by_bars(digits):
-    found = alignment_of_runs([digits.target("bn"), digits.target("dual_bn")])
+    found = align([digits.target("bn"), digits.target("dual_bn")])
     assert isinstance(found, Alignment) and found.names == ("bn", "dual_bn (clean)", "dual_bn (adv)")
     assert found.aligned_with_non_robust_features[0] == pytest.approx(
         float((predict_classes(digits.networks["bn"], digits.x) == digits.y).double().mean())

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from advnorm.analysis import Gaussian, wasserstein
-from advnorm.analysis.wasserstein import Distance
+from advnorm.analysis.banks import Distance
 
 
 def gaussian(rng, channels):

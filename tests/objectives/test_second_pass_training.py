@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import advnorm
-from advnorm.analysis.statistics_perturbation import StatisticsPerturbation
+from advnorm.analysis.perturbed_statistics import StatisticsPerturbation
 from advnorm.data.digits import digits
 from advnorm.objectives import (
     APART,

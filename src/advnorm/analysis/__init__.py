@@ -1,7 +1,7 @@
 """Analyses: what the papers measure about trained networks, as functions that return data and draw figures."""
 
-from advnorm.analysis.banks import Gaussian, affine_parameters, stored_statistics
-from advnorm.analysis.base import ANALYSES, Finding, list_analyses, register_analysis
+from advnorm.analysis.banks import Gaussian, affine_parameters, stored_statistics, wasserstein
+from advnorm.analysis.base import ANALYSES, Finding, list_analyses, register_analysis, reporting_progress
 from advnorm.analysis.channel_statistics import batch_channels, channel_statistics, stored_channels
 from advnorm.analysis.corruption_accuracy import corruption_accuracy
 from advnorm.analysis.domain_gap import branch_gap, domain_gap
@@ -9,13 +9,11 @@ from advnorm.analysis.feature_extraction import RECIPES, Recipe, extract_feature
 from advnorm.analysis.landscape import LandscapeRecorder, LandscapeTrend, landscape
 from advnorm.analysis.ligs import ligs, ligs_along
 from advnorm.analysis.moments import collect_moments, norm_statistics
-from advnorm.analysis.perturbed_statistics import perturbed_accuracy
+from advnorm.analysis.perturbed_statistics import StatisticsPerturbation, perturbed_accuracy
 from advnorm.analysis.projection import projection
-from advnorm.analysis.statistics_perturbation import StatisticsPerturbation
 from advnorm.analysis.statistics_shift import ShiftAlongTraining, statistics_shift
 from advnorm.analysis.swap_table import swap_table
 from advnorm.analysis.transfer import alignment, transfer
-from advnorm.analysis.wasserstein import wasserstein
 
 __all__ = [
     "ANALYSES",
@@ -44,6 +42,7 @@ __all__ = [
     "perturbed_accuracy",
     "projection",
     "register_analysis",
+    "reporting_progress",
     "statistics_shift",
     "stored_channels",
     "stored_statistics",

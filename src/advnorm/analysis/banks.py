@@ -1,18 +1,21 @@
-"""The statistics banks and affine banks that the norm layers of a model store."""
+"""The statistics banks and affine banks that the norm layers of a model store, and distances between them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from advnorm._core.errors import ConfigError, raise_problems, unknown_name
 from advnorm._core.wrappers import unwrap_model
 from advnorm.norms import RoutedNorm
 from advnorm.norms.norm_layers import NORM_LAYERS
 from advnorm.norms.plan import SHARED
+from advnorm.surgery import convert_norm
 
 
 class Gaussian(NamedTuple):
@@ -107,5 +110,72 @@ def _banks_of_domain(
     return found
 
 
+def has_batch_statistics(model: nn.Module) -> bool:
+    """Whether a model has running statistics that can be re-estimated."""
+    return any(
+        module.plan.statistics == "batch" and not module.plan.mixture
+        if isinstance(module, RoutedNorm)
+        else isinstance(module, _BatchNorm) and module.track_running_stats
+        for module in model.modules()
+    )
+
+
+def routed_copy(model: nn.Module) -> nn.Module:
+    """Return a copy of a model with routed norms instead of built-in batch norms, and with the same output."""
+    twin = copy.deepcopy(unwrap_model(model))
+    if any(isinstance(module, _BatchNorm) for module in twin.modules()):
+        convert_norm(twin, "bn")
+    return twin
+
+
 def _to_float64(value: Tensor) -> Tensor:
     return value.detach().double().cpu().flatten()
+
+
+# -- distances (paper C, eq. 7) ----------------------------------------------------------------------------------------
+
+#: What a norm adds to a variance by default; a relative distance divides by at least its square root.
+EPS = 1e-5
+
+
+class Distance(NamedTuple):
+    """The two parts of a squared 2-Wasserstein distance: of the means and of the deviations, summed over channels."""
+
+    mean: float
+    std: float
+
+    RECORD = ("mean", "std", "total")
+
+    @property
+    def total(self) -> float:
+        return self.mean + self.std
+
+
+#: Distances by layer.
+Distances = dict[str, Distance]
+
+
+def wasserstein(first: Gaussian | AffineBank, second: Gaussian | AffineBank, *, relative: bool = False) -> Distance:
+    """Return ``Σ_c (μ₁ - μ₂)² + (σ₁ - σ₂)²`` of two diagonal Gaussians (paper C, eq. 7).
+
+    ``relative``: each channel in units of its own deviation, the root mean square of both. A batch norm does not depend
+    on the scale of the weights before it, but the absolute distance does.
+    """
+    unit = ((first[1].square() + second[1].square()) / 2 + EPS).sqrt() if relative else torch.ones(())
+    parts = ((one - other) / unit for one, other in zip(first, second))
+    return Distance(*(part.square().sum().item() for part in parts))
+
+
+def layer_distances(
+    first: Mapping[str, Gaussian] | Mapping[str, AffineBank],
+    second: Mapping[str, Gaussian] | Mapping[str, AffineBank],
+    *,
+    relative: bool = False,
+) -> Distances:
+    """Return the distance at every layer that both have."""
+    return {name: wasserstein(first[name], second[name], relative=relative) for name in first if name in second}
+
+
+def sum_distances(layers: Distances) -> float:
+    """Return the distance summed over all layers (paper C, table 2)."""
+    return sum(distance.total for distance in layers.values())

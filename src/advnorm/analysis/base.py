@@ -5,19 +5,26 @@ from __future__ import annotations
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from advnorm._core.errors import raise_problems
 from advnorm._core.records import write_json
 from advnorm._core.registry import Registry, keywords
-from advnorm._core.settings import convert_options
+from advnorm._core.settings import Setting, convert_options
 from advnorm.analysis.plots import Figure, figure_style
+from advnorm.analysis.settings import empty_list_problems, is_declared, require_any
 from advnorm.attacks.base import Progress
+from advnorm.evaluation.model_branches import branches
+from advnorm.evaluation.target import EvaluationTarget
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -88,26 +95,108 @@ def format_percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
+# -- progress ----------------------------------------------------------------------------------------------------------
+
+PROGRESS: ContextVar[Progress | None] = ContextVar("progress", default=None)
+
+
+@contextmanager
+def reporting_progress(progress: Progress | None) -> Iterator[None]:
+    """Scope: the loops of analyses call ``progress`` with the amount of finished work and the total amount."""
+    token = PROGRESS.set(progress)
+    try:
+        yield
+    finally:
+        PROGRESS.reset(token)
+
+
+def track(items: Iterable[T]) -> Iterator[T]:
+    """Yield the items and report after each one how many are done."""
+    items, progress = list(items), PROGRESS.get()
+    for done, item in enumerate(items, 1):
+        yield item
+        if progress is not None:
+            progress(done, len(items))
+
+
+# -- networks ----------------------------------------------------------------------------------------------------------
+
+EveryRoute = Annotated[str | None, Setting("Branch of the models. Default: every branch, one after another.")]
+
+
+class BranchView(NamedTuple):
+    """A target through one branch, under a name that no other view has."""
+
+    name: str
+    target: EvaluationTarget
+    route: str | None
+
+    @property
+    def data(self) -> tuple[nn.Module, Tensor, Tensor]:
+        """Model, images and labels."""
+        return self.target.model, self.target.images, self.target.labels
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Route and batch size, settings of a measurement."""
+        return {"route": self.route, "batch_size": self.target.batch_size}
+
+
+def branch_views(targets: Iterable[EvaluationTarget], *, route: EveryRoute = None) -> list[BranchView]:
+    """Return every target through the given branch, else through each branch that its norms treat differently."""
+    views: list[BranchView] = []
+    for target in targets:
+        routes = (route,) if route is not None else branches(target.model) or (None,)
+        for branch in routes:
+            label = f"{target.name} ({branch})" if len(routes) > 1 else target.name
+            taken = {view.name for view in views}
+            name = next(n for n in (label, *(f"{label} #{k}" for k in range(2, len(views) + 3))) if n not in taken)
+            views.append(BranchView(name, target, branch))
+    require_any(views, "targets", "one training run")
+    return views
+
+
+def view_conditions(views: Iterable[BranchView]) -> dict[str, Any]:
+    """Return the conditions of each view by its name, for a record."""
+    return {view.name: {**view.target.conditions, **view.settings} for view in views}
+
+
+# -- registry ----------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Analysis:
-    """A registered analysis: a function of one evaluation target, or of several, with keyword-only settings."""
+    """A registered analysis: a function of a run, of several runs, or of each branch of several runs (BranchView).
+
+    The options are its keyword-only parameters, and the declared settings of ``measure``, a function of a model and
+    images to which it passes them on. The batch size is that of the evaluation target.
+    """
 
     function: Callable[..., Finding]
     summary: str
     paper: str
-    several: bool = False
+    takes: Literal["run", "runs", "branches"] = "run"
+    measure: Callable[..., Any] | None = None
 
-    def options(self) -> Mapping[str, inspect.Parameter]:
-        """Return the keyword-only parameters of the function."""
-        return keywords(self.function)
+    @property
+    def several(self) -> bool:
+        """Whether it takes a list of evaluation targets."""
+        return self.takes != "run"
+
+    def options(self) -> dict[str, inspect.Parameter]:
+        """Return the options with their types and defaults."""
+        passed_on = {} if self.measure is None else keywords(self.measure)
+        passed_on = {name: one for name, one in passed_on.items() if is_declared(one) and name != "batch_size"}
+        return {**passed_on, **(keywords(branch_views) if self.takes == "branches" else {}), **keywords(self.function)}
 
     def run(self, target: Any, *, progress: Progress | None = None, **options: Any) -> Finding:
         """Convert and validate the options, then run the function on a target, or on a list of targets."""
-        converted, problems = convert_options("", self.function, options)
-        raise_problems(problems, "bad analysis")
-        if "progress" in self.options():
-            converted["progress"] = progress
-        return self.function(target, **converted)
+        converted, problems = convert_options("", self.options(), options)
+        raise_problems(problems + empty_list_problems(self.options(), converted), "bad analysis")
+        if self.takes == "branches":
+            target = branch_views(target, route=converted.pop("route", None))
+        with reporting_progress(progress):
+            return self.function(target, **converted)
 
 
 ANALYSES: Registry[Analysis] = Registry("analysis", Analysis)

@@ -11,22 +11,13 @@ from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError, Description, Problem, raise_problems, unknown_name
 from advnorm._core.settings import Setting
-from advnorm.analysis.banks import (
-    AffineBank,
-    Gaussian,
-    affine_banks,
-    default_layer,
-    norm_layers,
-    statistics_banks,
-    stored_statistics,
-)
+from advnorm.analysis import banks
+from advnorm.analysis.banks import AffineBank, Gaussian
 from advnorm.analysis.base import Finding, register_analysis
-from advnorm.analysis.batches import Images
+from advnorm.analysis.images import Images, default_branch, measure_inputs, target_conditions
 from advnorm.analysis.moments import collect_moments, norm_statistics, ns_name, update_settings
-from advnorm.analysis.plots import Figure, domain_style, formula, new_figure
+from advnorm.analysis.plots import Figure, Panel, line_figure
 from advnorm.analysis.settings import BatchSize, Inputs, LayerName, RouteSetting, Seed, StatisticsMode, setting_problems
-from advnorm.analysis.targets import craft_inputs, default_branch, target_conditions
-from advnorm.attacks.base import Progress
 from advnorm.evaluation.target import EvaluationTarget
 from advnorm.norms import mixture_norms
 from advnorm.norms.plan import SHARED
@@ -48,24 +39,14 @@ class ChannelStatistics(Finding):
     affine: Mapping[str, AffineBank] = field(default_factory=dict)
 
     def draw(self) -> Figure:
-        rows: list[tuple[Mapping[str, Any], tuple[str, str]]] = [(self.statistics, ("Mean μ", "Deviation σ"))]
-        rows += [(self.affine, ("Bias β", "Weight γ"))] if self.affine else []
-        figure, panels = new_figure(len(rows), 2, height=1.0 + 2.3 * len(rows), squeeze=False, sharex=True)
-        for (series, titles), row in zip(rows, panels):
-            for index, (name, values) in enumerate(series.items()):
-                for axes, line in zip(row, values):
-                    axes.plot(line, label=formula(name), **domain_style(index, name) | {"linestyle": "none"})
-            for axes, title in zip(row, titles):
-                axes.set_title(title)
-                for place in range(len(self.channels)):  # a line joins the points of one channel
-                    column = [float(line.get_ydata()[place]) for line in axes.get_lines()[: len(series)]]
-                    axes.vlines(place, min(column), max(column), color="#bbbbbb", linewidth=0.8, zorder=1)
-            if len(series) > 1:
-                row[1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-        for axes in panels[-1]:
-            axes.set_xticks(range(len(self.channels)), self.channels, rotation=90, fontsize=7)
-            axes.set_xlabel(f"channel of {self.layer}")
-        return figure
+        rows = [(self.statistics, ("Mean μ", "Deviation σ")), (self.affine, ("Bias β", "Weight γ"))]
+        panels = [
+            Panel(title, {name: dict(zip(map(str, self.channels), values[part])) for name, values in series.items()})
+            for series, titles in rows
+            for part, title in enumerate(titles)
+            if series
+        ]
+        return line_figure(panels, columns=2, xlabel=f"channel of {self.layer}", points_only=True, sharex=True)
 
 
 def channel_statistics(
@@ -77,29 +58,28 @@ def channel_statistics(
     seed: Seed = 0,
     statistics: StatisticsMode = "batch_frozen",
     batch_size: BatchSize = 256,
-    progress: Progress | None = None,
 ) -> ChannelStatistics:
     """Return NS of some channels for each affine bank and kind of images, and their AP (paper A, fig. 4 and 5).
 
     The default ``layer`` is the second norm of the first block.
     """
-    layer = layer or default_layer(model)
-    how: Any = {"statistics": statistics, "batch_size": batch_size, "progress": progress}
-    found = norm_statistics(model, inputs, layers=layer, **how)
+    layer = layer or banks.default_layer(model)
+    found = norm_statistics(model, inputs, layers=layer, statistics=statistics, batch_size=batch_size)
     series = {label: moments[layer].gaussian(unbiased=True) for label, moments in found.series.items()}
-    return _select_channels(model, layer, channels, seed, series, {**found.conditions, "channels_drawn_by_seed": seed})
+    selected = _select_channels(layer, series, channels, seed, banks.norm_layers(model)[layer])
+    return selected.under({**found.conditions, "channels_drawn_by_seed": seed})
 
 
 def stored_channels(
     model: nn.Module, *, layer: LayerName = None, channels: Channels = 20, seed: Seed = 0
 ) -> ChannelStatistics:
     """Return the running statistics of some channels in each bank, and their AP (paper E, fig. 5)."""
-    layer = layer or default_layer(model)
-    banks = statistics_banks(norm_layers(model, layer)[layer])
-    if not banks:
+    layer = layer or banks.default_layer(model)
+    norm = banks.norm_layers(model, layer)[layer]
+    series = {ns_name(bank, "running"): one for bank, one in banks.statistics_banks(norm).items()}
+    if not series:
         raise ConfigError("not_supported", f"{layer} stores no statistics; only batch norms do", field="layer")
-    series = {ns_name(bank, "running"): one for bank, one in banks.items()}
-    return _select_channels(model, layer, channels, seed, series, {"channels_drawn_by_seed": seed})
+    return _select_channels(layer, series, channels, seed, norm).under({"channels_drawn_by_seed": seed})
 
 
 def batch_channels(
@@ -115,7 +95,7 @@ def batch_channels(
 ) -> ChannelStatistics:
     """Compare ``count`` random batches with the running statistics on some channels (paper E, fig. 6)."""
     problems = setting_problems(batch_channels, locals())
-    layer = layer or default_layer(model)
+    layer = layer or banks.default_layer(model)
     if mixture_norms(model):
         message = "a mixture norm has batch statistics for concatenated batches only"
         hint = "use statistics_shift(..., layout='concatenated') or stored_channels"
@@ -125,39 +105,30 @@ def batch_channels(
         problems.append(Problem(code="conflict", message=message, field="count", got=Description(f"{len(x)} images")))
     raise_problems(problems, "bad analysis")
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
-    stored = stored_statistics(model, route)
+    stored = banks.stored_statistics(model, route)
     if layer not in stored:
         raise_problems([unknown_name("batch norm", layer, stored, field="layer")])
     series = {"running": stored[layer]}
+    how = {**update_settings(model, route), "layers": layer, "batch_size": batch_size}
     for number, rows in enumerate(order[: count * batch_size].split(batch_size), 1):
-        how = {**update_settings(model, route), "layers": layer, "batch_size": batch_size}
         series[f"batch {number}"] = collect_moments(model, x[rows], **how)[layer].gaussian(unbiased=True)
     conditions = {"route": route, "batch_size": batch_size, "drawn_by_seed": seed}
-    return _select_channels(model, layer, channels, seed, series, conditions, affine=False)
+    return _select_channels(layer, series, channels, seed).under(conditions)
 
 
 def _select_channels(
-    model: nn.Module,
-    layer: str,
-    channels: int | Sequence[int],
-    seed: int,
-    series: Mapping[str, Gaussian],
-    conditions: Mapping[str, Any],
-    *,
-    affine: bool = True,
+    layer: str, series: Mapping[str, Gaussian], channels: Channels, seed: int, norm: nn.Module | None = None
 ) -> ChannelStatistics:
-    """Keep the selected channels of statistics and, with ``affine``, of the affine banks."""
+    """Keep the selected channels of statistics and of the affine banks of a norm."""
     numbers = _channel_numbers(len(next(iter(series.values())).mean), channels, seed)
-    banks = affine_banks(norm_layers(model, layer)[layer]) if affine else {}
     return ChannelStatistics(
         layer=layer,
         channels=numbers,
         statistics={name: Gaussian(one.mean[numbers], one.std[numbers]) for name, one in series.items()},
         affine={
             "AP" if bank == SHARED else f"AP_{bank}": AffineBank(one.bias[numbers], one.weight[numbers])
-            for bank, one in banks.items()
+            for bank, one in (banks.affine_banks(norm) if norm else {}).items()
         },
-        conditions=conditions,
     )
 
 
@@ -173,49 +144,41 @@ def _channel_numbers(total: int, channels: int | Sequence[int], seed: int) -> li
     return list(channels)
 
 
-@register_analysis("channels", summary="NS and AP of 20 channels, by affine bank and images", paper="A fig. 4, 5")
+@register_analysis(
+    "channels", summary="NS and AP of 20 channels, by affine bank", paper="A fig. 4, 5", measure=channel_statistics
+)
 def channels_of_run(
-    target: EvaluationTarget,
-    *,
-    inputs: Inputs = ("clean", "adv"),
-    layer: LayerName = None,
-    channels: Channels = 20,
-    seed: Seed = 0,
-    statistics: StatisticsMode = "batch_frozen",
-    route: RouteSetting = None,
-    progress: Progress | None = None,
+    target: EvaluationTarget, *, inputs: Inputs = ("clean", "adv"), route: RouteSetting = None, **settings: Any
 ) -> ChannelStatistics:
     """Return NS and AP of the channels of a run; ``route`` is the branch of the attacks."""
-    images = craft_inputs(target, inputs, route=route, progress=progress)
-    how: Any = {"layer": layer, "channels": channels, "seed": seed, "statistics": statistics}
-    found = channel_statistics(target.model, images, **how, batch_size=target.batch_size)
-    return found.under(target_conditions(target, inputs, through=route, **found.conditions))
+    return measure_inputs(channel_statistics, target, inputs, crafted_through=route, **settings)
 
 
-@register_analysis("stored_channels", summary="running statistics and AP of 20 channels, by bank", paper="E fig. 5")
-def stored_channels_of_run(
-    target: EvaluationTarget, *, layer: LayerName = None, channels: Channels = 20, seed: Seed = 0
-) -> ChannelStatistics:
+@register_analysis(
+    "stored_channels", summary="running statistics and AP of 20 channels", paper="E fig. 5", measure=stored_channels
+)
+def stored_channels_of_run(target: EvaluationTarget, **settings: Any) -> ChannelStatistics:
     """Return the stored statistics and AP of the channels of a run."""
-    found = stored_channels(target.model, layer=layer, channels=channels, seed=seed)
+    found = stored_channels(target.model, **settings)
     return found.under(target_conditions(target, **found.conditions))
 
 
-@register_analysis("batch_channels", summary="batches against running statistics on 20 channels", paper="E fig. 6")
+@register_analysis(
+    "batch_channels", summary="batches against running statistics, by channel", paper="E fig. 6", measure=batch_channels
+)
 def batch_channels_of_run(
     target: EvaluationTarget,
     *,
     images: Annotated[str, Setting("Images by name: clean, adv, noise, or an attack's name.")] = "adv",
     count: BatchCount = 2,
-    layer: LayerName = None,
-    channels: Channels = 20,
-    seed: Seed = 0,
     route: RouteSetting = None,
-    progress: Progress | None = None,
+    **settings: Any,
 ) -> ChannelStatistics:
     """Compare batches of the images of a run with its running statistics."""
     branch = default_branch(target.model, route)
-    x = craft_inputs(target, [images], route=branch, progress=progress)[images]
-    how: Any = {"count": count, "layer": layer, "channels": channels, "seed": seed, "route": branch}
-    found = batch_channels(target.model, x, **how, batch_size=max(1, min(target.batch_size, len(x) // count)))
-    return found.under(target_conditions(target, [images], through=branch, **found.conditions))
+    size = max(1, min(target.batch_size, len(target.images) // count))
+
+    def measure(model: nn.Module, crafted: Mapping[str, Tensor], **how: Any) -> ChannelStatistics:
+        return batch_channels(model, crafted[images], count=count, route=branch, **how)
+
+    return measure_inputs(measure, target, [images], crafted_through=branch, **settings, batch_size=size)

@@ -2,33 +2,47 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError
-from advnorm.analysis.banks import Gaussian, affine_parameters
-from advnorm.analysis.base import Finding, format_percent, register_analysis
-from advnorm.analysis.batches import Images, track
+from advnorm.analysis.banks import Distances, Gaussian, affine_parameters, layer_distances, sum_distances
+from advnorm.analysis.base import Finding, format_percent, register_analysis, track
+from advnorm.analysis.images import Images, craft_inputs, default_branch, target_conditions
 from advnorm.analysis.moments import affine_bank_settings, moments_and_classes, norm_statistics, ns_name
-from advnorm.analysis.plots import Figure, domain_style, formula, grouped_bars, label_layers, legend_below, new_figure
+from advnorm.analysis.plots import Figure, Panel, bar_figure, formula, line_figure
 from advnorm.analysis.settings import BatchSize, Inputs, RouteSetting, StatisticsMode
-from advnorm.analysis.targets import craft_inputs, default_branch, target_conditions
-from advnorm.analysis.wasserstein import Distances, layer_distances, sum_distances
-from advnorm.attacks.base import Progress
 from advnorm.evaluation.model_branches import branches
 from advnorm.evaluation.target import EvaluationTarget
+
+#: Two sides of a comparison: Gaussians or affine banks by layer.
+Sides = tuple[Mapping[str, Any], Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerDistances(Finding):
-    """Distances by comparison and layer, absolute and relative to each channel's deviation."""
+    """Distances between two sides by comparison and layer, absolute and relative to each channel's deviation."""
 
-    layers: Mapping[Any, Distances]
-    relative_layers: Mapping[Any, Distances]
+    #: Titles of the two parts of a distance in the figure.
+    PARTS: ClassVar = ("Means μ", "Deviations σ")
+
+    sides: Mapping[Any, Sides]
+
+    @cached_property
+    def layers(self) -> dict[Any, Distances]:
+        """Distances by comparison and layer."""
+        return {name: layer_distances(*both) for name, both in self.sides.items()}
+
+    @cached_property
+    def relative_layers(self) -> dict[Any, Distances]:
+        """Relative distances by comparison and layer."""
+        return {name: layer_distances(*both, relative=True) for name, both in self.sides.items()}
 
     @property
     def sums(self) -> dict[Any, float]:
@@ -39,6 +53,23 @@ class LayerDistances(Finding):
     def relative_sums(self) -> dict[Any, float]:
         """Relative distances summed over all layers."""
         return {name: sum_distances(layers) for name, layers in self.relative_layers.items()}
+
+    @abstractmethod
+    def label(self, name: Any) -> str:
+        """Return the text of a comparison in the legend."""
+
+    def draw(self) -> Figure:
+        rows = (self.layers, "Σ of squared differences"), (self.relative_layers, "Σ of relative differences, squared")
+        panels = [
+            Panel(
+                title,
+                {self.label(name): {layer: one[part] for layer, one in gap.items()} for name, gap in gaps.items()},
+                {"ylabel": unit, "ylim": (0, None)},
+            )
+            for gaps, unit in rows
+            for part, title in enumerate(self.PARTS)
+        ]
+        return line_figure(panels, columns=2, sharex=True, sharey="row")
 
 
 # -- between images ----------------------------------------------------------------------------------------------------
@@ -57,20 +88,8 @@ class DomainGap(LayerDistances):
         head, rows = _table({"": self})
         return head[1:], [row[1:] for row in rows]
 
-    def draw(self) -> Figure:
-        figure, panels = new_figure(2, 1, height=5.6, sharex=True)
-        names: list[str] = []
-        for axes, gaps in zip(panels, (self.layers, self.relative_layers)):
-            for index, (pair, layers) in enumerate(gaps.items()):
-                names = list(layers)
-                label = f"{' – '.join(pair)} (sum {self.sums[pair]:.3g})"
-                axes.plot(range(len(names)), [d.total for d in layers.values()], label=label, **domain_style(index))
-            axes.set_ylim(bottom=0)
-        panels[0].set(title="Distance between the inputs of each norm", ylabel=r"$W_2^2$ over all channels")
-        panels[1].set(title="The same, each channel in units of its deviation", ylabel=r"relative $W_2^2$")
-        label_layers(panels[1], names)
-        legend_below(figure, *panels[0].get_legend_handles_labels())
-        return figure
+    def label(self, name: tuple[str, str]) -> str:
+        return f"{' – '.join(name)} (sum {self.sums[name]:.3g})"
 
 
 def domain_gap(
@@ -84,7 +103,6 @@ def domain_gap(
     statistics: StatisticsMode = "running",
     layers: str | Sequence[str] | None = None,
     batch_size: BatchSize = 256,
-    progress: Progress | None = None,
 ) -> DomainGap:
     """Return squared 2-Wasserstein distances between clean, adversarial and ``others`` images at every norm.
 
@@ -95,7 +113,7 @@ def domain_gap(
     found: dict[str, dict[str, Gaussian]] = {}
     accuracy: dict[str, float] = {}
     how = {**affine_bank_settings(route, statistics), "layers": layers, "batch_size": batch_size}
-    for name, images in track(inputs.items(), progress):
+    for name, images in track(inputs.items()):
         moments, classes = moments_and_classes(model, images, **how)
         # Biased variances: the moments of these images themselves (paper C, eq. 8 and 9).
         found[name] = {layer: one.gaussian() for layer, one in moments.items()}
@@ -104,37 +122,32 @@ def domain_gap(
                 message = f"{{field}} must have shape ({len(classes)},), one for each {name} image"
                 raise ConfigError("wrong_shape", message, field="labels", got=tuple(labels.shape))
             accuracy[name] = (classes == labels.cpu()).double().mean().item()
-    pairs = list(combinations(found, 2))
+    in_tensors = all(isinstance(images, Tensor) for images in inputs.values())
     return DomainGap(
-        layers={(a, b): layer_distances(found[a], found[b]) for a, b in pairs},
-        relative_layers={(a, b): layer_distances(found[a], found[b], relative=True) for a, b in pairs},
+        sides={(a, b): (found[a], found[b]) for a, b in combinations(found, 2)},
         accuracy=accuracy,
         conditions={
             "route": route,
             "statistics": statistics,
-            "batch_size": batch_size if all(isinstance(images, Tensor) for images in inputs.values()) else "as given",
+            "batch_size": batch_size if in_tensors else "as given",
             "variance": "biased",
         },
     )
 
 
-@register_analysis("domain_gap", summary="distances between kinds of images, by layer", paper="A fig. 7, C")
+@register_analysis(
+    "domain_gap", summary="distances between kinds of images, by layer", paper="A fig. 7, C", measure=domain_gap
+)
 def domain_gap_of_run(
-    target: EvaluationTarget,
-    *,
-    inputs: Inputs = ("adv", "noise"),
-    route: RouteSetting = None,
-    statistics: StatisticsMode = "running",
-    progress: Progress | None = None,
+    target: EvaluationTarget, *, inputs: Inputs = ("adv", "noise"), route: RouteSetting = None, **settings: Any
 ) -> DomainGap:
     """Compare the clean images of a run with ``inputs``, one of which is ``adv``."""
-    branch, names = default_branch(target.model, route), ["clean", *inputs]
-    if "adv" not in names:
+    if "adv" not in inputs:
         raise ConfigError("missing_option", "{field} must contain 'adv'", field="inputs", got=list(inputs))
-    images = craft_inputs(target, names, route=branch, progress=progress)
-    clean, adv = images.pop("clean"), images.pop("adv")
-    how: Any = {"route": branch, "statistics": statistics, "batch_size": target.batch_size}
-    found = domain_gap(target.model, clean, adv, others=images, labels=target.labels, **how)
+    branch, names = default_branch(target.model, route), ("clean", *inputs)
+    images = craft_inputs(target, names, route=branch)
+    settings |= {"labels": target.labels, "route": branch, "batch_size": target.batch_size}
+    found = domain_gap(target.model, images.pop("clean"), images.pop("adv"), others=images, **settings)
     return found.under(target_conditions(target, names, through=branch, **found.conditions))
 
 
@@ -162,34 +175,31 @@ class DomainGapTable(Finding):
         return _table(self.runs)
 
     def draw(self) -> Figure:
-        pairs = list(next(iter(self.runs.values())).sums)
-        figure, axes = new_figure(height=1.2 + 0.25 * len(pairs) * len(self.runs))
         rows = [
             "\n".join([name, *(f"{kind} {format_percent(share)}" for kind, share in gap.accuracy.items())])
             for name, gap in self.runs.items()
         ]
+        pairs = next(iter(self.runs.values())).sums
         series = {" – ".join(pair): [gap.sums[pair] for gap in self.runs.values()] for pair in pairs}
-        grouped_bars(axes, rows, series, number_format="%.3g", fontsize=7)
-        axes.margins(x=0.12)
-        axes.set(title="Distance between domains", xlabel=r"$W_2^2$ summed over all norms")
-        legend_below(figure, *axes.get_legend_handles_labels())
-        return figure
+        words = {"title": "Distance between domains", "xlabel": r"$W_2^2$ summed over all norms"}
+        return bar_figure(rows, series, number_format="%.3g", **words)
 
 
-@register_analysis("domain_gap_table", summary="summed distances of several runs", paper="C table 2", several=True)
+@register_analysis(
+    "domain_gap_table", summary="summed distances of several runs", paper="C table 2", takes="runs", measure=domain_gap
+)
 def domain_gap_table(
     targets: Sequence[EvaluationTarget],
     *,
     inputs: Inputs = ("adv", "autoattack"),
     route: RouteSetting = None,
-    statistics: StatisticsMode = "running",
-    progress: Progress | None = None,
+    **settings: Any,
 ) -> DomainGapTable:
     """Compare runs. A network with false robustness has a large distance and different accuracies."""
     names = [target.name for target in targets]
     if len(set(names)) < len(names):
         raise ConfigError("conflict", "the names of the runs must differ", field="targets", got=names)
-    settings: Any = {"inputs": inputs, "route": route, "statistics": statistics, "progress": progress}
+    settings |= {"inputs": inputs, "route": route}
     return DomainGapTable(runs={target.name: domain_gap_of_run(target, **settings) for target in targets})
 
 
@@ -203,27 +213,10 @@ class BranchGap(LayerDistances):
     RECORD = ("analysis", "domains", "sums", "relative_sums", "layers", "relative_layers", "conditions")
     analysis = "branch_gap"
 
+    PARTS = ("Means μ, and biases β", "Deviations σ, and weights γ")
     domains: tuple[str, str]
 
-    def draw(self) -> Figure:
-        figure, panels = new_figure(2, 2, height=6.0, sharex=True, sharey="row")
-        names = list(self.layers["NS"])  # a norm without AP keeps its place on the axis
-        for row, gaps in zip(panels, (self.layers, self.relative_layers)):
-            for index, (label, layers) in enumerate(gaps.items()):
-                places = [names.index(name) for name in layers]
-                for axes, line in zip(row, zip(*layers.values())):
-                    axes.plot(places, line, label=self._label(label), **domain_style(index))
-            for axes in row:
-                axes.set_ylim(bottom=0)
-        panels[0, 0].set(title="Means μ, and biases β", ylabel="Σ of squared differences")
-        panels[0, 1].set(title="Deviations σ, and weights γ")
-        panels[1, 0].set(ylabel="in units of each channel's\ndeviation, or weight")
-        for axes in panels[1]:
-            label_layers(axes, names)
-        legend_below(figure, *panels[0, 0].get_legend_handles_labels())
-        return figure
-
-    def _label(self, name: str) -> str:
+    def label(self, name: str) -> str:
         one, other = self.domains
         if name == "AP":
             return f"AP: {formula(f'AP_{one}')} – {formula(f'AP_{other}')}"
@@ -241,7 +234,6 @@ def branch_gap(
     domains: tuple[str, str] = ("clean", "adv"),
     statistics: StatisticsMode = "batch_frozen",
     batch_size: BatchSize = 256,
-    progress: Progress | None = None,
 ) -> BranchGap:
     """Return layer-wise distances of NS and of AP between two branches (paper A, fig. 6).
 
@@ -254,8 +246,8 @@ def branch_gap(
     if not set(domains) <= set(known) or len(set(domains)) != 2:
         hint = f"the model has: {', '.join(known) or 'none'}; a norm with branches is dual_bn"
         raise ConfigError("wrong_route", "{field} must be two branches", field="domains", got=domains, hint=hint)
-    how: Any = {"affines": domains, "statistics": statistics, "batch_size": batch_size, "progress": progress}
-    found = norm_statistics(model, dict(zip(domains, (x, x_adv))), **how)
+    images = dict(zip(domains, (x, x_adv)))
+    found = norm_statistics(model, images, affines=domains, statistics=statistics, batch_size=batch_size)
     one, other = domains
     ns = {
         affine: {name: {layer: m.gaussian() for layer, m in moments.items()} for name, moments in row.items()}
@@ -264,30 +256,21 @@ def branch_gap(
     ap = {domain: affine_parameters(model, domain) for domain in domains}
     # In the order of the forward pass, as NS.
     ap = {domain: {name: bank[name] for name in ns[one][one] if name in bank} for domain, bank in ap.items()}
-    compared = {
+    sides: dict[str, Sides] = {
         f"NS under {other}": (ns[other][one], ns[other][other]),
         f"NS under {one}": (ns[one][one], ns[one][other]),
         "NS": (ns[one][one], ns[other][other]),
         "AP": (ap[one], ap[other]),
     }
-    return BranchGap(
-        layers={name: layer_distances(*sides) for name, sides in compared.items()},
-        relative_layers={name: layer_distances(*sides, relative=True) for name, sides in compared.items()},
-        domains=domains,
-        conditions={**found.conditions, "variance": "biased"},
-    )
+    return BranchGap(sides=sides, domains=domains, conditions={**found.conditions, "variance": "biased"})
 
 
-@register_analysis("branch_gap", summary="distances of NS and of AP between the branches", paper="A fig. 6")
-def branch_gap_of_run(
-    target: EvaluationTarget,
-    *,
-    statistics: StatisticsMode = "batch_frozen",
-    route: RouteSetting = None,
-    progress: Progress | None = None,
-) -> BranchGap:
+@register_analysis(
+    "branch_gap", summary="distances of NS and of AP between the branches", paper="A fig. 6", measure=branch_gap
+)
+def branch_gap_of_run(target: EvaluationTarget, *, route: RouteSetting = None, **settings: Any) -> BranchGap:
     """Compare the branches of a run; ``route`` is the branch of the attack."""
     inputs = ("clean", "adv")
-    images = craft_inputs(target, inputs, route=route, progress=progress)
-    found = branch_gap(target.model, *images.values(), statistics=statistics, batch_size=target.batch_size)
+    images = craft_inputs(target, inputs, route=route)
+    found = branch_gap(target.model, *images.values(), batch_size=target.batch_size, **settings)
     return found.under(target_conditions(target, inputs, through=route, **found.conditions))

@@ -19,10 +19,9 @@ from advnorm._core.records import model_fingerprint
 from advnorm._core.seeding import ImageNoise
 from advnorm._core.settings import Setting, convert_fields
 from advnorm._core.wrappers import device_of, unwrap_model
-from advnorm.analysis.batches import track
+from advnorm.analysis.base import track
 from advnorm.analysis.settings import Seed, as_tuple, setting_problems
 from advnorm.attacks import PGD, input_gradient, predicting
-from advnorm.attacks.base import Progress
 from advnorm.attacks.inputs import validate_batch
 from advnorm.attacks.model_access import Predict
 from advnorm.data import FeatureFolder, FolderData, ImageData
@@ -80,35 +79,20 @@ RECIPES: Mapping[str, Recipe] = {
 # -- tensors --------------------------------------------------------------------------------------------------------
 
 
-def penultimate(model: nn.Module, x: Tensor, *, layer: str | None = None, route: str | None = None) -> Tensor:
-    """Return g(x), the input of the classifier, ``(N, features)``, detached.
-
-    ``layer`` names the module whose input is g(x); the default is the last linear one.
-    """
-    with _activations(model, layer, route) as g, torch.no_grad():
+def penultimate(model: nn.Module, x: Tensor, **through: Any) -> Tensor:
+    """Return g(x), the input of the classifier, ``(N, features)``, detached. ``through``: layer and route of g."""
+    with activations(model, **through) as g, torch.no_grad():
         return g(x)
 
 
 def match_features(
-    model: nn.Module,
-    x: Tensor,
-    start: Tensor,
-    *,
-    steps: int = 1000,
-    step_size: float = 0.1,
-    layer: str | None = None,
-    route: str | None = None,
-    progress: Progress | None = None,
+    model: nn.Module, x: Tensor, start: Tensor, *, steps: int, step_size: float = 0.1, **through: Any
 ) -> Tensor:
     """Minimize ``||g(x) - g(x')||_2`` over images x' in the box, from ``start``, by L2 steps of fixed length (D eq. 3).
 
     Return the nearest iterate, because steps of fixed length oscillate around the minimum.
     """
-    if x.shape != start.shape:
-        message = f"{{field}} must have the shape of the images, {tuple(x.shape)}"
-        raise ConfigError("wrong_shape", message, field="start", got=tuple(start.shape))
-    validate_batch(start, torch.zeros(len(start), dtype=torch.int64, device=start.device))
-    with _activations(model, layer, route) as g:
+    with activations(model, **through) as g:
         with torch.no_grad():
             wanted = g(x)
         image = best = start.detach()
@@ -124,8 +108,6 @@ def match_features(
                 break
             descent = L2.steepest(input_gradient(distance, image))
             image = (image.detach() - step_size * descent).clamp(0, 1)
-            if progress is not None:
-                progress(step + 1, steps)
     return best
 
 
@@ -133,22 +115,13 @@ L2 = ThreatModel(norm="L2", eps=1.0)  # for directions and distances; eps has no
 
 
 def towards_class(
-    model: nn.Module,
-    x: Tensor,
-    y: Tensor,
-    target: Tensor,
-    *,
-    eps: float = 0.5,
-    steps: int = 100,
-    step_size: float = 0.1,
-    route: str | None = None,
+    model: nn.Module, x: Tensor, y: Tensor, target: Tensor, *, eps: float, route: str | None = None, **steps: Any
 ) -> Tensor:
     """Return L2 adversarial examples for the classes ``target``, starting at the clean images.
 
-    The target may be the class of the image.
+    The target may be the class of the image, unlike in a call of the attack.
     """
-    threat = ThreatModel(norm="L2", eps=eps)
-    attack = PGD(threat=threat, steps=steps, step_size=step_size, start="clean", route=route)
+    attack = PGD(threat=ThreatModel(norm="L2", eps=eps), start="clean", route=route, **steps)
     validate_batch(x, target)
     with predicting(model, route=route) as predict:
         index = torch.arange(len(x), device=x.device)  # no random number is drawn
@@ -156,8 +129,8 @@ def towards_class(
 
 
 @contextmanager
-def _activations(model: nn.Module, layer: str | None, route: str | None) -> Iterator[Predict]:
-    """Scope: a function from images to the input of the classifier, through the model in eval mode."""
+def activations(model: nn.Module, layer: str | None = None, route: str | None = None) -> Iterator[Predict]:
+    """Scope: a function g from images to the input of ``layer``, by default the last linear one, in eval mode."""
     model = unwrap_model(model)
     captured: list[Tensor] = []
     handle = _find_head(model, layer).register_forward_pre_hook(lambda _module, args: captured.append(args[0]))
@@ -204,7 +177,6 @@ def extract_features(
     seed: Seed = 0,
     shard_size: ShardSize = 500,
     part: Part = (0, 1),
-    progress: Progress | None = None,
     **changes: Any,
 ) -> FeatureFolder:
     """Make a feature data set from every image of ``data``, on the device of the model, in ``root/<split>``.
@@ -245,10 +217,10 @@ def extract_features(
     shards = shard_rows(about)
     mine = [number for number in shards if number % part[1] == part[0]]
     missing = set(folder.missing_shards() if folder.exists else shards)
-    for number in track(mine, progress):
+    for number in track(mine):
         if number in missing:
             rows = torch.arange(len(data))[shards[number]]
-            made = make_features(model, data, rows, chosen, route=route, layer=layer, seed=seed)
+            made = apply_recipe(model, data, rows, chosen, route=route, layer=layer, seed=seed)
             folder.create(about)  # not before the first shard exists
             folder.write_shard(number, made.images, made.labels, made.starts)
     return folder
@@ -274,33 +246,24 @@ class ExtractedFeatures(NamedTuple):
     start_images: Tensor
 
 
-def make_features(
-    model: nn.Module,
-    data: ImageData,
-    rows: Tensor,
-    recipe: Recipe,
-    *,
-    route: str | None = None,
-    layer: str | None = None,
-    seed: int = 0,
+def apply_recipe(
+    model: nn.Module, data: ImageData, rows: Tensor, recipe: Recipe, *, seed: int = 0, **through: Any
 ) -> ExtractedFeatures:
     """Make images by a recipe for some rows of a data set, in one batch; noise depends on row and seed only."""
     device = device_of(model)
     noise = ImageNoise(seed, rows).fold("features")
     x, y = data.pixels(rows).to(device), data.labels[rows]
-    how: Any = {"steps": recipe.steps, "step_size": recipe.step_size, "route": route}
+    how: Any = {"steps": recipe.steps, "step_size": recipe.step_size}
     if recipe.towards == "features":
         begin = start_rows(data.labels, rows, noise, recipe.start)
         start = data.pixels(begin).to(device)
-        images = match_features(model, x, start, layer=layer, **how)
-        return ExtractedFeatures(images, y, data.labels[begin], start)
-    assert recipe.eps is not None
+        return ExtractedFeatures(match_features(model, x, start, **how, **through), y, data.labels[begin], start)
     if recipe.towards == "random":
         target = noise.integers(data.num_classes, draw="target")  # the images carry no information about it
     else:
         target = (y + recipe.offset) % data.num_classes
-    images = towards_class(model, x, y.to(device), target.to(device), eps=recipe.eps, **how)
-    return ExtractedFeatures(images, target, y, x)
+    how |= {"eps": recipe.eps, "route": through.get("route")}
+    return ExtractedFeatures(towards_class(model, x, y.to(device), target.to(device), **how), target, y, x)
 
 
 def start_rows(labels: Tensor, rows: Tensor, noise: ImageNoise, start: Start) -> Tensor:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,21 +16,12 @@ from torch import Tensor, nn
 from advnorm._core.errors import ConfigError
 from advnorm._core.settings import Setting
 from advnorm._core.wrappers import device_of
+from advnorm.analysis import feature_extraction as extraction
 from advnorm.analysis.base import Finding, register_analysis
-from advnorm.analysis.feature_extraction import (
-    L2,
-    Part,
-    Recipe,
-    ShardSize,
-    extract_features,
-    make_features,
-    penultimate,
-    resolve_recipe,
-)
+from advnorm.analysis.feature_extraction import Part, Recipe, ShardSize
 from advnorm.analysis.plots import Figure, new_figure, wrap_names
 from advnorm.analysis.settings import Seed
 from advnorm.attacks import predicting
-from advnorm.attacks.base import Progress
 from advnorm.data import FeatureFolder, ImageData, add_split, load
 from advnorm.evaluation.model_branches import branches
 from advnorm.evaluation.target import EvaluationTarget
@@ -64,24 +56,21 @@ class FeaturePictures(Finding):
         return len(self.labels)
 
     def draw(self) -> Figure:
-        matched = self.recipe.towards == "features"
-        rows: list[tuple[str, Tensor, Callable[[int], str]]] = [
-            ("start", self.start, lambda i: f"class {self.starts[i]}"),
-            (f"made ({self.name})", self.made, lambda i: f"label {self.labels[i]}"),
+        rows = [
+            ("features of", self.source, "class", self.labels),
+            ("start", self.start, "class", self.starts),
+            (f"made ({self.name})", self.made, "label", self.labels),
         ]
-        if matched:
-            rows.insert(0, ("features of", self.source, lambda i: f"class {self.labels[i]}"))
+        rows = rows if self.recipe.towards == "features" else rows[1:]
         count = min(8, len(self.made))
-        figure, grid = new_figure(len(rows), count, height=0.55 + 1.05 * len(rows), squeeze=False)
-        for line, (title, images, caption) in zip(grid, rows):
-            for i, axes in enumerate(line):
-                picture = images[i].permute(1, 2, 0).squeeze(-1).cpu().numpy()
-                axes.imshow(picture, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
-                axes.set(xticks=[], yticks=[])
-                axes.grid(False)
-                axes.spines[:].set_visible(False)
-                axes.set_xlabel(caption(i), fontsize=8)
-            line[0].set_ylabel(title, fontsize=9)
+        figure, grid = new_figure(len(rows) * count, count, height=0.55 + 1.05 * len(rows))
+        for axes, ((title, images, kind, classes), i) in zip(grid, product(rows, range(count))):
+            picture = images[i].permute(1, 2, 0).squeeze(-1).cpu().numpy()
+            axes.imshow(picture, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+            axes.set(xticks=[], yticks=[], ylabel="" if i else title)
+            axes.grid(False)
+            axes.spines[:].set_visible(False)
+            axes.set_xlabel(f"{kind} {classes[i]}", fontsize=8)
         hits = f"the model predicts the label for {100 * self.accuracy:.0f} % of {self.images} images"
         title = wrap_names([f"{self.name} from {self.model}: {hits}"], 85)[0]
         figure.suptitle(title, fontsize=10, fontweight="bold", x=0.01, ha="left")
@@ -102,32 +91,34 @@ def feature_pictures(
     seed: Seed = 0,
     shard_size: ShardSize = 500,
     part: Part = (0, 1),
-    progress: Progress | None = None,
 ) -> FeaturePictures:
     """Draw the first ``examples`` images of a recipe and measure how well it worked.
 
     With ``out`` the whole set is made there from the training images of the run in ``data_dir``, and the ordinary test
     images are added. D_conflict is made from a D_R, whose folder is ``data_dir``.
     """
-    chosen, _ = resolve_recipe(recipe, None, {} if steps is None else {"steps": steps})
+    chosen, _ = extraction.resolve_recipe(recipe, None, {} if steps is None else {"steps": steps})
     if route is None and (known := branches(target.model)):
         message = f"{target.name} has the branches {', '.join(known)}"
         raise ConfigError("missing_route", message, field="route", hint="choose one with route=")
     data, test = _load_source(target, recipe, route, out, data_dir)
     through: Any = {"route": route, "layer": layer}
-    penultimate(target.model, data.pixels(slice(0, 1)).to(device_of(target.model)), **through)  # raises before any work
+    first = data.pixels(slice(0, 1)).to(device_of(target.model))
+    extraction.penultimate(target.model, first, **through)  # raises before any work
     if out is not None:
-        shards: Any = {"shard_size": shard_size, "part": part, "progress": progress}
-        extract_features(target.model, data, recipe, out, steps=chosen.steps, seed=seed, **through, **shards)
+        how: Any = {"steps": chosen.steps, "seed": seed, "shard_size": shard_size, "part": part, **through}
+        extraction.extract_features(target.model, data, recipe, out, **how)
         added = FeatureFolder(Path(out) / "test")
         if test is not None and part[0] == 0 and not (added.exists and not added.missing_shards()):
             add_split(out, test)
     rows = torch.arange(min(examples, len(data)))
-    made = make_features(target.model, data, rows, chosen, seed=seed, **through)
+    made = extraction.apply_recipe(target.model, data, rows, chosen, seed=seed, **through)
     source = data.pixels(rows).to(made.images.device)
     with predicting(target.model, route=route) as predict, torch.no_grad():
         accuracy = (predict(made.images).argmax(1).cpu() == made.labels).double().mean()
-    wanted, before, after = (penultimate(target.model, x, **through) for x in (source, made.start_images, made.images))
+    wanted, before, after = (
+        extraction.penultimate(target.model, x, **through).double() for x in (source, made.start_images, made.images)
+    )
     return FeaturePictures(
         name=recipe,
         model=target.name,
@@ -137,16 +128,14 @@ def feature_pictures(
         made=made.images.cpu(),
         labels=made.labels,
         starts=made.starts,
-        feature_distance={"before": _mean_distance(before, wanted), "after": _mean_distance(after, wanted)},
+        feature_distance={
+            name: float((found - wanted).norm(dim=1).mean()) for name, found in (("before", before), ("after", after))
+        },
         accuracy=float(accuracy),
-        l2_from_start=float(L2.distance(made.images, made.start_images).mean()),
+        l2_from_start=float(extraction.L2.distance(made.images, made.start_images).mean()),
         folder=out,
         conditions={**target.conditions, **through, "seed": seed},
     )
-
-
-def _mean_distance(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double() - wanted.double()).norm(dim=1).mean())
 
 
 def count_classes(model: nn.Module, x: Tensor, route: str | None) -> int:

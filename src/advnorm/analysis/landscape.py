@@ -16,23 +16,13 @@ from advnorm._core.errors import ConfigError, raise_problems
 from advnorm._core.precision import float32_as
 from advnorm._core.settings import Setting
 from advnorm._core.wrappers import device_of, unwrap_model
-from advnorm.analysis.base import Finding, register_analysis, to_record
-from advnorm.analysis.batches import even_slices, track
-from advnorm.analysis.plots import Figure, legend_below, new_figure, series_style
-from advnorm.analysis.settings import (
-    EveryRouteSetting,
-    StatisticsMode,
-    as_tuple,
-    empty_problems,
-    model_problems,
-    setting_problems,
-)
-from advnorm.analysis.targets import branch_views, view_conditions
+from advnorm.analysis.base import BranchView, Finding, register_analysis, to_record, track, view_conditions
+from advnorm.analysis.images import even_slices
+from advnorm.analysis.plots import Figure, Panel, line_figure
+from advnorm.analysis.settings import StatisticsMode, as_tuple, setting_problems
 from advnorm.attacks import predicting
-from advnorm.attacks.base import Progress
 from advnorm.attacks.inputs import validate_batch
 from advnorm.attacks.model_access import extract_logits
-from advnorm.evaluation.target import EvaluationTarget
 
 #: Learning rates around 0.1, with which the papers train.
 STEPS = (0.05, 0.1, 0.2, 0.3, 0.4)
@@ -62,19 +52,14 @@ class LandscapePoint:
 
     @property
     def smoothness(self) -> float:
-        """Effective β-smoothness: ``max_t ||∇l(w) - ∇l(w - t ∇l(w))|| / ||t ∇l(w)||``."""
-        return _extremes(self.smoothness_at)[1]
+        """Effective β-smoothness: ``max_t ||∇l(w) - ∇l(w - t ∇l(w))|| / ||t ∇l(w)||``; NaN if any quotient is NaN."""
+        return float(torch.tensor(self.smoothness_at, dtype=torch.float64).amax())
 
     @property
     def loss_range(self) -> tuple[float, float]:
-        """Lowest and highest loss along the direction, including the starting point."""
-        return _extremes((self.loss, *self.losses))
-
-
-def _extremes(values: Sequence[float]) -> tuple[float, float]:
-    """Return the lowest and the highest value; NaN if any value is NaN."""
-    low, high = torch.tensor(values, dtype=torch.float64).aminmax()
-    return float(low), float(high)
+        """Lowest and highest loss along the direction, including the starting point; NaN if any loss is NaN."""
+        low, high = torch.tensor((self.loss, *self.losses), dtype=torch.float64).aminmax()
+        return float(low), float(high)
 
 
 def landscape(
@@ -93,9 +78,8 @@ def landscape(
     ``batch_frozen`` normalizes by the batch's statistics, as training does, without an update. Dropout is off, so that
     only w differs. The model itself stays unchanged, because the moved parameters are copies.
     """
-    problems = setting_problems(landscape, locals()) + model_problems(model, route, statistics)
+    raise_problems(setting_problems(landscape, locals()), "bad landscape")
     steps = as_tuple(steps)
-    raise_problems(problems + empty_problems(steps, "steps", str(STEPS)), "bad landscape")
     validate_batch(x, y)
     model, device = unwrap_model(model), device_of(model)
     start = {name: value.detach() for name, value in model.named_parameters() if value.requires_grad}
@@ -185,23 +169,13 @@ class LandscapeTrend(Finding):
         }
 
     def draw(self) -> Figure:
-        """Draw bands over all step sizes, and the effective β-smoothness as a line (paper D, fig. 14)."""
-        figure, (loss, change, smoothness) = _panels("training step")
-        handles = []
-        for place, points in enumerate(self.series.values()):
-            style = series_style(place) | {"marker": ""}
-            colour, x = style["color"], [step for step, _ in points]
-            for axes, ranges in (
-                (loss, [point.loss_range for _, point in points]),
-                (change, [_extremes(point.gradient_changes) for _, point in points]),
-            ):
-                low, high = zip(*ranges)
-                axes.fill_between(x, low, high, color=colour, alpha=0.3, linewidth=0)
-                for edge in (low, high):
-                    axes.plot(x, edge, color=colour, marker="", linewidth=0.8)
-            handles += smoothness.plot(x, [point.smoothness for _, point in points], **style)
-        legend_below(figure, handles, list(self.series))
-        return figure
+        """Draw mean and range over all step sizes, and the effective β-smoothness (paper D, fig. 14)."""
+
+        def along(values: Callable[[LandscapePoint], Sequence[float]]) -> dict[str, dict[int, Sequence[float]]]:
+            return {name: {step: values(point) for step, point in points} for name, points in self.series.items()}
+
+        loss, change = along(lambda point: (point.loss, *point.losses)), along(lambda point: point.gradient_changes)
+        return _draw("training step", loss, change, along(lambda point: (point.smoothness,)))
 
 
 # -- at a checkpoint ---------------------------------------------------------------------------------------------------
@@ -227,53 +201,51 @@ class LandscapeComparison(Finding):
 
     def draw(self) -> Figure:
         """Draw each quantity by step size: the mean over the batches and their range."""
-        figure, (loss, change, smoothness) = _panels("step size (learning rate)")
-        handles = []
-        for place, points in enumerate(self.points.values()):
-            steps = points[0].steps
-            for axes, x, rows in (
-                (loss, (0.0, *steps), [(point.loss, *point.losses) for point in points]),
-                (change, steps, [point.gradient_changes for point in points]),
-                (smoothness, steps, [point.smoothness_at for point in points]),
-            ):
-                values = torch.tensor(rows, dtype=torch.float64)
-                style = series_style(place)
-                axes.fill_between(x, values.amin(0), values.amax(0), color=style["color"], alpha=0.25, linewidth=0)
-                (line,) = axes.plot(x, values.mean(0), **style)
-            handles.append(line)
-        legend_below(figure, handles, list(self.points))
-        return figure
+
+        def along(values: Callable[[LandscapePoint], Sequence[float]], *start: float) -> dict[str, dict[float, Any]]:
+            return {
+                name: dict(zip((*start, *points[0].steps), zip(*map(values, points))))
+                for name, points in self.points.items()
+            }
+
+        loss, change = (
+            along(lambda point: (point.loss, *point.losses), 0.0),
+            along(lambda point: point.gradient_changes),
+        )
+        return _draw("step size (learning rate)", loss, change, along(lambda point: point.smoothness_at))
 
 
-def _panels(x_label: str) -> tuple[Figure, Any]:
-    """Return the three panels of paper D, fig. 14. Networks differ by orders of magnitude: two are logarithmic."""
-    figure, panels = new_figure(1, 3, height=3.0)
+def _draw(xlabel: str, *quantities: Mapping[str, Mapping[Any, Sequence[float]]]) -> Figure:
+    """Draw the three panels of paper D, fig. 14. Networks differ by orders of magnitude: two are logarithmic."""
     titles = ("Loss along gradient", "Change of gradient", "β-smoothness")
     units = ("loss", "l2 distance", "change / distance moved")
-    for axes, title, unit, scale in zip(panels, titles, units, ("linear", "log", "log")):
-        axes.set(title=title, xlabel=x_label, ylabel=unit, yscale=scale)
-    return figure, panels
+    scales = ("linear", "log", "log")
+    panels = [
+        Panel(title, lines, {"ylabel": unit, "yscale": scale})
+        for title, lines, unit, scale in zip(titles, quantities, units, scales)
+    ]
+    return line_figure(panels, xlabel=xlabel, columns=3)
 
 
-@register_analysis("landscape", summary="loss and gradient along the gradient", paper="D fig. 14-17", several=True)
+@register_analysis(
+    "landscape", summary="loss along the gradient", paper="D fig. 14-17", takes="branches", measure=landscape
+)
 def landscape_of_runs(
-    targets: Sequence[EvaluationTarget],
+    views: Sequence[BranchView],
     *,
-    steps: StepSizes = STEPS,
     count: Annotated[int, Setting("Number of batches.", "[1, inf)")] = 4,
-    route: EveryRouteSetting = None,
     statistics: StatisticsMode = "batch_frozen",
-    progress: Progress | None = None,
+    **settings: Any,
 ) -> LandscapeComparison:
     """Compute the landscape around several networks on the first ``count`` batches of images."""
-    views = branch_views(targets, route)
     points: dict[str, list[LandscapePoint]] = {}
     conditions = view_conditions(views)
-    how: Any = {"steps": steps, "statistics": statistics}
-    for name, target, branch in track(views, progress):
+    settings["statistics"] = statistics
+    for name, target, branch in track(views):
         parts = list(even_slices(len(target.images), target.batch_size))[:count]
         conditions[name] |= {"images_looked_at": parts[-1].stop, "batch_size": parts[0].stop}
         points[name] = [
-            landscape(target.model, target.images[rows], target.labels[rows], route=branch, **how) for rows in parts
+            landscape(target.model, target.images[rows], target.labels[rows], route=branch, **settings)
+            for rows in parts
         ]
     return LandscapeComparison(points=points, statistics=statistics, conditions=conditions)

@@ -10,32 +10,26 @@ from typing import Annotated, Any, get_args
 import torch
 from torch import Tensor, nn
 
-from advnorm._core.errors import ConfigError, Problem, raise_problems
+from advnorm._core.errors import Problem, raise_problems
 from advnorm._core.precision import float32_as
 from advnorm._core.seeding import ImageNoise
 from advnorm._core.settings import Setting
 from advnorm._core.wrappers import device_of
-from advnorm.analysis.base import Finding, register_analysis
-from advnorm.analysis.batches import attack_images, even_slices, measure_accuracy, track
-from advnorm.analysis.plots import Figure, legend_below, new_figure, series_style
+from advnorm.analysis.base import BranchView, Finding, register_analysis, track, view_conditions
+from advnorm.analysis.images import attack_images, even_slices, measure_accuracy
+from advnorm.analysis.plots import Figure, Panel, legend_below, line_figure, line_style, new_figure
 from advnorm.analysis.settings import (
     BatchSize,
-    EveryRouteSetting,
     Seed,
     StatisticsMode,
     as_tuple,
-    model_problems,
     require_any,
     setting_problems,
 )
-from advnorm.analysis.targets import branch_views, view_conditions
 from advnorm.attacks import Attack, predicting
-from advnorm.attacks.base import Progress
 from advnorm.attacks.inputs import validate_batch, validating_first_logits
-from advnorm.attacks.model_access import Predict
-from advnorm.evaluation.target import EvaluationTarget
 from advnorm.objectives.ligs import Shift, loss_direction, shift_images
-from advnorm.threat import ThreatModel, parse_length
+from advnorm.threat import length_problem, parse_length
 
 SHIFTS: tuple[Shift, ...] = get_args(Shift)
 SHIFT_NAMES = {"gaussian": "Gaussian noise", "uniform": "uniform noise", "fgsm": "FGSM", "pgd": "PGD, 7 steps"}
@@ -92,8 +86,7 @@ def ligs(
     ``batch_frozen`` the images of a batch share its statistics, and the gradient is that of their summed loss, as in
     the regularizer :class:`advnorm.objectives.LIGS`.
     """
-    problems = setting_problems(ligs, locals()) + _size_problems(size) + model_problems(model, route, statistics)
-    raise_problems(problems, "bad LIGS")
+    raise_problems(setting_problems(ligs, locals()) + _size_problems(size), "bad LIGS")
     size = parse_length(size)
     largest_label, device = validate_batch(x, y), device_of(model)
     cosines = []
@@ -102,30 +95,19 @@ def ligs(
         for rows in even_slices(len(x), batch_size):
             images, labels = (part[rows].detach().to(device, copy=True) for part in (x, y))
             noise = ImageNoise(seed, torch.arange(rows.start, rows.stop, device=device)).fold("ligs")
-            near = shift_images(shift, images, labels, noise, size, predict)
-            cosines.append(_cosine(*(_gradient(predict, at, labels) for at in (images, near))).cpu())
+            gradients = []
+            for at in (images, shift_images(shift, images, labels, noise, size, predict)):
+                at = at.detach().requires_grad_()
+                gradients.append(loss_direction(predict(at), labels, at).flatten(1).double())
+            a, b = gradients
+            cosines.append(((a * b).sum(1) / (a.norm(dim=1) * b.norm(dim=1))).cpu())  # NaN (0/0) for a zero gradient
     return GradientSimilarities(per_image=torch.cat(cosines))
 
 
 def _size_problems(size: Any) -> list[Problem]:
     """Return the problems of a shift size, which has the scale and the syntax of eps."""
-    try:
-        ThreatModel(eps=size)
-    except ConfigError as error:
-        return [dataclasses.replace(problem, field="size") for problem in error.problems]
-    return []
-
-
-def _gradient(predict: Predict, x: Tensor, y: Tensor) -> Tensor:
-    """Return ``∇_x l`` of each image, up to a factor."""
-    x = x.detach().requires_grad_()
-    return loss_direction(predict(x), y, x)
-
-
-def _cosine(a: Tensor, b: Tensor) -> Tensor:
-    """Return the cosine of each image in float64; NaN (0/0) if a gradient is zero."""
-    a, b = (gradient.flatten(1).double() for gradient in (a, b))
-    return (a * b).sum(1) / (a.norm(dim=1) * b.norm(dim=1))
+    problem = length_problem("size", size, "Linf")
+    return [problem] if problem else []
 
 
 # -- trained networks --------------------------------------------------------------------------------------------------
@@ -153,51 +135,39 @@ class LIGSComparison(Finding):
 
     def draw(self) -> Figure:
         """Draw the mean and the middle half of the images, as paper D, fig. 2, at the end of training."""
-        figure, axes = new_figure()
-        names = list(self.similarities)
-        shifts = list(self.similarities[names[0]])
-        handles = []
-        for place, name in enumerate(names):
-            values = [self.similarities[name][shift] for shift in shifts]
-            x = [i + 0.6 * ((place + 0.5) / len(names) - 0.5) for i in range(len(shifts))]
-            style: dict[str, Any] = {**series_style(place), "linestyle": "", "markersize": 6}
-            low, high = ([found.quantile(share) for found in values] for share in (0.25, 0.75))
+        figure, (axes,) = new_figure()
+        handles, labels = {}, []
+        for place, (name, shifts) in enumerate(self.similarities.items()):
+            x = [i + 0.6 * ((place + 0.5) / len(self.similarities) - 0.5) for i in range(len(shifts))]
+            style: dict[str, Any] = {**line_style(place), "linestyle": "", "markersize": 6}
+            low, high = ([found.quantile(share) for found in shifts.values()] for share in (0.25, 0.75))
             axes.vlines(x, low, high, color=style["color"], linewidth=3, alpha=0.35)
-            handles += axes.plot(x, [found.mean for found in values], **style)
-        axes.set_xticks(range(len(shifts)), [SHIFT_NAMES[shift] for shift in shifts])
-        axes.set(xlim=(-0.5, len(shifts) - 0.5), ylabel="cosine: mean, middle half of images")
+            (handles[name],) = axes.plot(x, [found.mean for found in shifts.values()], **style)
+            labels = [SHIFT_NAMES[shift] for shift in shifts]
+        axes.set_xticks(range(len(labels)), labels)
+        axes.set(xlim=(-0.5, len(labels) - 0.5), ylabel="cosine: mean, middle half of images")
         axes.set_title(f"Similarity of input gradients under a shift of size {self.size:g}")
-        legend_below(figure, handles, names)
+        legend_below(figure, handles)
         return figure
 
 
-@register_analysis("ligs", summary="similarity of input gradients under small shifts", paper="D fig. 2", several=True)
+@register_analysis("ligs", summary="similarity of input gradients", paper="D fig. 2", takes="branches")
 def ligs_of_runs(
-    targets: Sequence[EvaluationTarget],
+    views: Sequence[BranchView],
     *,
     shifts: ShiftKinds = SHIFTS,
     size: ShiftSize = 0.01,
-    route: EveryRouteSetting = None,
     statistics: StatisticsMode = "running",
     seed: Seed = 0,
-    progress: Progress | None = None,
 ) -> LIGSComparison:
     """Compute LIGS of several networks under several kinds of shift."""
-    views = branch_views(targets, route)
-    require_any(shifts, "shifts", ", ".join(SHIFTS))
     how: Any = {"size": size, "statistics": statistics, "seed": seed}
-    similarities: dict[str, dict[str, GradientSimilarities]] = {}
-    for name, target, branch in track(views, progress):
-        how |= {"route": branch, "batch_size": target.batch_size}
-        data = (target.model, target.images, target.labels)
-        similarities[name] = {shift: ligs(*data, shift=shift, **how) for shift in shifts}
-    return LIGSComparison(
-        similarities=similarities,
-        size=parse_length(size),
-        statistics=statistics,
-        seed=seed,
-        conditions=view_conditions(views),
-    )
+    similarities = {
+        view.name: {shift: ligs(*view.data, shift=shift, **view.settings, **how) for shift in shifts}
+        for view in track(views)
+    }
+    how["size"] = parse_length(size)
+    return LIGSComparison(similarities=similarities, **how, conditions=view_conditions(views))
 
 
 # -- along training ----------------------------------------------------------------------------------------------------
@@ -225,27 +195,22 @@ class LIGSTrend(Finding):
 
     def draw(self) -> Figure:
         """Draw a panel for each quantity, a line for each training (paper D, fig. 4; with several shifts fig. 2)."""
-        first = next(stage for stages in self.series.values() for stage in stages)
-        panels = [("Clean accuracy", "accuracy (%)", lambda stage: 100 * stage.clean_accuracy)]
-        if first.robust_accuracy is not None:
-            panels.append(("Robust accuracy", "accuracy (%)", lambda stage: 100 * stage.robust_accuracy))
-        for shift in first.ligs:
-            panels.append((f"LIGS, {SHIFT_NAMES[shift]}", "cosine", lambda stage, shift=shift: stage.ligs[shift]))
-        columns = min(3, len(panels))
-        lines = -(-len(panels) // columns)
-        figure, grid = new_figure(lines, columns, height=0.5 + 2.2 * lines, squeeze=False)
-        grid = list(grid.flat)
-        handles = []
-        for axes, (title, unit, value) in zip(grid, panels):
-            handles = [
-                axes.plot([s.epoch for s in stages], [value(s) for s in stages], **series_style(place))[0]
-                for place, stages in enumerate(self.series.values())
-            ]
-            axes.set(title=title, xlabel="epoch", ylabel=unit)
-        for axes in grid[len(panels) :]:
-            axes.remove()
-        legend_below(figure, handles, list(self.series))
-        return figure
+
+        def quantities(stage: TrainingStage) -> dict[str, float]:
+            accuracies = {"Clean accuracy": stage.clean_accuracy, "Robust accuracy": stage.robust_accuracy}
+            cosines = {f"LIGS, {SHIFT_NAMES[shift]}": value for shift, value in stage.ligs.items()}
+            return {title: 100 * share for title, share in accuracies.items() if share is not None} | cosines
+
+        along = {name: {one.epoch: quantities(one) for one in stages} for name, stages in self.series.items()}
+        panels = [
+            Panel(
+                title,
+                {name: {epoch: found[title] for epoch, found in epochs.items()} for name, epochs in along.items()},
+                {"ylabel": "accuracy (%)" if title.endswith("accuracy") else "cosine"},
+            )
+            for title in next(found for epochs in along.values() for found in epochs.values())
+        ]
+        return line_figure(panels, xlabel="epoch", columns=min(3, len(panels)))
 
 
 def ligs_along(
@@ -268,7 +233,6 @@ def ligs_along(
     """
     raise_problems(setting_problems(ligs_along, locals()) + _size_problems(size), "bad LIGS")
     kinds = as_tuple(shifts)
-    require_any(kinds, "shifts", ", ".join(SHIFTS))
     how: dict[str, Any] = {"route": route, "statistics": statistics, "batch_size": batch_size}
     series: dict[str, list[TrainingStage]] = {}
     for name, stages in models.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,21 +16,11 @@ from advnorm._core.modes import running_eagerly
 from advnorm._core.precision import float32_as
 from advnorm._core.wrappers import device_of, unwrap_model
 from advnorm.analysis.banks import Gaussian, norm_layers
-from advnorm.analysis.base import Finding, register_analysis
-from advnorm.analysis.batches import Images, iterate_batches, track
-from advnorm.analysis.plots import Figure, domain_style, formula, label_layers, legend_below, new_figure
-from advnorm.analysis.settings import (
-    BatchSize,
-    Inputs,
-    RouteSetting,
-    StatisticsMode,
-    model_problems,
-    require_any,
-    setting_problems,
-)
-from advnorm.analysis.targets import craft_inputs, target_conditions
+from advnorm.analysis.base import Finding, register_analysis, track
+from advnorm.analysis.images import Images, iterate_batches, measure_inputs
+from advnorm.analysis.plots import Figure, Panel, line_figure
+from advnorm.analysis.settings import BatchSize, Inputs, RouteSetting, StatisticsMode, require_any, setting_problems
 from advnorm.attacks import predicting
-from advnorm.attacks.base import Progress
 from advnorm.evaluation.model_branches import branches
 from advnorm.evaluation.target import EvaluationTarget
 from advnorm.norms import Route, RoutedNorm, functional, pair_banks, routed_modules
@@ -79,9 +70,8 @@ def observe_norm_inputs(
     domain of the statistics bank and the domain of the affine bank. The model is unchanged afterwards, also after an
     error.
     """
-    problems = setting_problems(observe_norm_inputs, locals())
     model = unwrap_model(model)
-    problems += model_problems(model, route, statistics, any_bank=pair is not None)
+    problems = setting_problems(observe_norm_inputs, locals(), any_bank=pair is not None)
     if route is not None and pair is not None:
         message = "{field} cannot be combined with a pair of banks"
         problems.append(Problem(code="conflict", message=message, field="route", hint="give one of them"))
@@ -98,8 +88,9 @@ def observe_norm_inputs(
         stack.enter_context(torch.no_grad())
         stack.enter_context(running_eagerly())
         for name, norm in norm_layers(model, layers).items():
-            hook = norm.register_forward_pre_hook(_observing_hook(observer, name))
-            stack.callback(hook.remove)
+            # The hook keeps its own name, not that of the last layer.
+            hook = partial(lambda name, norm, args: observer(name, channels_second(norm, args[0])), name)
+            stack.callback(norm.register_forward_pre_hook(hook).remove)
         for images in iterate_batches(x, batch_size):
             if not isinstance(images, Tensor) or not images.is_floating_point():
                 got = Description(images.dtype if isinstance(images, Tensor) else type(images).__name__)
@@ -108,10 +99,6 @@ def observe_norm_inputs(
             classes.append(predict(images.to(device)).argmax(1).cpu())
     require_any(classes, "images", "a list of batches; an iterator can be used only once")
     return torch.cat(classes)
-
-
-def _observing_hook(observer: Observer, name: str) -> Callable[..., None]:
-    return lambda norm, args: observer(name, channels_second(norm, args[0]))
 
 
 def channels_second(norm: nn.Module, x: Tensor) -> Tensor:
@@ -141,8 +128,8 @@ def collect_moments(
     ``statistics`` normalizes the layers before: the ``running`` ones, as at test time, or those of each batch
     (``batch_frozen``), as in training; then the result depends on the batches.
     """
-    settings: Any = {"route": route, "pair": pair, "statistics": statistics, "layers": layers, "batch_size": batch_size}
-    return moments_and_classes(model, x, **settings)[0]
+    how: Any = {"route": route, "pair": pair, "statistics": statistics, "layers": layers, "batch_size": batch_size}
+    return moments_and_classes(model, x, **how)[0]
 
 
 def moments_and_classes(model: nn.Module, x: Images, **settings: Any) -> tuple[Moments, Tensor]:
@@ -208,20 +195,19 @@ class NormStatistics(Finding):
         return {ns_name(a, i): moments for a, row in self.moments.items() for i, moments in row.items()}
 
     def draw(self) -> Figure:
-        figure, panels = new_figure(2, 1, height=5.4, sharex=True)
-        names: list[str] = []
-        for index, (label, moments) in enumerate(self.series.items()):
-            names = list(moments)
-            values = [[one.mean.square().mean().sqrt(), one.biased_variance.mean().sqrt()] for one in moments.values()]
-            for axes, line in zip(panels, zip(*values)):
-                axes.plot(range(len(line)), line, label=formula(label), **domain_style(index, label))
-        panels[0].set(title="Size of the channels' means", ylabel="root mean square")
-        panels[1].set(title="Size of the channels' deviations", ylabel="root mean square")
-        for axes in panels:
-            axes.set_ylim(bottom=0)
-        label_layers(panels[1], names)
-        legend_below(figure, *panels[0].get_legend_handles_labels())
-        return figure
+        sizes: dict[str, Callable[[LayerMoments], Any]] = {
+            "means": lambda one: one.mean.square().mean().sqrt(),
+            "deviations": lambda one: one.biased_variance.mean().sqrt(),
+        }
+        panels = [
+            Panel(
+                f"Size of the channels' {what}",
+                {name: {layer: size(one) for layer, one in found.items()} for name, found in self.series.items()},
+                {"ylabel": "root mean square", "ylim": (0, None)},
+            )
+            for what, size in sizes.items()
+        ]
+        return line_figure(panels, sharex=True)
 
 
 def ns_name(affine: str, images: str) -> str:
@@ -237,7 +223,6 @@ def norm_statistics(
     statistics: StatisticsMode = "batch_frozen",
     layers: str | Sequence[str] | None = None,
     batch_size: BatchSize = 256,
-    progress: Progress | None = None,
 ) -> NormStatistics:
     """Return NS of every kind of images under every affine bank (paper A, sec. 5.1, fig. 4).
 
@@ -246,22 +231,17 @@ def norm_statistics(
     require_any(inputs, "inputs", "{'clean': x}")
     affines = tuple(affines or branches(model) or (SHARED,))
     found: dict[str, dict[str, Moments]] = {affine: {} for affine in affines}
-    for affine, name in track(((affine, name) for affine in affines for name in inputs), progress):
+    for affine, name in track((affine, name) for affine in affines for name in inputs):
         how = affine_bank_settings(affine, statistics)
         found[affine][name] = collect_moments(model, inputs[name], **how, layers=layers, batch_size=batch_size)
     return NormStatistics(moments=found, conditions={"statistics": statistics, "batch_size": batch_size})
 
 
-@register_analysis("moments", summary="mean and deviation of the input of every norm", paper="A sec. 5")
+@register_analysis(
+    "moments", summary="mean and deviation of the input of every norm", paper="A sec. 5", measure=norm_statistics
+)
 def moments_of_run(
-    target: EvaluationTarget,
-    *,
-    inputs: Inputs = ("clean", "adv"),
-    statistics: StatisticsMode = "batch_frozen",
-    route: RouteSetting = None,
-    progress: Progress | None = None,
+    target: EvaluationTarget, *, inputs: Inputs = ("clean", "adv"), route: RouteSetting = None, **settings: Any
 ) -> NormStatistics:
     """Collect NS of the images of a run; ``route`` is the branch of the attacks."""
-    images = craft_inputs(target, inputs, route=route, progress=progress)
-    found = norm_statistics(target.model, images, statistics=statistics, batch_size=target.batch_size)
-    return found.under(target_conditions(target, inputs, through=route, **found.conditions))
+    return measure_inputs(norm_statistics, target, inputs, crafted_through=route, **settings)

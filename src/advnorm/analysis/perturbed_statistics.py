@@ -1,26 +1,27 @@
-"""Accuracy under perturbed batch-norm statistics, by radius (paper B, sec. 4.4 and 4.5, fig. 1 and 2)."""
+"""Perturbations of batch-norm statistics, and accuracy by their radius (paper B, sec. 4.4 and 4.5, fig. 1 and 2)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from advnorm._core.errors import ConfigError, Description, raise_problems
+from advnorm._core.errors import ConfigError, Description, Problem, raise_problems
 from advnorm._core.precision import float32_as
-from advnorm._core.settings import Setting
+from advnorm._core.seeding import ImageNoise
+from advnorm._core.settings import Setting, convert_fields
 from advnorm._core.wrappers import device_of, unwrap_model
-from advnorm.analysis.base import Finding, register_analysis
-from advnorm.analysis.batches import even_slices, track
-from advnorm.analysis.corruption_accuracy import recalibratable_copy
-from advnorm.analysis.plots import Figure, legend_below, new_figure, series_style, wrap_names
+from advnorm.analysis.banks import routed_copy
+from advnorm.analysis.base import BranchView, Finding, register_analysis, track, view_conditions
+from advnorm.analysis.images import even_slices
+from advnorm.analysis.plots import Figure, Panel, line_figure, wrap_names
 from advnorm.analysis.settings import (
     BatchSize,
-    EveryRouteSetting,
     Seed,
     as_tuple,
     empty_problems,
@@ -28,15 +29,125 @@ from advnorm.analysis.settings import (
     require_any,
     setting_problems,
 )
-from advnorm.analysis.statistics_perturbation import StatisticsPerturbation, Which
-from advnorm.analysis.targets import branch_views
-from advnorm.attacks.base import Progress
-from advnorm.evaluation.target import EvaluationTarget
-from advnorm.norms import RoutedNorm, routed_modules
+from advnorm.attacks import predicting
+from advnorm.attacks.inputs import validate_batch, validating_first_logits
+from advnorm.attacks.losses import cross_entropy
+from advnorm.norms import Perturbation, RoutedNorm, routed_modules, zero_perturbation
+from advnorm.norms import statistics as statistics_scope
+from advnorm.norms.plan import SHARED
 
 RADII = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
+Which = Literal["both", "mean", "std"]
 Groups = Annotated[Sequence[int], Setting("Numbers of groups of a batch with their own statistics.", "[1, inf)")]
 Radii = Annotated[Sequence[float], Setting("Sizes of the perturbation as shares of the statistics.", "[0, 1)")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatisticsPerturbationResult:
+    """A perturbation of the statistics, and the accuracy on its batch without and with it."""
+
+    perturbation: Perturbation
+    clean_accuracy: float
+    accuracy: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatisticsPerturbation:
+    """``μ ← (1 + δ_μ) μ`` and ``1/σ ← (1 + δ_σ) / σ`` in all batch norms (paper B, eq. 3), |δ| at most ``radius``.
+
+    It changes statistics, not images, so it is not an :class:`~advnorm.attacks.Attack`.
+
+    ``kind``: ``gradient`` is the sign of the gradient over one batch (algorithm 1, line 5; fig. 1). ``uniform`` and
+    ``binary`` are random; they depend on the seed and the norm's name, so that models of one architecture share a
+    direction (sec. 4.5).
+    ``scaling``: δ_σ multiplies ``invstd`` as in eq. 3, or ``std`` as in sec. 4.5: ``σ ← (1 + ε v) σ``.
+    ``groups`` apply to the evaluation, as in APART's second pass. The gradient is that of the whole batch, as in its
+    first pass.
+    """
+
+    radius: Annotated[float, Setting("Largest change, as a share of the statistics.", "[0, 1)")]
+    kind: Annotated[Literal["gradient", "uniform", "binary"], Setting("How the direction is chosen.")] = "gradient"
+    which: Annotated[Which, Setting("Perturbed statistics.")] = "both"
+    scaling: Annotated[Literal["invstd", "std"], Setting("Quantity that the perturbation multiplies.")] = "invstd"
+    groups: Annotated[int, Setting("Number of parts of the batch with their own statistics.", "[1, inf)")] = 1
+    statistics: Annotated[
+        Literal["batch_frozen", "running"], Setting("Statistics of the batch, or the running ones.")
+    ] = "batch_frozen"
+    route: Annotated[str | None, Setting("Evaluated branch; none: the branch of an enclosing `advnorm.route`.")] = None
+    seed: Annotated[int, Setting("Seed of random directions.")] = 0
+
+    def __post_init__(self) -> None:
+        problems = convert_fields(self)
+        if not problems and self.statistics == "running" and self.groups != 1:
+            message, hint = "{field} need batch statistics", "use statistics='batch_frozen'"
+            problems.append(Problem(code="conflict", field="groups", message=message, got=self.groups, hint=hint))
+        raise_problems(problems, "bad statistics perturbation")
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> StatisticsPerturbationResult:
+        """Compute the perturbation on one batch and the accuracy on it; see :meth:`accuracy` for other data."""
+        perturbation = self.perturbation(model, x, y)
+        clean, perturbed = (self.accuracy(model, [(x, y)], delta) for delta in (None, perturbation))
+        return StatisticsPerturbationResult(perturbation=perturbation, clean_accuracy=clean, accuracy=perturbed)
+
+    def perturbation(self, model: nn.Module, x: Tensor | None = None, y: Tensor | None = None) -> Perturbation:
+        """Return the perturbation; random kinds need no images."""
+        return self.scaled(self.direction(model, x, y))
+
+    def direction(self, model: nn.Module, x: Tensor | None = None, y: Tensor | None = None) -> Perturbation:
+        """Return the perturbation for radius 1, with values in [-1, 1]; one direction serves all radii."""
+        if self.kind != "gradient":
+            return self._random_direction(zero_perturbation(model, requires_grad=False))
+        if x is None or y is None:
+            raise ConfigError("empty", "kind='gradient' needs a batch of {field} and labels", field="images")
+        largest_label = validate_batch(x, y)
+        delta = zero_perturbation(model)
+        with predicting(model, route=self.route, statistics=self.statistics) as predict:
+            with statistics_scope(model, perturbation=delta, groups=1):
+                loss = cross_entropy(validating_first_logits(predict, largest_label)(x.detach()), y).sum()
+            gradients = torch.autograd.grad(loss, delta.tensors, allow_unused=True)
+        return delta.map(lambda gradient: gradient.detach().sign(), gradients)
+
+    def scaled(self, direction: Perturbation) -> Perturbation:
+        """Scale a direction to ``radius``, for the chosen statistics."""
+
+        def at_radius(delta: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            mean, std = (self.radius * value.detach() for value in delta)
+            if self.scaling == "std":  # the gradient is that of 1/σ, so σ moves the other way
+                std = 1 / (1 - std if self.kind == "gradient" else 1 + std) - 1
+            return mean * (self.which != "std"), std * (self.which != "mean")
+
+        return Perturbation(
+            {name: {bank: at_radius(delta) for bank, delta in banks.items()} for name, banks in direction.items()}
+        )
+
+    def accuracy(
+        self, model: nn.Module, data: Iterable[tuple[Tensor, Tensor]], perturbation: Perturbation | None = None
+    ) -> float:
+        """Accuracy on ``data``, batches of images and labels, under the perturbed statistics."""
+        right = []
+        perturbed = statistics_scope(model, perturbation=perturbation, groups=self.groups)
+        with predicting(model, route=self.route, statistics=self.statistics) as predict, torch.no_grad(), perturbed:
+            for x, y in data:
+                right.append(validating_first_logits(predict, validate_batch(x, y))(x.detach()).argmax(1) == y)
+        require_any(right, "data", "a list of batches; an iterator can be used only once")
+        return float(torch.cat(right).sum()) / sum(map(len, right))
+
+    def _random_direction(self, zero: Perturbation) -> Perturbation:
+        """The same direction for every bank of a layer, and so for all networks of one architecture (sec. 4.5)."""
+
+        def draw(like: Tensor, layer: str, what: str) -> Tensor:
+            noise = ImageNoise(self.seed, torch.zeros(1, dtype=torch.long, device=like.device))
+            for tag in (self.kind, layer, SHARED, what):
+                noise = noise.fold(tag)
+            values = noise.signs(like.shape) if self.kind == "binary" else 2 * noise.uniform(like.shape) - 1
+            return values[0].to(like.dtype)
+
+        return Perturbation(
+            {
+                name: {bank: (draw(mean, name, "mean"), draw(std, name, "std")) for bank, (mean, std) in banks.items()}
+                for name, banks in zero.items()
+            }
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,13 +176,18 @@ def perturbed_accuracy(
     model is converted in a copy. A model without batch norms raises.
     """
     problems = setting_problems(perturbed_accuracy, locals())
-    radii = as_tuple(radii)
     problems += empty_problems(attacks, "attacks", "{'uniform': StatisticsPerturbation(radius=0.1, kind='uniform')}")
-    problems += empty_problems(radii, "radii", str(RADII))
     for statistics in dict.fromkeys(attack.statistics for attack in attacks.values()):
         problems += model_problems(model, None, statistics)
     raise_problems(problems, "bad perturbed statistics")
-    model, device = _to_perturbable(model), device_of(model)
+    radii = as_tuple(radii)
+    model, device = unwrap_model(model), device_of(model)
+    if any(isinstance(module, _BatchNorm) for module in model.modules()):
+        model = routed_copy(model)
+    norms = routed_modules(model).values()
+    if not any(isinstance(norm, RoutedNorm) and norm.plan.statistics == "batch" for norm in norms):
+        message = f"{type(model).__name__} has no batch norm, and only its statistics can be perturbed (B, eq. 3)"
+        raise ConfigError("not_supported", message, field="model")
     if any(attack.statistics != "running" for attack in attacks.values()):
         rows = _equal_batches(len(x), batch_size, [attack.groups for attack in attacks.values()])
     else:
@@ -87,18 +203,6 @@ def perturbed_accuracy(
                 accuracies.append(attack.accuracy(model, data, attack.scaled(direction)))
             found[name] = tuple(accuracies)
     return AccuracyCurves(radii=radii, accuracy=found, images=rows[-1].stop, batch_size=rows[0].stop)
-
-
-def _to_perturbable(model: nn.Module) -> nn.Module:
-    """Return the model, or a copy with routed norms if it has plain ones."""
-    model = unwrap_model(model)
-    if any(isinstance(module, _BatchNorm) for module in model.modules()):
-        model = recalibratable_copy(model)
-    norms = routed_modules(model).values()
-    if not any(isinstance(norm, RoutedNorm) and norm.plan.statistics == "batch" for norm in norms):
-        message = f"{type(model).__name__} has no batch norm, and only its statistics can be perturbed (B, eq. 3)"
-        raise ConfigError("not_supported", message, field="model")
-    return model
 
 
 def _equal_batches(count: int, size: int, groups: Sequence[int]) -> list[slice]:
@@ -125,66 +229,56 @@ class PerturbedStatistics(Finding):
     attacks: Mapping[str, Mapping[str, Any]]  # settings of the attacks, without radius and route
 
     def draw(self) -> Figure:
-        figure, panels = new_figure(1, len(self.accuracy), height=3.4, sharey=True, squeeze=False)
-        row = panels[0]
-        figure.suptitle(self.title, x=0.01, ha="left", fontsize=10, fontweight="bold")
-        names = list(dict.fromkeys(name for lines in self.accuracy.values() for name in lines))
-        handles = {}
         titles = wrap_names(self.accuracy, 80 // len(self.accuracy))
-        for axes, title, lines in zip(row, titles, self.accuracy.values()):
-            for name, values in lines.items():
-                (handles[name],) = axes.plot(self.radii, [100 * v for v in values], **series_style(names.index(name)))
-            axes.set_title(title, fontweight="normal")
-            axes.set_xlabel("radius ε, as a share of the statistics")
-        row[0].set_ylabel("accuracy (%)")
-        row[0].set_ylim(0, 102)
-        legend_below(figure, [handles[name] for name in names], names)
-        return figure
+        panels = [
+            Panel(
+                title,
+                {name: dict(zip(self.radii, (100 * value for value in line))) for name, line in lines.items()},
+                {"ylabel": "accuracy (%)", "ylim": (0, 102)},
+            )
+            for title, lines in zip(titles, self.accuracy.values())
+        ]
+        xlabel = "radius ε, as a share of the statistics"
+        return line_figure(panels, heading=self.title, xlabel=xlabel, columns=len(panels), sharey=True)
 
 
 def _measure(
-    targets: Sequence[EvaluationTarget],
-    route: str | None,
-    attacks: Mapping[str, StatisticsPerturbation],
-    radii: Sequence[float],
-    progress: Progress | None,
+    views: Sequence[BranchView], attacks: Mapping[str, StatisticsPerturbation], radii: Sequence[float]
 ) -> tuple[dict[str, AccuracyCurves], dict[str, Any]]:
     """Return the curves of every view, each attack through its branch, and what the finding records about them."""
-    views, curves = branch_views(targets, route), {}
-    for name, target, branch in track(views, progress):
-        routed = {kind: replace(attack, route=branch) for kind, attack in attacks.items()}
-        data = (target.model, target.images, target.labels)
-        curves[name] = perturbed_accuracy(*data, routed, radii=radii, batch_size=target.batch_size)
+    conditions, curves = view_conditions(views), {}
+    for view in track(views):
+        routed = {kind: replace(attack, route=view.route) for kind, attack in attacks.items()}
+        found = perturbed_accuracy(*view.data, routed, radii=radii, batch_size=view.target.batch_size)
+        # With batch statistics the numbers depend on the batch size and on the images used.
+        conditions[view.name] |= {"images_judged": found.images, "batch_size": found.batch_size}
+        curves[view.name] = found
     settings = {
         name: {key: value for key, value in vars(attack).items() if key not in ("radius", "route")}
         for name, attack in attacks.items()
     }
-    # With batch statistics the numbers depend on the batch size and on the images used.
-    used = {name: {"images_judged": one.images, "batch_size": one.batch_size} for name, one in curves.items()}
-    conditions = {view.name: {**view.conditions, **used[view.name]} for view in views}
     return curves, {"radii": radii, "attacks": settings, "conditions": conditions}
 
 
-@register_analysis("statistics_attack", summary="accuracy under an attack on batch statistics", paper="B fig. 1")
-def statistics_attack_of_run(
-    target: EvaluationTarget,
+@register_analysis(
+    "statistics_attack", summary="accuracy under an attack on batch statistics", paper="B fig. 1", takes="branches"
+)
+def statistics_attack_of_runs(
+    views: Sequence[BranchView],
     *,
     radii: Radii = RADII,
     groups: Groups = (1, 2, 8),
     which: Annotated[Which, Setting("The perturbed statistics.")] = "both",
-    route: EveryRouteSetting = None,
     seed: Seed = 0,
-    progress: Progress | None = None,
 ) -> PerturbedStatistics:
     """Compare the sign of a gradient with random perturbations of batch statistics, by radius and groups.
 
     The gradient is that of the first batch; the accuracy is that of all images.
     """
-    if model_problems(target.model, None, "batch_frozen"):
-        message = f"the norms of {target.name} need batch statistics of both domains, but these batches have one domain"
+    if wrong := [view.name for view in views if model_problems(view.target.model, None, "batch_frozen")]:
+        message = f"the norms of {wrong[0]} need batch statistics of both domains, but these batches have one domain"
         hint = "perturb the running statistics: perturbed_statistics"
-        raise ConfigError("not_supported", message, field="target", hint=hint)
-    require_any(groups, "groups", "1 for the whole batch")
+        raise ConfigError("not_supported", message, field="targets", hint=hint)
     common: dict[str, Any] = {"radius": 0.0, "which": which, "seed": seed}
     attacks = {
         "uniform random": StatisticsPerturbation(kind="uniform", **common),
@@ -192,7 +286,7 @@ def statistics_attack_of_run(
     }
     for count in groups:
         attacks[f"gradient, {count} group{'s' * (count != 1)}"] = StatisticsPerturbation(groups=count, **common)
-    curves, about = _measure([target], route, attacks, radii, progress)
+    curves, about = _measure(views, attacks, radii)
     return PerturbedStatistics(
         analysis="statistics_attack",
         title="Accuracy under an attack on the batch statistics",
@@ -202,15 +296,10 @@ def statistics_attack_of_run(
 
 
 @register_analysis(
-    "perturbed_statistics", summary="accuracy under perturbed running statistics", paper="B fig. 2", several=True
+    "perturbed_statistics", summary="accuracy under perturbed running statistics", paper="B fig. 2", takes="branches"
 )
 def perturbed_statistics_of_runs(
-    targets: Sequence[EvaluationTarget],
-    *,
-    radii: Radii = RADII,
-    route: EveryRouteSetting = None,
-    seed: Seed = 0,
-    progress: Progress | None = None,
+    views: Sequence[BranchView], *, radii: Radii = RADII, seed: Seed = 0
 ) -> PerturbedStatistics:
     """Perturb ``μ ← (1 + εv) μ`` or ``σ ← (1 + εv) σ`` with random signs v, equal for networks of one architecture."""
     common: dict[str, Any] = {"kind": "binary", "scaling": "std", "statistics": "running", "seed": seed}
@@ -218,7 +307,7 @@ def perturbed_statistics_of_runs(
         "means": StatisticsPerturbation(radius=0.0, which="mean", **common),
         "standard deviations": StatisticsPerturbation(radius=0.0, which="std", **common),
     }
-    curves, about = _measure(targets, route, attacks, radii, progress)
+    curves, about = _measure(views, attacks, radii)
     return PerturbedStatistics(
         analysis="perturbed_statistics",
         title="Accuracy under randomly perturbed running statistics",

@@ -1,13 +1,15 @@
-"""Shared parts of all figures: one style, colours, markers, legends and labels."""
+"""Shared parts of all figures: one style, panels of lines, grouped bars, legends and labels."""
 
 from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from statistics import fmean
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,6 +23,8 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINES, HATCHES, FILLS = ("-", "--", ":"), ("", "///", "..."), ("full", "none", "left")
 #: Colours of clean, adversarial and other inputs in every figure.
 DOMAIN_COLOURS = {"clean": COLOURS[0], "adv": COLOURS[1], "autoattack": COLOURS[2], "noise": COLOURS[4]}
+#: The largest number of labels on an axis, and of markers on a line.
+MOST_MARKS = 40
 
 _SYMBOL = re.compile(r"(NS|AP)(?:\^(.+?))?(?:_(.+))?")
 
@@ -29,11 +33,9 @@ _SYMBOL = re.compile(r"(NS|AP)(?:\^(.+?))?(?:_(.+))?")
 def figure_style() -> Iterator[None]:
     """Scope: figures that read well in print and on screen, independent of the caller's matplotlib settings."""
     import matplotlib
-    from cycler import cycler
 
     settings: Any = {
         "figure.constrained_layout.use": True,
-        "figure.figsize": (7.0, 3.6),
         "font.size": 9,
         "axes.titlesize": 10,
         "axes.titleweight": "bold",
@@ -45,9 +47,7 @@ def figure_style() -> Iterator[None]:
         "grid.color": "#dddddd",
         "grid.linewidth": 0.6,
         "axes.axisbelow": True,
-        "axes.prop_cycle": cycler(color=COLOURS, marker=MARKERS),
         "lines.linewidth": 1.6,
-        "lines.markersize": 4,
         "legend.frameon": False,
         "legend.fontsize": 8,
         "svg.fonttype": "none",
@@ -58,45 +58,35 @@ def figure_style() -> Iterator[None]:
         yield
 
 
-def new_figure(rows: int = 1, columns: int = 1, *, height: float = 3.6, **subplots: Any) -> tuple[Figure, Any]:
-    """Return a figure of the common width and its panels: one, or an array of rows and columns."""
+def new_figure(
+    count: int = 1, columns: int = 1, *, height: float | None = None, **subplots: Any
+) -> tuple[Figure, list[Any]]:
+    """Return a figure of the common width and its panels, row by row."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.0, height))
-    return figure, figure.subplots(rows, columns, **subplots)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(7.0, 0.8 + 2.5 * rows if height is None else height))
+    panels = list(figure.subplots(rows, columns, squeeze=False, **subplots).flat)
+    for unused in panels[count:]:
+        unused.remove()
+    return figure, panels[:count]
 
 
-def series_style(index: int) -> dict[str, Any]:
-    """Return colour, marker and line of a series."""
-    turn, place = divmod(index, len(COLOURS))
-    return {
-        "color": COLOURS[place],
-        "marker": MARKERS[place],
-        "linestyle": LINES[turn % 3],
-        "fillstyle": FILLS[turn % 3],
-    }
-
-
-def bar_style(index: int) -> dict[str, Any]:
-    """Return colour and hatch of the bars of a series."""
-    turn, place = divmod(index, len(COLOURS))
-    return {"color": COLOURS[place], "hatch": HATCHES[turn % 3], "edgecolor": "white"}
-
-
-def domain_style(index: int, name: str = "") -> dict[str, Any]:
-    """Return the style of a series by its domain. The first marker is largest, so that none hides another.
+def line_style(index: int, name: str = "") -> dict[str, Any]:
+    """Return the style of a line by its position and domain. The first marker is largest, so that none hides another.
 
     NS has the colour of its affine bank, with hollow markers if the images belong to another domain.
     """
     match = _SYMBOL.fullmatch(name)
     above, below = match.groups()[1:] if match else (None, name)
     hollow = above is not None and above != below and below in DOMAIN_COLOURS
+    turn, place = divmod(index, len(COLOURS))
     return {
-        "color": DOMAIN_COLOURS.get(above or below or "", COLOURS[index % len(COLOURS)]),
-        "marker": MARKERS[index % len(MARKERS)],
-        "markersize": max(3.5, 6.5 - index),
-        "linestyle": LINES[index // len(COLOURS) % 3],
-        "fillstyle": "none" if hollow else "full",
+        "color": DOMAIN_COLOURS.get(above or below or "", COLOURS[place]),
+        "marker": MARKERS[place],
+        "markersize": max(4.0, 6.5 - 0.5 * index),
+        "linestyle": LINES[turn % 3],
+        "fillstyle": "none" if hollow else FILLS[turn % 3],
     }
 
 
@@ -115,42 +105,90 @@ def wrap_names(names: Iterable[object], width: int) -> list[str]:
     return [fill(str(name).replace("_", "_ ")).replace("_ ", "_") for name in names]
 
 
-def legend_below(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
+def legend_below(figure: Figure, handles: Mapping[str, Any]) -> None:
     """Add one legend below all panels, in as few rows as possible; the figure grows with the rows."""
-    longest = max(len(re.sub(r"\\mathrm|[${}\\]", "", label)) for label in labels)
-    rows = -(-len(labels) // max(1, 100 // (longest + 6)))
+    longest = max(len(re.sub(r"\\mathrm|[${}\\]", "", label)) for label in handles)
+    rows = -(-len(handles) // max(1, 100 // (longest + 6)))
     figure.set_figheight(figure.get_figheight() + 0.17 * (rows - 1))
-    figure.legend(handles, labels, loc="outside lower center", ncols=-(-len(labels) // rows))
+    columns = -(-len(handles) // rows)
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=columns)
 
 
-def label_layers(axes: Any, names: Sequence[str]) -> None:
-    """Label the horizontal axis with layers in the order of the forward pass, at most 40 of them."""
-    step = -(-len(names) // 40)
-    axes.set_xticks(range(0, len(names), step), names[::step], rotation=90 if len(names) > 8 else 0, fontsize=7)
-    axes.set_xlabel("norm layer, in the order of the forward pass")
+class Panel(NamedTuple):
+    """Lines by name, each with values for every place on the horizontal axis: a number, or the name of a layer.
+
+    Of several values at a place the mean is drawn, in a band from the lowest to the highest one.
+    """
+
+    title: str
+    lines: Mapping[str, Mapping[Any, float | Sequence[float]]]
+    axes: Mapping[str, Any] = MappingProxyType({})  # settings such as ylabel
 
 
-def label_line_ends(axes: Any, names: Sequence[str], ends: Sequence[tuple[float, float]]) -> None:
-    """Write names beside the ends of lines, in their colours, and move them apart if they would touch."""
-    low, high = axes.get_ylim()
-    height = float("-inf")
-    for i in sorted(range(len(names)), key=lambda i: ends[i][1]):
-        height = max(ends[i][1], height + (high - low) * 0.055)
-        axes.annotate(
-            names[i], (ends[i][0], height), xytext=(6, 0), textcoords="offset points", va="center", color=COLOURS[i]
-        )
+def line_figure(
+    panels: Sequence[Panel],
+    *,
+    columns: int = 1,
+    xlabel: str = "norm layer, in the order of the forward pass",
+    label: Callable[[str], str] = formula,
+    heading: str = "",
+    points_only: bool = False,
+    **shared: Any,
+) -> Figure:
+    """Draw panels above one legend; a name has the same style in all of them. ``shared``: sharex, sharey.
+
+    ``label`` returns the text of a name in the legend. ``points_only`` joins the points at one place, not the lines.
+    """
+    figure, grid = new_figure(len(panels), columns, **shared)
+    names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
+    places = dict.fromkeys(place for panel in panels for line in panel.lines.values() for place in line)
+    layers = {place: position for position, place in enumerate(places) if isinstance(place, str)}
+    handles: dict[str, Any] = {}
+    for axes, panel in zip(grid, panels):
+        for name, line in panel.lines.items():
+            x = [layers.get(place, place) for place in line]
+            values = [value if isinstance(value, Sequence) else (value,) for value in line.values()]
+            style = line_style(names.index(name), name)
+            if max(map(len, values)) > 1:
+                low, high = ([end(several) for several in values] for end in (min, max))
+                axes.fill_between(x, low, high, color=style["color"], alpha=0.25, linewidth=0)
+            style |= {"linestyle": "none"} if points_only else {"marker": ""} if len(x) > MOST_MARKS else {}
+            (handles[label(name)],) = axes.plot(x, [fmean(several) for several in values], label=label(name), **style)
+        if points_only:
+            low, high = ([end(column) for column in zip(*(y.get_ydata() for y in axes.lines))] for end in (min, max))
+            axes.vlines(range(len(layers)), low, high, color="#bbbbbb", linewidth=0.8, zorder=1)
+    for number, (axes, panel) in enumerate(zip(grid, panels)):  # after all lines, which decide about shared limits
+        inner_row, inner_column = number < len(panels) - columns, number % columns
+        axes.set(title=panel.title, xlabel="" if inner_row and "sharex" in shared else xlabel, **panel.axes)
+        if inner_column and "sharey" in shared:
+            axes.set_ylabel("")
+        if heading:
+            axes.set_title(panel.title, fontweight="normal")
+        if layers:
+            step, angle = -(-len(layers) // MOST_MARKS), 90 if len(layers) > 8 else 0
+            axes.set_xticks(range(0, len(layers), step), list(layers)[::step], rotation=angle, fontsize=7)
+    figure.suptitle(heading, x=0.01, ha="left", fontsize=10, fontweight="bold")
+    legend_below(figure, handles)
+    return figure
 
 
-def grouped_bars(
-    axes: Any, rows: Sequence[str], series: Mapping[str, Sequence[float]], *, number_format: str, **label_settings: Any
-) -> None:
+def bar_figure(
+    rows: Sequence[str], series: Mapping[str, Sequence[float]], *, number_format: str, **axes_settings: Any
+) -> Figure:
     """Draw horizontal bars: a group for each row, a bar in it for each series, with their numbers."""
-    height = 0.8 / len(series)
+    figure, (axes,) = new_figure(height=1.3 + 0.23 * len(series) * len(rows))
+    height, handles = 0.8 / len(series), {}
     for index, (name, values) in enumerate(series.items()):
+        turn, colour = divmod(index, len(COLOURS))
+        style = {"color": COLOURS[colour], "hatch": HATCHES[turn % 3], "edgecolor": "white"}
         places = [row + index * height for row in range(len(rows))]
-        bars = axes.barh(places, values, height, label=name, **bar_style(index))
-        axes.bar_label(bars, fmt=number_format, padding=3, fontsize=7)
-    axes.set_yticks([row + 0.4 - height / 2 for row in range(len(rows))], rows, **label_settings)
+        handles[name] = axes.barh(places, values, height, **style)
+        axes.bar_label(handles[name], fmt=number_format, padding=3, fontsize=7)
+    axes.set_yticks([row + 0.4 - height / 2 for row in range(len(rows))], rows)
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.grid(visible=True, axis="x")
+    axes.margins(x=0.12)
+    axes.set(**axes_settings)
+    legend_below(figure, handles)
+    return figure

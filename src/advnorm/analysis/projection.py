@@ -17,13 +17,11 @@ from torch import Tensor, nn
 from advnorm._core.errors import ConfigError, raise_problems
 from advnorm._core.settings import Setting
 from advnorm.analysis.banks import norm_layers
-from advnorm.analysis.base import Finding, register_analysis
-from advnorm.analysis.batches import iterate_batches, track
+from advnorm.analysis.base import Finding, register_analysis, track
+from advnorm.analysis.images import craft_inputs, default_branch, iterate_batches, target_conditions
 from advnorm.analysis.moments import affine_bank_settings, observe_norm_inputs
-from advnorm.analysis.plots import Figure, domain_style, legend_below, new_figure
-from advnorm.analysis.settings import BatchSize, Inputs, RouteSetting, StatisticsMode, model_problems, setting_problems
-from advnorm.analysis.targets import craft_inputs, default_branch, target_conditions
-from advnorm.attacks.base import Progress
+from advnorm.analysis.plots import Figure, legend_below, line_style, new_figure
+from advnorm.analysis.settings import BatchSize, Inputs, RouteSetting, StatisticsMode, setting_problems
 from advnorm.evaluation.target import EvaluationTarget
 
 Layers = Annotated[Sequence[str] | None, Setting("Layers by name. Default: the first, middle and last norm.")]
@@ -63,18 +61,15 @@ class Projection(Finding):
     layers: Mapping[str, LayerProjection]
 
     def draw(self) -> Figure:
-        columns = min(3, len(self.layers))
-        rows = -(-len(self.layers) // columns)
-        figure, panels = new_figure(rows, columns, height=0.6 + 2.5 * rows, squeeze=False)
-        for axes in panels.flat[len(self.layers) :]:
-            axes.set_axis_off()
-        for axes, (layer, found) in zip(panels.flat, self.layers.items()):
+        figure, panels = new_figure(len(self.layers), min(3, len(self.layers)))
+        handles = {}
+        for axes, (layer, found) in zip(panels, self.layers.items()):
             for index, (name, points) in enumerate(found.points.items()):
-                style = {key: domain_style(index, name)[key] for key in ("color", "marker")}
-                axes.scatter(*points.T, s=6, alpha=0.5, linewidths=0, label=name, **style)
+                style = {key: line_style(index, name)[key] for key in ("color", "marker")}
+                handles[name] = axes.scatter(*points.T, s=6, alpha=0.5, linewidths=0, **style)
             one, two = (f"component {n} ({share:.0%})" for n, share in enumerate(found.explained_variance_ratio, 1))
             axes.set(title=f"Input of {layer}", xlabel=one, ylabel=two, xticks=[], yticks=[])
-        legend_below(figure, *panels[0, 0].get_legend_handles_labels())
+        legend_below(figure, handles)
         for handle in figure.legends[0].legend_handles:
             if handle is not None:
                 handle.set(alpha=1, sizes=[24])
@@ -90,7 +85,6 @@ def projection(
     route: str | None = None,
     statistics: StatisticsMode = "running",
     batch_size: BatchSize = 256,
-    progress: Progress | None = None,
 ) -> Projection:
     """Return the first two principal components of layers' inputs, all kinds of images together (paper C, fig. 1).
 
@@ -98,8 +92,7 @@ def projection(
     kind. The components come from the inner products of the images, block by block: activations of two batches are in
     memory at a time, at the cost of a forward for every pair of batches.
     """
-    problems = setting_problems(projection, locals()) + model_problems(model, route, statistics, any_bank=True)
-    raise_problems(problems, "bad projection")
+    raise_problems(setting_problems(projection, locals(), any_bank=True), "bad projection")
     if layers is None:
         names = list(norm_layers(model))
         layers = list(dict.fromkeys([names[0], names[len(names) // 2], names[-1]]))
@@ -118,7 +111,7 @@ def projection(
         return found
 
     first: dict[str, Tensor] = {}
-    for i, j in track(combinations_with_replacement(range(len(blocks)), 2), progress):
+    for i, j in track(combinations_with_replacement(range(len(blocks)), 2)):
         second = activations(blocks[j])
         first = second if i == j else first
         for layer in chosen:
@@ -145,11 +138,10 @@ def projection_of_run(
     layers: Layers = None,
     samples: Samples = 500,
     route: RouteSetting = None,
-    progress: Progress | None = None,
 ) -> Projection:
     """Project the images of a run."""
     branch = default_branch(target.model, route)
     few = dataclasses.replace(target, data=(target.images[:samples], target.labels[:samples]))
-    images = craft_inputs(few, inputs, route=branch, progress=progress)
+    images = craft_inputs(few, inputs, route=branch)
     found = projection(target.model, images, layers=layers, samples=samples, route=branch, batch_size=target.batch_size)
     return found.under(target_conditions(target, inputs, through=branch, **found.conditions))

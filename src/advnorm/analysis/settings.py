@@ -15,7 +15,6 @@ from advnorm.norms import routed_modules
 from advnorm.objectives.base import needs_both_domains
 
 RouteSetting = Annotated[str | None, Setting("Branch for attacks and analysis. Default: adv, else the last.")]
-EveryRouteSetting = Annotated[str | None, Setting("Branch of the models. Default: every branch, one after another.")]
 BatchSize = Annotated[int, Setting("Number of images in a forward pass.", "[1, inf)")]
 Seed = Annotated[int, Setting("Seed of all random choices.")]
 StatisticsMode = Annotated[
@@ -34,10 +33,16 @@ def is_declared(parameter: inspect.Parameter) -> bool:
     return get_origin(parameter.annotation) is Annotated
 
 
-def setting_problems(function: Callable[..., Any], values: Mapping[str, Any]) -> list[Problem]:
-    """Return the problems of the values of a function's declared settings; pass ``locals()`` at its start."""
+def setting_problems(
+    function: Callable[..., Any], values: Mapping[str, Any], *, any_bank: bool = False
+) -> list[Problem]:
+    """Return the problems of a measurement's declared settings and of its model; pass ``locals()`` at its start."""
     declared = {name: values[name] for name, parameter in keywords(function).items() if is_declared(parameter)}
-    return convert_options("", function, declared)[1]
+    problems = convert_options("", function, declared)[1] + empty_list_problems(keywords(function), declared)
+    if {"model", "route"} <= values.keys():
+        how = (values["route"], values.get("statistics", "running"))
+        problems += model_problems(values["model"], *how, any_bank=any_bank)
+    return problems
 
 
 def model_problems(
@@ -58,6 +63,12 @@ def model_problems(
                 message, hint = f"{plan.name} needs batches of both domains", "use statistics='running'"
                 problems.append(Problem(code="conflict", message=message, field="statistics", hint=hint))
     return problems
+
+
+def empty_list_problems(known: Mapping[str, inspect.Parameter], values: Mapping[str, Any]) -> list[Problem]:
+    """Return a problem for every setting that is an empty list; the default is an example."""
+    empty = [name for name, value in values.items() if name in known and value in ((), [])]
+    return [problem for name in empty for problem in empty_problems((), name, str(known[name].default))]
 
 
 def as_tuple(values: Any) -> tuple[Any, ...]:

@@ -12,15 +12,12 @@ from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError, Problem, raise_problems
 from advnorm._core.settings import Setting
-from advnorm.analysis.banks import norm_layers, stored_statistics
-from advnorm.analysis.base import Finding, register_analysis
-from advnorm.analysis.batches import Images, iterate_batches
+from advnorm.analysis.banks import layer_distances, norm_layers, stored_statistics
+from advnorm.analysis.base import Finding, register_analysis, track
+from advnorm.analysis.images import Images, default_branch, iterate_batches, measure_inputs
 from advnorm.analysis.moments import LayerMoments, Moments, observe_norm_inputs, update_settings
-from advnorm.analysis.plots import Figure, domain_style, label_layers, new_figure
+from advnorm.analysis.plots import Figure, Panel, line_figure
 from advnorm.analysis.settings import BatchSize, Inputs, require_any, setting_problems
-from advnorm.analysis.targets import craft_inputs, default_branch, target_conditions
-from advnorm.analysis.wasserstein import layer_distances
-from advnorm.attacks.base import Progress
 from advnorm.evaluation.model_branches import branches
 from advnorm.evaluation.target import EvaluationTarget
 from advnorm.norms import RoutedNorm, domains, functional, mixture_norms, routed_modules
@@ -49,19 +46,9 @@ class StatisticsShift(Finding):
         }
 
     def draw(self) -> Figure:
-        figure, axes = new_figure()
-        names: list[str] = []
-        for index, (images, layers) in enumerate(self.layers.items()):
-            names, style = list(layers), domain_style(index, images)
-            mean = [sum(values) / len(values) for values in layers.values()]
-            axes.plot(mean, label=f"{images} (sum {self.sums[images]:.3g})", **style)
-            low, high = ([pick(values) for values in layers.values()] for pick in (min, max))
-            axes.fill_between(range(len(names)), low, high, color=style["color"], alpha=0.2, linewidth=0)
-        axes.set(title="Batches against running statistics", ylabel=r"$W_2^2$, mean and range of batches")
-        axes.set_ylim(bottom=0)
-        axes.legend()
-        label_layers(axes, names)
-        return figure
+        settings = {"ylabel": r"$W_2^2$, mean and range of batches", "ylim": (0, None)}
+        panel = Panel("Batches against running statistics", self.layers, settings)
+        return line_figure([panel], label=lambda images: f"{images} (sum {self.sums[images]:.3g})")
 
 
 def statistics_shift(
@@ -71,7 +58,6 @@ def statistics_shift(
     routes: Mapping[str, str | None] | None = None,
     layout: LayoutSetting = "sequential",
     batch_size: BatchSize = 256,
-    progress: Progress | None = None,
 ) -> StatisticsShift:
     """Return squared 2-Wasserstein distances between the moments of batches and the running statistics.
 
@@ -100,7 +86,7 @@ def statistics_shift(
     crossed = any(module.plan.crosses for module in routed_modules(model).values())
     alone = layout == "sequential" or crossed
     found: dict[str, dict[str, list[float]]] = {name: {} for name in inputs}
-    for done, names in enumerate(([name] for name in inputs) if alone else [list(inputs)], 1):
+    for names in track([[name] for name in inputs] if alone else [list(inputs)]):
         for parts in zip_longest(*(iterate_batches(inputs[name], batch_size) for name in names)):
             if any(part is None for part in parts):
                 message = f"concatenated batches need the same number of {' and '.join(names)} images"
@@ -112,8 +98,6 @@ def statistics_shift(
                 current = {layer: one.gaussian(unbiased=True) for layer, one in moments.items()}
                 for layer, distance in layer_distances(current, stored[name]).items():
                     found[name].setdefault(layer, []).append(distance.total)
-        if progress is not None:
-            progress(done * len(names), len(inputs))
     return StatisticsShift(layers=found, conditions={"routes": chosen, "layout": layout, "variance": "unbiased"})
 
 
@@ -147,22 +131,16 @@ def _update_moments(
 
 @register_analysis("statistics_shift", summary="batches against running statistics, by layer", paper="C fig. 4")
 def statistics_shift_of_run(
-    target: EvaluationTarget,
-    *,
-    inputs: Inputs = ("clean", "adv"),
-    layout: RunLayout = None,
-    progress: Progress | None = None,
+    target: EvaluationTarget, *, inputs: Inputs = ("clean", "adv"), layout: RunLayout = None
 ) -> StatisticsShift:
     """Measure the shift of the images of a run, each kind through its own branch, else through that of ``adv``.
 
     The default ``layout`` is that of the training if ``inputs`` are clean and adv, else ``sequential``.
     """
-    images = craft_inputs(target, inputs, progress=progress)
     known = _updated_domains(target.model)
-    routes = {name: name if name in known else default_branch(target.model) for name in images}
-    layout = layout or (_training_layout(target) if set(images) == {"clean", "adv"} else "sequential")
-    found = statistics_shift(target.model, images, routes=routes, layout=layout, batch_size=target.batch_size)
-    return found.under(target_conditions(target, inputs, **found.conditions))
+    routes = {name: name if name in known else default_branch(target.model) for name in inputs}
+    layout = layout or (_training_layout(target) if set(inputs) == {"clean", "adv"} else "sequential")
+    return measure_inputs(statistics_shift, target, inputs, routes=routes, layout=layout)
 
 
 def _training_layout(target: EvaluationTarget) -> Layout:
@@ -187,12 +165,9 @@ class ShiftAlongTraining(Finding):
         return dict(sorted(self.shifts.items()))
 
     def draw(self) -> Figure:
-        figure, axes = new_figure()
-        shifts = list(self.steps.values())
-        for index, name in enumerate(shifts[0].layers):
-            axes.plot(list(self.steps), [one.sums[name] for one in shifts], label=name, **domain_style(index, name))
-        axes.set(title="Batches against running statistics along training", xlabel="training step")
-        axes.set_ylabel(r"$W_2^2$ summed over all norms")
-        axes.set_yscale("log")  # the first steps are far from the initial 0 and 1
-        axes.legend()
-        return figure
+        names = next(iter(self.shifts.values())).layers
+        lines = {name: {step: shift.sums[name] for step, shift in self.steps.items()} for name in names}
+        # Logarithmic, because the first steps are far from the initial 0 and 1.
+        settings = {"ylabel": r"$W_2^2$ summed over all norms", "yscale": "log"}
+        panel = Panel("Batches against running statistics along training", lines, settings)
+        return line_figure([panel], xlabel="training step")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import product
 from typing import Annotated, Any, NamedTuple
 
 from torch import Tensor, nn
@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from advnorm._core.errors import Problem, raise_problems
 from advnorm._core.settings import Setting
 from advnorm._core.wrappers import device_of, unwrap_model
-from advnorm.analysis.base import Finding, format_percent, register_analysis
+from advnorm.analysis.base import Finding, format_percent, register_analysis, track
+from advnorm.analysis.images import craft_inputs, create_attack, target_conditions
 from advnorm.analysis.moments import ns_name
-from advnorm.analysis.plots import Figure, formula, grouped_bars, legend_below, new_figure
+from advnorm.analysis.plots import Figure, bar_figure, formula
 from advnorm.analysis.settings import BatchSize, empty_problems
-from advnorm.analysis.targets import craft_inputs, create_attack, target_conditions
 from advnorm.attacks import Attack
-from advnorm.attacks.base import Progress
 from advnorm.evaluation.benchmark import benchmark
 from advnorm.evaluation.model_branches import branches
 from advnorm.evaluation.target import EvaluationTarget
@@ -56,14 +55,10 @@ class SwapTable(Finding):
         return ["setup", "statistics", "affine", *self.rows[0].accuracy], rows
 
     def draw(self) -> Figure:
-        columns = list(self.rows[0].accuracy)
-        figure, axes = new_figure(height=1.4 + 0.22 * len(columns) * len(self.rows))
         labels = [f"{row.setup}: {formula(ns_name(*row.ns))}, {formula(f'AP_{row.ap}')}" for row in self.rows]
-        series = {name: [100 * row.accuracy[name] for row in self.rows] for name in columns}
-        grouped_bars(axes, labels, series, number_format="%.1f")
-        axes.set(title="Statistics swapped and re-calibrated", xlabel="accuracy (%)", xlim=(0, 108))
-        legend_below(figure, *axes.get_legend_handles_labels())
-        return figure
+        series = {name: [100 * row.accuracy[name] for row in self.rows] for name in self.rows[0].accuracy}
+        words = {"title": "Statistics swapped and re-calibrated", "xlabel": "accuracy (%)"}
+        return bar_figure(labels, series, number_format="%.1f", xlim=(0, 108), **words)
 
 
 def swap_table(
@@ -76,7 +71,6 @@ def swap_table(
     calibration: Mapping[str, Tensor] | None = None,
     domains: tuple[str, str] = ("clean", "adv"),
     batch_size: BatchSize = 256,
-    progress: Progress | None = None,
 ) -> SwapTable:
     """Return the accuracy of each branch with its own, the other branch's and re-calibrated statistics.
 
@@ -94,25 +88,19 @@ def swap_table(
     raise_problems(problems, "bad swap table")
     images = dict(calibration or zip(domains, (x, x_adv)))
     other = dict(zip(domains, reversed(domains)))
+    threat = next(iter(attacks.values())).threat
     rows: list[SwapRow] = []
-
-    def evaluate(setup: str, ns: tuple[str, str], ap: str, network: nn.Module, scope: AbstractContextManager) -> None:
-        threat = next(iter(attacks.values())).threat
-        with scope:
+    for setup, ap in track(product(("default", "swapped", "re-calibrated"), reversed(domains))):
+        network, ns = model, (ap, ap)
+        if setup == "swapped":
+            ns = (other[ap], other[ap])
+        elif setup == "re-calibrated":
+            network, ns = copy.deepcopy(unwrap_model(model)), (ap, other[ap])
+            recalibrate(network, images[other[ap]], route=ap, batch_size=batch_size)
+        with pair_banks(network, statistics=other[ap], affine=ap) if setup == "swapped" else route(network, ap):
             result = benchmark(network, (x, y), threat, attacks, batch_size=batch_size)
         robust = {name: result.robust_accuracy(name) for name in attacks}
         rows.append(SwapRow(setup, ns, ap, {"clean": result.accuracy(), **robust}))
-        if progress is not None:
-            progress(len(rows), 3 * len(domains))
-
-    for ap in reversed(domains):
-        evaluate("default", (ap, ap), ap, model, route(model, ap))
-    for ap in reversed(domains):
-        evaluate("swapped", (other[ap], other[ap]), ap, model, pair_banks(model, statistics=other[ap], affine=ap))
-    for ap in reversed(domains):
-        fresh = copy.deepcopy(unwrap_model(model))
-        recalibrate(fresh, images[other[ap]], route=ap, batch_size=batch_size)
-        evaluate("re-calibrated", (ap, other[ap]), ap, fresh, route(fresh, ap))
     conditions = {"attacks": {name: repr(attack) for name, attack in attacks.items()}, "images": len(x)}
     return SwapTable(rows=tuple(rows), conditions={**conditions, "re-calibrated_on": len(images[domains[0]])})
 
@@ -137,16 +125,13 @@ def _swap_problems(model: nn.Module, domains: tuple[str, str]) -> list[Problem]:
 
 @register_analysis("swap_table", summary="accuracy with swapped and re-calibrated statistics", paper="A table 5")
 def swap_table_of_run(
-    target: EvaluationTarget,
-    *,
-    attacks: Annotated[Sequence[str], Setting("Attacks by name.")] = ("pgd10",),
-    progress: Progress | None = None,
+    target: EvaluationTarget, *, attacks: Annotated[Sequence[str], Setting("Attacks by name.")] = ("pgd10",)
 ) -> SwapTable:
     """Evaluate a run; the re-calibration uses its test images and the images that its attack crafts."""
     raise_problems(_swap_problems(target.model, ("clean", "adv")), "bad swap table")
     device, how = device_of(target.model), {"threat": target.attack.threat, "seed": target.attack.seed}
     built = {name: create_attack(name, device, **how) for name in attacks}
-    x_adv = craft_inputs(target, ("adv",), progress=progress)["adv"]
+    x_adv = craft_inputs(target, ("adv",))["adv"]
     data = (target.model, target.images, target.labels)
-    found = swap_table(*data, built, x_adv=x_adv, batch_size=target.batch_size, progress=progress)
+    found = swap_table(*data, built, x_adv=x_adv, batch_size=target.batch_size)
     return found.under(target_conditions(target, **found.conditions))

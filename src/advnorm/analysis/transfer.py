@@ -13,17 +13,14 @@ from torch import Tensor, nn
 from advnorm._core.errors import ConfigError, Description, Problem, raise_problems, unknown_name
 from advnorm._core.settings import Setting
 from advnorm._core.wrappers import device_of
-from advnorm.analysis.base import Finding, format_percent, register_analysis
-from advnorm.analysis.batches import measure_accuracy, predict_classes, track
-from advnorm.analysis.feature_extraction import RECIPES, make_features
+from advnorm.analysis.base import BranchView, Finding, format_percent, register_analysis, track, view_conditions
+from advnorm.analysis.feature_extraction import RECIPES, Recipe, apply_recipe
 from advnorm.analysis.feature_pictures import count_classes, target_images
-from advnorm.analysis.plots import COLOURS, MARKERS, Figure, label_line_ends, legend_below, new_figure, wrap_names
-from advnorm.analysis.settings import BatchSize, EveryRouteSetting, Seed, empty_problems, require_any
-from advnorm.analysis.targets import BranchView, branch_views, view_conditions
-from advnorm.attacks.base import Progress
+from advnorm.analysis.images import measure_accuracy, predict_classes
+from advnorm.analysis.plots import Figure, Panel, bar_figure, line_figure, new_figure, wrap_names
+from advnorm.analysis.settings import BatchSize, Seed, empty_problems, require_any
 from advnorm.attacks.inputs import validate_batch
 from advnorm.data.feature_sets import parse_set_name
-from advnorm.evaluation.target import EvaluationTarget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +45,7 @@ class Transfer(Finding):
         targets = list(next(iter(self.accuracy.values())))
         left, below = wrap_names(self.accuracy, 24), wrap_names(targets, 60 // len(targets))
         lines = max(name.count("\n") + 1 for name in left)
-        figure, axes = new_figure(height=1.6 + max(0.42, 0.1 + 0.16 * lines) * len(left))
+        figure, (axes,) = new_figure(height=1.6 + max(0.42, 0.1 + 0.16 * lines) * len(left))
         values = [list(row.values()) for row in self.accuracy.values()]
         shades = axes.imshow(
             [[100 * value for value in row] for row in values], cmap="cividis", vmin=0, vmax=100, aspect="auto"
@@ -88,8 +85,6 @@ def transfer(
     routes: Mapping[str, str | None] | None = None,
     batch_size: BatchSize = 256,
     what: str = "images",
-    conditions: Mapping[str, Any] | None = None,
-    progress: Progress | None = None,
 ) -> Transfer:
     """Return the accuracy of every model on every set of images and labels (D table 3).
 
@@ -102,70 +97,53 @@ def transfer(
     problems += [unknown_name("model", name, models, field="routes") for name in routes if name not in models]
     raise_problems(problems, "bad transfer")
     accuracy = {}
-    for source, (images, labels) in track(sets.items(), progress):
+    for source, (images, labels) in track(sets.items()):
         validate_batch(images, labels)
         accuracy[source] = {
             name: measure_accuracy(model, images, labels, route=routes.get(name), batch_size=batch_size)
             for name, model in models.items()
         }
-    return Transfer(
-        accuracy=accuracy,
-        images={source: len(labels) for source, (_, labels) in sets.items()},
-        what=what,
-        conditions=conditions or {},
-    )
+    return Transfer(accuracy=accuracy, images={name: len(labels) for name, (_, labels) in sets.items()}, what=what)
 
 
-@register_analysis("transfer", summary="features or attacks of each run on all", paper="D table 3", several=True)
+@register_analysis("transfer", summary="features or attacks of each run on all", paper="D table 3", takes="branches")
 def transfer_between_runs(
-    targets: Sequence[EvaluationTarget],
+    views: Sequence[BranchView],
     *,
     source: Annotated[
         Literal["features", "adversarial"], Setting("Images from each run: features (eq. 3) or adversarial examples.")
     ] = "features",
     steps: Annotated[int, Setting("Number of gradient steps for features (eq. 3).", "[1, inf)")] = RECIPES["D_R"].steps,
-    route: EveryRouteSetting = None,
     layer: Annotated[str | None, Setting("Module whose input are the features. Default: the last linear one.")] = None,
     seed: Seed = 0,
-    progress: Progress | None = None,
 ) -> Transfer:
     """Cross-evaluate runs on features or adversarial examples of the test images (D table 3)."""
-    views = branch_views(targets, route)
     check_comparable(views)
-    recipe = dataclasses.replace(RECIPES["D_R"], steps=steps)
-    total = sum(len(view.target.images) for view in views)
-    sets: dict[str, tuple[Tensor, Tensor]] = {}
-    done = 0
-    for name, target, branch in views:
-        data = target_images(target, branch)
-        # Running statistics, because crafting must not change the statistics.
-        attack = dataclasses.replace(target.attack, route=branch, statistics="running")
-        device, parts = device_of(target.model), []
-        for rows in torch.arange(len(data)).split(target.batch_size):
-            if source == "features":
-                made = make_features(target.model, data, rows, recipe, route=branch, layer=layer, seed=seed).images
-            else:
-                x, y = data.pixels(rows).to(device), data.labels[rows].to(device)
-                made = attack(target.model, x, y, index=rows)
-            parts.append(made.cpu())
-            done += len(rows)
-            if progress is not None:
-                progress(done, total)
-        sets[name] = torch.cat(parts), data.labels
-    return transfer(
+    recipe = dataclasses.replace(RECIPES["D_R"], steps=steps) if source == "features" else None
+    found = transfer(
         {view.name: view.target.model for view in views},
-        sets,
+        {view.name: _craft(view, recipe, layer, seed) for view in views},
         routes={view.name: view.route for view in views},
         batch_size=views[0].target.batch_size,
-        what="features" if source == "features" else "adversarial examples",
-        conditions={
-            "source": source,
-            "steps": steps if source == "features" else None,
-            "layer": layer,
-            "seed": seed,
-            "runs": view_conditions(views),
-        },
+        what="features" if recipe else "adversarial examples",
     )
+    conditions = {"source": source, "steps": recipe and recipe.steps, "layer": layer, "seed": seed}
+    return found.under({**conditions, "runs": view_conditions(views)})
+
+
+def _craft(view: BranchView, recipe: Recipe | None, layer: str | None, seed: int) -> tuple[Tensor, Tensor]:
+    """Return features of the test images by a recipe, else adversarial examples, and their labels."""
+    model, data, parts = view.target.model, target_images(view.target, view.route), []
+    # Running statistics, because crafting must not change the statistics.
+    attack = dataclasses.replace(view.target.attack, route=view.route, statistics="running")
+    for rows in track(torch.arange(len(data)).split(view.target.batch_size)):
+        if recipe is not None:
+            made = apply_recipe(model, data, rows, recipe, route=view.route, layer=layer, seed=seed).images
+        else:
+            x, y = (part.to(device_of(model)) for part in (data.pixels(rows), data.labels[rows]))
+            made = attack(model, x, y, index=rows)
+        parts.append(made.cpu())
+    return torch.cat(parts), data.labels
 
 
 # -- conflicting features ----------------------------------------------------------------------------------------------
@@ -192,31 +170,16 @@ class Alignment(Finding):
         return ["network", "class of robust features", "class of non-robust features"], [list(row) for row in rows]
 
     def draw(self) -> Figure:
-        figure, axes = new_figure(height=3.2)
         series = {
-            "robust features": self.aligned_with_robust_features,
-            "non-robust features": self.aligned_with_non_robust_features,
+            "robust features": [100 * share for share in self.aligned_with_robust_features],
+            "non-robust features": [100 * share for share in self.aligned_with_non_robust_features],
         }
-        by_epoch = len(self.names) > 1 and all(isinstance(name, int) for name in self.names)
-        for i, (label, values) in enumerate(series.items()):
-            height = [100 * value for value in values]
-            if by_epoch:
-                axes.plot([int(name) for name in self.names], height, color=COLOURS[i], marker=MARKERS[i], label=label)
-            else:
-                places = [place + (i - 0.5) * 0.36 for place in range(len(self.names))]
-                bars = axes.bar(places, height, 0.34, color=COLOURS[i], label=label)
-                axes.bar_label(bars, fmt="%.1f", padding=1, fontsize=8)
-        axes.set(ylim=(0, 105), ylabel="test images classified by them (%)")
-        axes.set_title("Which features decide after training on conflicting ones")
-        if by_epoch:
-            axes.set_xlabel("epoch")
-            axes.margins(x=0.02)
-            last = max(int(name) for name in self.names)
-            label_line_ends(axes, list(series), [(last, 100 * values[-1]) for values in series.values()])
-        else:
-            axes.set_xticks(range(len(self.names)), wrap_names(self.names, 80 // len(self.names)))
-            legend_below(figure, axes.containers, list(series))
-        return figure
+        title, label = "Which features decide after training on conflicting ones", "test images classified by them (%)"
+        if len(self.names) > 1 and all(isinstance(name, int) for name in self.names):
+            lines = {name: dict(zip(self.names, values)) for name, values in series.items()}
+            return line_figure([Panel(title, lines, {"ylabel": label, "ylim": (0, 105)})], xlabel="epoch")
+        rows = wrap_names(self.names, 24)
+        return bar_figure(rows, series, number_format="%.1f", title=title, xlabel=label, xlim=(0, 108))
 
 
 def alignment(
@@ -225,7 +188,7 @@ def alignment(
     y: Tensor,
     *,
     offset: int = 1,
-    route: str | None = None,
+    route: str | Mapping[Any, str | None] | None = None,
     batch_size: BatchSize = 256,
 ) -> Alignment:
     """Evaluate networks trained on D_conflict or D_det on ordinary images ``x`` of classes ``y`` (D fig. 7).
@@ -233,23 +196,17 @@ def alignment(
     In these sets an image with the robust features of class t and the non-robust features of class t + ``offset`` has
     the label t + ``offset``. On an image of class y, a network that learned robust features predicts y + ``offset``; a
     network that learned non-robust features predicts y. ``models``: by name, or pairs of an epoch and a network.
+    ``route``: the branch of all networks, or of each one by name.
     """
-    pairs = models.items() if isinstance(models, Mapping) else models
-    return _align(((name, model, route) for name, model in pairs), x, y, offset, batch_size)
-
-
-def _align(
-    models: Iterable[tuple[Any, nn.Module, str | None]], x: Tensor, y: Tensor, offset: int, batch_size: int
-) -> Alignment:
-    """Return the alignment of networks, each through its branch."""
     validate_batch(x, y)
     names, robust, non_robust = [], [], []
-    for name, model, route in models:
-        classes = count_classes(model, x[:1], route)
+    for name, model in models.items() if isinstance(models, Mapping) else models:
+        branch = route[name] if isinstance(route, Mapping) else route
+        classes = count_classes(model, x[:1], branch)
         if offset % classes == 0:
             message = f"{{field}} must not be a multiple of the {classes} classes"
             raise ConfigError("out_of_range", message, field="offset", got=offset)
-        predicted = predict_classes(model, x, route=route, batch_size=batch_size)
+        predicted = predict_classes(model, x, route=branch, batch_size=batch_size)
         names.append(name)
         robust.append(float((predicted == (y.cpu() + offset) % classes).double().mean()))
         non_robust.append(float((predicted == y.cpu()).double().mean()))
@@ -263,26 +220,25 @@ def _align(
     )
 
 
-@register_analysis("alignment", summary="which of conflicting features decide", paper="D fig. 7", several=True)
+@register_analysis("alignment", summary="which of conflicting features decide", paper="D fig. 7", takes="branches")
 def alignment_of_runs(
-    targets: Sequence[EvaluationTarget],
+    views: Sequence[BranchView],
     *,
     offset: Annotated[int | None, Setting("Class offset of the training sets. Default: that of the runs.")] = None,
-    route: EveryRouteSetting = None,
 ) -> Alignment:
     """Evaluate runs trained on conflicting features on the test images of the first: ordinary ones (``add_split``)."""
-    offset = _common_offset(targets, offset)
-    views = branch_views(targets, route)
+    offset = _common_offset(views, offset)
     check_comparable(views)
-    x, y, size = views[0].target.images, views[0].target.labels, views[0].target.batch_size
-    models = ((view.name, view.target.model, view.route) for view in views)
-    return _align(models, x, y, offset, size).under({"runs": view_conditions(views)})
+    models, routes = {view.name: view.target.model for view in views}, {view.name: view.route for view in views}
+    _, x, y = views[0].data
+    found = alignment(models, x, y, offset=offset, route=routes, batch_size=views[0].target.batch_size)
+    return found.under({"runs": view_conditions(views)})
 
 
-def _common_offset(targets: Sequence[EvaluationTarget], given: int | None) -> int:
+def _common_offset(views: Sequence[BranchView], given: int | None) -> int:
     """Return the class offset of the conflicting features that all runs were trained on."""
     problems, offsets = [], {}
-    for target in targets:
+    for target in {view.target.name: view.target for view in views}.values():
         if (source := target.conditions.get("trained_on")) is None:
             continue
         recipe, offset = parse_set_name(source)

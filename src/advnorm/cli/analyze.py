@@ -48,7 +48,7 @@ def analyze(
     from advnorm.evaluation.target import open_run
 
     analysis = ANALYSES.get(name)
-    parameters = {key: value for key, value in analysis.options().items() if key != "progress"}
+    parameters = analysis.options()
     given = {key: parse_yaml(value) for key, _, value in (text.partition("=") for text in options or ())}
     settings, problems = convert_options("", parameters, given)
     problems += writable_problems(out / f"{name}.json")
@@ -75,9 +75,8 @@ def analyze(
     if "seed" in parameters:
         settings.setdefault("seed", seed)
     with show_progress() as display:
-        if "progress" in analysis.options():
-            task = display.task(name, 1)
-            settings["progress"] = lambda done, total: task.update(done / total)
+        task = display.task(name, 1)
+        settings["progress"] = lambda done, total: task.update(done / total)
         finding = analysis.run(targets if analysis.several else targets[0], **settings)
     if (table := finding.table()) is not None:
         console.print(finding_table(name, *table))

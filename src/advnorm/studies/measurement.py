@@ -11,7 +11,7 @@ from typing import Any
 from advnorm._core.devices import resolve_device
 from advnorm._core.records import read_json
 from advnorm.analysis import ANALYSES, extract_features
-from advnorm.analysis.targets import create_attack
+from advnorm.analysis.images import create_attack
 from advnorm.data import add_split, load
 from advnorm.evaluation.benchmark import benchmark
 from advnorm.evaluation.target import EvaluationTarget, open_run

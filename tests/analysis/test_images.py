@@ -7,7 +7,7 @@ import torch
 
 import advnorm
 from advnorm.analysis import ANALYSES
-from advnorm.analysis.targets import craft_inputs
+from advnorm.analysis.images import craft_inputs
 from advnorm.attacks import PGD
 
 

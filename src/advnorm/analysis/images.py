@@ -1,0 +1,156 @@
+"""Images of an analysis: batch by batch, their predicted classes, and those that the attacks of a run craft."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+import advnorm.attacks as attack_names
+from advnorm._core.precision import float32_as
+from advnorm._core.wrappers import device_of
+from advnorm.analysis.base import PROGRESS, Finding, track
+from advnorm.analysis.settings import StatisticsMode, require_any
+from advnorm.attacks import Attack, AutoAttack, predicting
+from advnorm.evaluation.model_branches import branches
+from advnorm.evaluation.target import EvaluationTarget
+from advnorm.threat import ThreatModel
+
+FindingT = TypeVar("FindingT", bound=Finding)
+#: Images as one tensor, or batch by batch: tensors, or tuples whose first entry is the images.
+Images = Tensor | Iterable[Any]
+
+
+def even_slices(count: int, size: int) -> Iterator[slice]:
+    """Yield slices of at most ``size`` images whose lengths differ by at most one.
+
+    A short last batch would have unusual statistics.
+    """
+    parts = -(-count // size)
+    for part in range(parts):
+        yield slice(part * count // parts, (part + 1) * count // parts)
+
+
+def iterate_batches(x: Images, batch_size: int) -> Iterator[Tensor]:
+    """Yield images batch by batch: slices of a tensor, or the batches of an iterable."""
+    for batch in (x[rows] for rows in even_slices(len(x), batch_size)) if isinstance(x, Tensor) else x:
+        yield batch[0] if isinstance(batch, tuple | list) else batch
+
+
+def attack_images(attack: Attack, model: nn.Module, x: Tensor, y: Tensor, *, batch_size: int) -> Tensor:
+    """Return adversarial images, on the CPU; the position of an image determines its random numbers."""
+    device, parts = device_of(model), []
+    for rows in track(even_slices(len(x), batch_size)):
+        index = torch.arange(rows.start, rows.stop)
+        parts.append(attack(model, x[rows].to(device), y[rows].to(device), index=index).cpu())
+    return torch.cat(parts)
+
+
+def predict_classes(
+    model: nn.Module,
+    images: Tensor,
+    *,
+    route: str | None = None,
+    statistics: StatisticsMode = "running",
+    batch_size: int = 256,
+) -> Tensor:
+    """Return the predicted class of each image, in eval mode and strict float32; on the CPU."""
+    device, classes = device_of(model), []
+    with predicting(model, route=route, statistics=statistics) as predict, torch.no_grad(), float32_as("ieee", device):
+        for rows in even_slices(len(images), batch_size):
+            classes.append(predict(images[rows].to(device)).argmax(1).cpu())
+    return torch.cat(classes)
+
+
+def measure_accuracy(model: nn.Module, images: Tensor, labels: Tensor, **settings: Any) -> float:
+    """Return the share of the images whose predicted class is their label."""
+    return float((predict_classes(model, images, **settings) == labels.cpu()).double().mean())
+
+
+# -- images of a run ---------------------------------------------------------------------------------------------------
+
+
+def default_branch(model: nn.Module, route: str | None = None) -> str | None:
+    """Return the branch for attacks: the given one, else ``adv``, else the last; None for a model without branches."""
+    known = branches(model)
+    if route is not None or not known:
+        return route
+    return "adv" if "adv" in known else known[-1]
+
+
+def create_attack(name: str, device: torch.device, *, threat: ThreatModel, seed: int) -> Attack:
+    """Return an attack by name. On a GPU ``autoattack`` searches in bf16, which is many times faster.
+
+    A candidate counts only after a float32 forward, so that the precision does not change the result's validity.
+    """
+    fast = {"precision": "bf16"} if device.type == "cuda" and name == "autoattack" else {}
+    return attack_names.get(name, threat=threat, seed=seed, **fast)
+
+
+def input_attacks(
+    target: EvaluationTarget, names: Sequence[str], *, route: str | None = None
+) -> dict[str, Attack | None]:
+    """Return the attack that crafts the images of each name, through the branch ``route``.
+
+    ``clean`` has none, ``adv`` is the attack of the target, ``noise`` is uniform noise of the same eps; another name is
+    that of an attack, such as ``autoattack``. All use running statistics, because crafting must not change statistics.
+    """
+    require_any(names, "inputs", "clean, adv, noise or autoattack")
+    attacks: dict[str, Attack | None] = {}
+    for name in names:
+        attack = target.attack
+        if name not in ("clean", "adv"):
+            known_as = "noise-uniform" if name == "noise" else name
+            attack = create_attack(known_as, device_of(target.model), threat=attack.threat, seed=attack.seed)
+        attack = dataclasses.replace(attack, route=default_branch(target.model, route), statistics="running")
+        attacks[name] = None if name == "clean" else attack
+    return attacks
+
+
+def craft_inputs(target: EvaluationTarget, names: Sequence[str], *, route: str | None = None) -> dict[str, Tensor]:
+    """Return the images of a target by name (see :func:`input_attacks`).
+
+    AutoAttack leaves images unchanged that are already misclassified or that resist the attack.
+    """
+    crafted: dict[str, Tensor] = {}
+    data = (target.model, target.images, target.labels)
+    for name, attack in input_attacks(target, names, route=route).items():
+        if attack is None:
+            crafted[name] = target.images
+        elif isinstance(attack, AutoAttack):
+            attack = dataclasses.replace(attack, progress=PROGRESS.get())
+            crafted[name] = attack.evaluate(*data, bar=False).x_adv.cpu()
+        else:
+            crafted[name] = attack_images(attack, *data, batch_size=target.batch_size)
+    return crafted
+
+
+def target_conditions(
+    target: EvaluationTarget, inputs: Sequence[str] = (), *, through: str | None = None, **more: Any
+) -> dict[str, Any]:
+    """Return the conditions of a finding in JSON's types; ``inputs`` were crafted ``through`` a branch."""
+    conditions = {"subject": target.name, **target.conditions, "batch_size": target.batch_size, **more}
+    if inputs:
+        attacks = input_attacks(target, inputs, route=through)
+        conditions |= {
+            "inputs": {name: attack and repr(attack) for name, attack in attacks.items()},
+            "crafted_through": default_branch(target.model, through),
+        }
+    return conditions
+
+
+def measure_inputs(
+    measure: Callable[..., FindingT],
+    target: EvaluationTarget,
+    inputs: Sequence[str],
+    *,
+    crafted_through: str | None = None,
+    **settings: Any,
+) -> FindingT:
+    """Return the finding of ``measure(model, images, **settings)`` on crafted images of a target."""
+    images = craft_inputs(target, inputs, route=crafted_through)
+    found = measure(target.model, images, **{"batch_size": target.batch_size, **settings})
+    return found.under(target_conditions(target, inputs, through=crafted_through, **found.conditions))
