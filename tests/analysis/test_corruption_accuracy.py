@@ -184,7 +184,7 @@ def test_lines_are_means_over_corruptions_and_dots_means_over_severities():
     score = CorruptionScore(
         clean=1.0, severities=(1, 2), accuracy={"fog": (0.8, 0.4), "snow": (0.6, 0.2)}, adapted=None
     )
-    found = CorruptionAccuracy(networks={"net": score}, images=10, seed=0, arrays=False, conditions={})
+    found = CorruptionAccuracy(networks={"net": score}, images=10, corruptions="made")
     left, right = found.figure().axes
     np.testing.assert_allclose(left.lines[0].get_xdata(), [60, 40])
     np.testing.assert_allclose(right.lines[0].get_ydata(), [100, 70, 30])
@@ -194,7 +194,7 @@ def test_lines_are_means_over_corruptions_and_dots_means_over_severities():
 def test_the_panels_stay_readable_below_few_corruptions_and_above_many_names():
     score = CorruptionScore(clean=0.9, severities=(1, 2), accuracy={"fog": (0.8, 0.7)})
     names = [f"cifar10-preact_resnet18-dual_bn-hybrid-eps16_255-fb58506a-seed{n}" for n in range(8)]
-    found = CorruptionAccuracy(networks=dict.fromkeys(names, score), images=9, seed=0, arrays=False, conditions={})
+    found = CorruptionAccuracy(networks=dict.fromkeys(names, score), images=9, corruptions="made")
     figure = found.figure()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # matplotlib warns if no room is left for the panels

@@ -1,11 +1,12 @@
 """Analyses: what the papers measure about trained networks, as functions that return data and draw figures."""
 
 from advnorm.analysis.banks import Gaussian, affine_parameters, stored_statistics, wasserstein
-from advnorm.analysis.base import ANALYSES, Finding, list_analyses, register_analysis, reporting_progress
+from advnorm.analysis.base import ANALYSES, Finding, list_analyses, register_analysis
 from advnorm.analysis.channel_statistics import batch_channels, channel_statistics, stored_channels
 from advnorm.analysis.corruption_accuracy import corruption_accuracy
 from advnorm.analysis.domain_gap import branch_gap, domain_gap
 from advnorm.analysis.feature_extraction import RECIPES, Recipe, extract_features
+from advnorm.analysis.images import reporting_progress
 from advnorm.analysis.landscape import LandscapeRecorder, LandscapeTrend, landscape
 from advnorm.analysis.ligs import ligs, ligs_along
 from advnorm.analysis.moments import collect_moments, norm_statistics

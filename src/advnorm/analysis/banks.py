@@ -166,12 +166,7 @@ def wasserstein(first: Gaussian | AffineBank, second: Gaussian | AffineBank, *, 
     return Distance(*(part.square().sum().item() for part in parts))
 
 
-def layer_distances(
-    first: Mapping[str, Gaussian] | Mapping[str, AffineBank],
-    second: Mapping[str, Gaussian] | Mapping[str, AffineBank],
-    *,
-    relative: bool = False,
-) -> Distances:
+def layer_distances(first: Mapping[str, Bank], second: Mapping[str, Bank], *, relative: bool = False) -> Distances:
     """Return the distance at every layer that both have."""
     return {name: wasserstein(first[name], second[name], relative=relative) for name in first if name in second}
 

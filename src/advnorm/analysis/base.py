@@ -5,12 +5,10 @@ from __future__ import annotations
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from torch import Tensor, nn
 
@@ -18,13 +16,12 @@ from advnorm._core.errors import raise_problems
 from advnorm._core.records import write_json
 from advnorm._core.registry import Registry, keywords
 from advnorm._core.settings import Setting, convert_options
+from advnorm.analysis.images import measure_images, reporting_progress
 from advnorm.analysis.plots import Figure, figure_style
 from advnorm.analysis.settings import empty_list_problems, is_declared, require_any
 from advnorm.attacks.base import Progress
 from advnorm.evaluation.model_branches import branches
 from advnorm.evaluation.target import EvaluationTarget
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -95,30 +92,6 @@ def format_percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-# -- progress ----------------------------------------------------------------------------------------------------------
-
-PROGRESS: ContextVar[Progress | None] = ContextVar("progress", default=None)
-
-
-@contextmanager
-def reporting_progress(progress: Progress | None) -> Iterator[None]:
-    """Scope: the loops of analyses call ``progress`` with the amount of finished work and the total amount."""
-    token = PROGRESS.set(progress)
-    try:
-        yield
-    finally:
-        PROGRESS.reset(token)
-
-
-def track(items: Iterable[T]) -> Iterator[T]:
-    """Yield the items and report after each one how many are done."""
-    items, progress = list(items), PROGRESS.get()
-    for done, item in enumerate(items, 1):
-        yield item
-        if progress is not None:
-            progress(done, len(items))
-
-
 # -- networks ----------------------------------------------------------------------------------------------------------
 
 EveryRoute = Annotated[str | None, Setting("Branch of the models. Default: every branch, one after another.")]
@@ -166,36 +139,43 @@ def view_conditions(views: Iterable[BranchView]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Analysis:
-    """A registered analysis: a function of a run, of several runs, or of each branch of several runs (BranchView).
+    """A registered analysis: a function that returns a finding. What a training run gives it depends on ``takes``.
 
-    The options are its keyword-only parameters, and the declared settings of ``measure``, a function of a model and
-    images to which it passes them on. The batch size is that of the evaluation target.
+    ``images``: the network, and images by name that attacks craft from the test images; by default ``inputs``.
+    ``run``, ``runs``: the evaluation target, or several ones. ``branches``: a view of each branch of several targets.
+
+    The options are its declared settings but for the batch size, which is that of the target. They include the settings
+    of ``measure``, a function of a model and images to which it passes them on.
     """
 
     function: Callable[..., Finding]
     summary: str
     paper: str
-    takes: Literal["run", "runs", "branches"] = "run"
+    takes: Literal["images", "run", "runs", "branches"] = "run"
+    inputs: tuple[str, ...] = ("clean", "adv")
     measure: Callable[..., Any] | None = None
 
     @property
     def several(self) -> bool:
         """Whether it takes a list of evaluation targets."""
-        return self.takes != "run"
+        return self.takes in ("runs", "branches")
 
     def options(self) -> dict[str, inspect.Parameter]:
         """Return the options with their types and defaults."""
-        passed_on = {} if self.measure is None else keywords(self.measure)
-        passed_on = {name: one for name, one in passed_on.items() if is_declared(one) and name != "batch_size"}
-        return {**passed_on, **(keywords(branch_views) if self.takes == "branches" else {}), **keywords(self.function)}
+        preparing = {"images": measure_images, "branches": branch_views}.get(self.takes)
+        owners = [owner for owner in (self.measure, preparing, self.function) if owner is not None]
+        parameters = [item for owner in owners for item in keywords(owner).items()]
+        return {name: one for name, one in parameters if is_declared(one) and name != "batch_size"}
 
     def run(self, target: Any, *, progress: Progress | None = None, **options: Any) -> Finding:
         """Convert and validate the options, then run the function on a target, or on a list of targets."""
         converted, problems = convert_options("", self.options(), options)
         raise_problems(problems + empty_list_problems(self.options(), converted), "bad analysis")
-        if self.takes == "branches":
-            target = branch_views(target, route=converted.pop("route", None))
         with reporting_progress(progress):
+            if self.takes == "images":
+                return measure_images(self.function, target, **{"inputs": self.inputs, **converted})
+            if self.takes == "branches":
+                target = branch_views(target, route=converted.pop("route", None))
             return self.function(target, **converted)
 
 

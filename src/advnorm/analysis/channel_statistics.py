@@ -14,10 +14,10 @@ from advnorm._core.settings import Setting
 from advnorm.analysis import banks
 from advnorm.analysis.banks import AffineBank, Gaussian
 from advnorm.analysis.base import Finding, register_analysis
-from advnorm.analysis.images import Images, default_branch, measure_inputs, target_conditions
+from advnorm.analysis.images import Images, craft_inputs, default_branch, target_conditions
 from advnorm.analysis.moments import collect_moments, norm_statistics, ns_name, update_settings
 from advnorm.analysis.plots import Figure, Panel, line_figure
-from advnorm.analysis.settings import BatchSize, Inputs, LayerName, RouteSetting, Seed, StatisticsMode, setting_problems
+from advnorm.analysis.settings import BatchSize, LayerName, RouteSetting, Seed, StatisticsMode, setting_problems
 from advnorm.evaluation.target import EvaluationTarget
 from advnorm.norms import mixture_norms
 from advnorm.norms.plan import SHARED
@@ -49,6 +49,7 @@ class ChannelStatistics(Finding):
         return line_figure(panels, columns=2, xlabel=f"channel of {self.layer}", points_only=True, sharex=True)
 
 
+@register_analysis("channels", summary="NS and AP of 20 channels, by affine bank", paper="A fig. 4, 5", takes="images")
 def channel_statistics(
     model: nn.Module,
     inputs: Mapping[str, Images],
@@ -145,16 +146,6 @@ def _channel_numbers(total: int, channels: int | Sequence[int], seed: int) -> li
 
 
 @register_analysis(
-    "channels", summary="NS and AP of 20 channels, by affine bank", paper="A fig. 4, 5", measure=channel_statistics
-)
-def channels_of_run(
-    target: EvaluationTarget, *, inputs: Inputs = ("clean", "adv"), route: RouteSetting = None, **settings: Any
-) -> ChannelStatistics:
-    """Return NS and AP of the channels of a run; ``route`` is the branch of the attacks."""
-    return measure_inputs(channel_statistics, target, inputs, crafted_through=route, **settings)
-
-
-@register_analysis(
     "stored_channels", summary="running statistics and AP of 20 channels", paper="E fig. 5", measure=stored_channels
 )
 def stored_channels_of_run(target: EvaluationTarget, **settings: Any) -> ChannelStatistics:
@@ -176,9 +167,7 @@ def batch_channels_of_run(
 ) -> ChannelStatistics:
     """Compare batches of the images of a run with its running statistics."""
     branch = default_branch(target.model, route)
-    size = max(1, min(target.batch_size, len(target.images) // count))
-
-    def measure(model: nn.Module, crafted: Mapping[str, Tensor], **how: Any) -> ChannelStatistics:
-        return batch_channels(model, crafted[images], count=count, route=branch, **how)
-
-    return measure_inputs(measure, target, [images], crafted_through=branch, **settings, batch_size=size)
+    x = craft_inputs(target, [images], route=branch)[images]
+    size = max(1, min(target.batch_size, len(x) // count))
+    found = batch_channels(target.model, x, count=count, route=branch, batch_size=size, **settings)
+    return found.under(target_conditions(target, [images], through=branch, **found.conditions))

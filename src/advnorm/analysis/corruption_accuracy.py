@@ -16,8 +16,8 @@ from advnorm._core.errors import ConfigError, Problem, raise_problems, unknown_n
 from advnorm._core.settings import Setting
 from advnorm._core.wrappers import device_of
 from advnorm.analysis.banks import has_batch_statistics, routed_copy
-from advnorm.analysis.base import BranchView, Finding, register_analysis, track, view_conditions
-from advnorm.analysis.images import even_slices, measure_accuracy
+from advnorm.analysis.base import BranchView, Finding, register_analysis, view_conditions
+from advnorm.analysis.images import even_slices, measure_accuracy, track
 from advnorm.analysis.plots import Figure, legend_below, line_style, new_figure
 from advnorm.analysis.settings import BatchSize, Seed, as_tuple, setting_problems
 from advnorm.attacks.inputs import validate_batch
@@ -134,13 +134,7 @@ class CorruptionAccuracy(Finding):
 
     networks: Mapping[str, CorruptionScore]
     images: int
-    seed: int
-    arrays: bool
-
-    @property
-    def corruptions(self) -> str:
-        """The origin of the corrupted images."""
-        return "CIFAR-10-C arrays" if self.arrays else f"made from the test images, seed {self.seed}"
+    corruptions: str  # their origin
 
     def draw(self) -> Figure:
         """Draw means over severities and over corruptions; adapted statistics have hollow marks."""
@@ -202,7 +196,6 @@ def corruptions_of_runs(
     return CorruptionAccuracy(
         networks=networks,
         images=len(views[0].target.images),
-        seed=seed,
-        arrays=arrays is not None,
+        corruptions="CIFAR-10-C arrays" if arrays else f"made from the test images, seed {seed}",
         conditions={"adapt": adapt, "runs": view_conditions(views)},
     )

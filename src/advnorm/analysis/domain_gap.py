@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError
 from advnorm.analysis.banks import Distances, Gaussian, affine_parameters, layer_distances, sum_distances
-from advnorm.analysis.base import Finding, format_percent, register_analysis, track
-from advnorm.analysis.images import Images, craft_inputs, default_branch, target_conditions
+from advnorm.analysis.base import Finding, format_percent, register_analysis
+from advnorm.analysis.images import Images, craft_inputs, default_branch, target_conditions, track
 from advnorm.analysis.moments import affine_bank_settings, moments_and_classes, norm_statistics, ns_name
 from advnorm.analysis.plots import Figure, Panel, bar_figure, formula, line_figure
 from advnorm.analysis.settings import BatchSize, Inputs, RouteSetting, StatisticsMode

@@ -19,7 +19,7 @@ from advnorm._core.records import model_fingerprint
 from advnorm._core.seeding import ImageNoise
 from advnorm._core.settings import Setting, convert_fields
 from advnorm._core.wrappers import device_of, unwrap_model
-from advnorm.analysis.base import track
+from advnorm.analysis.images import track
 from advnorm.analysis.settings import Seed, as_tuple, setting_problems
 from advnorm.attacks import PGD, input_gradient, predicting
 from advnorm.attacks.inputs import validate_batch

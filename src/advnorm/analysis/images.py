@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -11,17 +13,40 @@ from torch import Tensor, nn
 
 import advnorm.attacks as attack_names
 from advnorm._core.precision import float32_as
+from advnorm._core.registry import keywords
 from advnorm._core.wrappers import device_of
-from advnorm.analysis.base import PROGRESS, Finding, track
-from advnorm.analysis.settings import StatisticsMode, require_any
+from advnorm.analysis.settings import Inputs, RouteSetting, StatisticsMode, require_any
 from advnorm.attacks import Attack, AutoAttack, predicting
+from advnorm.attacks.base import Progress
 from advnorm.evaluation.model_branches import branches
 from advnorm.evaluation.target import EvaluationTarget
 from advnorm.threat import ThreatModel
 
-FindingT = TypeVar("FindingT", bound=Finding)
+T = TypeVar("T")
 #: Images as one tensor, or batch by batch: tensors, or tuples whose first entry is the images.
 Images = Tensor | Iterable[Any]
+
+
+PROGRESS: ContextVar[Progress | None] = ContextVar("progress", default=None)
+
+
+@contextmanager
+def reporting_progress(progress: Progress | None) -> Iterator[None]:
+    """Scope: the loops of analyses call ``progress`` with the amount of finished work and the total amount."""
+    token = PROGRESS.set(progress)
+    try:
+        yield
+    finally:
+        PROGRESS.reset(token)
+
+
+def track(items: Iterable[T]) -> Iterator[T]:
+    """Yield the items and report after each one how many are done."""
+    items, progress = list(items), PROGRESS.get()
+    for done, item in enumerate(items, 1):
+        yield item
+        if progress is not None:
+            progress(done, len(items))
 
 
 def even_slices(count: int, size: int) -> Iterator[slice]:
@@ -142,15 +167,21 @@ def target_conditions(
     return conditions
 
 
-def measure_inputs(
-    measure: Callable[..., FindingT],
+def measure_images(
+    measure: Callable[..., Any],
     target: EvaluationTarget,
-    inputs: Sequence[str],
     *,
-    crafted_through: str | None = None,
-    **settings: Any,
-) -> FindingT:
-    """Return the finding of ``measure(model, images, **settings)`` on crafted images of a target."""
-    images = craft_inputs(target, inputs, route=crafted_through)
-    found = measure(target.model, images, **{"batch_size": target.batch_size, **settings})
-    return found.under(target_conditions(target, inputs, through=crafted_through, **found.conditions))
+    inputs: Inputs = ("clean", "adv"),
+    route: RouteSetting = None,
+    **how: Any,
+) -> Any:
+    """Return the finding of ``measure(model, images, **how)`` on crafted images of a target, with its conditions.
+
+    A measurement with a route uses the branch of the attacks. One with ``samples`` needs no more images of each kind.
+    """
+    branch, known = default_branch(target.model, route), keywords(measure)
+    count = how.get("samples", known["samples"].default) if "samples" in known else None
+    few = dataclasses.replace(target, data=(target.images[:count], target.labels[:count]))
+    how |= {"batch_size": target.batch_size} | ({"route": branch} if "route" in known else {})
+    found = measure(target.model, craft_inputs(few, inputs, route=branch), **how)
+    return found.under(target_conditions(target, inputs, through=branch, **found.conditions))

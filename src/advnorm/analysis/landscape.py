@@ -16,8 +16,8 @@ from advnorm._core.errors import ConfigError, raise_problems
 from advnorm._core.precision import float32_as
 from advnorm._core.settings import Setting
 from advnorm._core.wrappers import device_of, unwrap_model
-from advnorm.analysis.base import BranchView, Finding, register_analysis, to_record, track, view_conditions
-from advnorm.analysis.images import even_slices
+from advnorm.analysis.base import BranchView, Finding, register_analysis, to_record, view_conditions
+from advnorm.analysis.images import even_slices, track
 from advnorm.analysis.plots import Figure, Panel, line_figure
 from advnorm.analysis.settings import StatisticsMode, as_tuple, setting_problems
 from advnorm.attacks import predicting

@@ -15,8 +15,8 @@ from advnorm._core.precision import float32_as
 from advnorm._core.seeding import ImageNoise
 from advnorm._core.settings import Setting
 from advnorm._core.wrappers import device_of
-from advnorm.analysis.base import BranchView, Finding, register_analysis, track, view_conditions
-from advnorm.analysis.images import attack_images, even_slices, measure_accuracy
+from advnorm.analysis.base import BranchView, Finding, register_analysis, view_conditions
+from advnorm.analysis.images import attack_images, even_slices, measure_accuracy, track
 from advnorm.analysis.plots import Figure, Panel, legend_below, line_figure, line_style, new_figure
 from advnorm.analysis.settings import (
     BatchSize,

@@ -16,13 +16,12 @@ from advnorm._core.modes import running_eagerly
 from advnorm._core.precision import float32_as
 from advnorm._core.wrappers import device_of, unwrap_model
 from advnorm.analysis.banks import Gaussian, norm_layers
-from advnorm.analysis.base import Finding, register_analysis, track
-from advnorm.analysis.images import Images, iterate_batches, measure_inputs
+from advnorm.analysis.base import Finding, register_analysis
+from advnorm.analysis.images import Images, iterate_batches, track
 from advnorm.analysis.plots import Figure, Panel, line_figure
-from advnorm.analysis.settings import BatchSize, Inputs, RouteSetting, StatisticsMode, require_any, setting_problems
+from advnorm.analysis.settings import BatchSize, StatisticsMode, require_any, setting_problems
 from advnorm.attacks import predicting
 from advnorm.evaluation.model_branches import branches
-from advnorm.evaluation.target import EvaluationTarget
 from advnorm.norms import Route, RoutedNorm, functional, pair_banks, routed_modules
 from advnorm.norms import route as route_scope
 from advnorm.norms.plan import SHARED
@@ -215,6 +214,7 @@ def ns_name(affine: str, images: str) -> str:
     return f"NS_{images}" if affine == SHARED else f"NS^{affine}_{images}"
 
 
+@register_analysis("moments", summary="mean and deviation of every norm's input", paper="A sec. 5", takes="images")
 def norm_statistics(
     model: nn.Module,
     inputs: Mapping[str, Images],
@@ -235,13 +235,3 @@ def norm_statistics(
         how = affine_bank_settings(affine, statistics)
         found[affine][name] = collect_moments(model, inputs[name], **how, layers=layers, batch_size=batch_size)
     return NormStatistics(moments=found, conditions={"statistics": statistics, "batch_size": batch_size})
-
-
-@register_analysis(
-    "moments", summary="mean and deviation of the input of every norm", paper="A sec. 5", measure=norm_statistics
-)
-def moments_of_run(
-    target: EvaluationTarget, *, inputs: Inputs = ("clean", "adv"), route: RouteSetting = None, **settings: Any
-) -> NormStatistics:
-    """Collect NS of the images of a run; ``route`` is the branch of the attacks."""
-    return measure_inputs(norm_statistics, target, inputs, crafted_through=route, **settings)

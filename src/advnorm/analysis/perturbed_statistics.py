@@ -17,8 +17,8 @@ from advnorm._core.seeding import ImageNoise
 from advnorm._core.settings import Setting, convert_fields
 from advnorm._core.wrappers import device_of, unwrap_model
 from advnorm.analysis.banks import routed_copy
-from advnorm.analysis.base import BranchView, Finding, register_analysis, track, view_conditions
-from advnorm.analysis.images import even_slices
+from advnorm.analysis.base import BranchView, Finding, register_analysis, view_conditions
+from advnorm.analysis.images import even_slices, track
 from advnorm.analysis.plots import Figure, Panel, line_figure, wrap_names
 from advnorm.analysis.settings import (
     BatchSize,
@@ -243,21 +243,21 @@ class PerturbedStatistics(Finding):
 
 
 def _measure(
-    views: Sequence[BranchView], attacks: Mapping[str, StatisticsPerturbation], radii: Sequence[float]
-) -> tuple[dict[str, AccuracyCurves], dict[str, Any]]:
-    """Return the curves of every view, each attack through its branch, and what the finding records about them."""
-    conditions, curves = view_conditions(views), {}
+    views: Sequence[BranchView], attacks: Mapping[str, StatisticsPerturbation], radii: Sequence[float], **names: str
+) -> PerturbedStatistics:
+    """Return the accuracy of every view under every attack through its branch; ``names``: analysis and title."""
+    conditions, accuracy = view_conditions(views), {}
     for view in track(views):
         routed = {kind: replace(attack, route=view.route) for kind, attack in attacks.items()}
         found = perturbed_accuracy(*view.data, routed, radii=radii, batch_size=view.target.batch_size)
         # With batch statistics the numbers depend on the batch size and on the images used.
         conditions[view.name] |= {"images_judged": found.images, "batch_size": found.batch_size}
-        curves[view.name] = found
+        accuracy[view.name] = found.accuracy
     settings = {
         name: {key: value for key, value in vars(attack).items() if key not in ("radius", "route")}
         for name, attack in attacks.items()
     }
-    return curves, {"radii": radii, "attacks": settings, "conditions": conditions}
+    return PerturbedStatistics(radii=tuple(radii), accuracy=accuracy, attacks=settings, conditions=conditions, **names)
 
 
 @register_analysis(
@@ -286,13 +286,8 @@ def statistics_attack_of_runs(
     }
     for count in groups:
         attacks[f"gradient, {count} group{'s' * (count != 1)}"] = StatisticsPerturbation(groups=count, **common)
-    curves, about = _measure(views, attacks, radii)
-    return PerturbedStatistics(
-        analysis="statistics_attack",
-        title="Accuracy under an attack on the batch statistics",
-        **about,
-        accuracy={name: found.accuracy for name, found in curves.items()},
-    )
+    title = "Accuracy under an attack on the batch statistics"
+    return _measure(views, attacks, radii, analysis="statistics_attack", title=title)
 
 
 @register_analysis(
@@ -307,12 +302,9 @@ def perturbed_statistics_of_runs(
         "means": StatisticsPerturbation(radius=0.0, which="mean", **common),
         "standard deviations": StatisticsPerturbation(radius=0.0, which="std", **common),
     }
-    curves, about = _measure(views, attacks, radii)
-    return PerturbedStatistics(
-        analysis="perturbed_statistics",
-        title="Accuracy under randomly perturbed running statistics",
-        **about,
-        accuracy={
-            f"{which} perturbed": {name: found.accuracy[which] for name, found in curves.items()} for which in attacks
-        },
-    )
+    title = "Accuracy under randomly perturbed running statistics"
+    found = _measure(views, attacks, radii, analysis="perturbed_statistics", title=title)
+    by_attack = {
+        f"{which} perturbed": {name: lines[which] for name, lines in found.accuracy.items()} for which in attacks
+    }
+    return replace(found, accuracy=by_attack)

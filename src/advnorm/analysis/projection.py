@@ -5,7 +5,6 @@ Our own because scikit-learn needs all activations in memory; here two batches s
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations_with_replacement
@@ -17,12 +16,11 @@ from torch import Tensor, nn
 from advnorm._core.errors import ConfigError, raise_problems
 from advnorm._core.settings import Setting
 from advnorm.analysis.banks import norm_layers
-from advnorm.analysis.base import Finding, register_analysis, track
-from advnorm.analysis.images import craft_inputs, default_branch, iterate_batches, target_conditions
+from advnorm.analysis.base import Finding, register_analysis
+from advnorm.analysis.images import iterate_batches, track
 from advnorm.analysis.moments import affine_bank_settings, observe_norm_inputs
 from advnorm.analysis.plots import Figure, legend_below, line_style, new_figure
-from advnorm.analysis.settings import BatchSize, Inputs, RouteSetting, StatisticsMode, setting_problems
-from advnorm.evaluation.target import EvaluationTarget
+from advnorm.analysis.settings import BatchSize, StatisticsMode, setting_problems
 
 Layers = Annotated[Sequence[str] | None, Setting("Layers by name. Default: the first, middle and last norm.")]
 Samples = Annotated[int, Setting("Number of images of each kind.", "[2, inf)")]
@@ -76,11 +74,18 @@ class Projection(Finding):
         return figure
 
 
+@register_analysis(
+    "projection",
+    summary="images in the plane of a layer's inputs",
+    paper="C fig. 1",
+    takes="images",
+    inputs=("clean", "adv", "autoattack"),
+)
 def projection(
     model: nn.Module,
     inputs: Mapping[str, Tensor],
     *,
-    layers: str | Sequence[str] | None = None,
+    layers: Layers = None,
     samples: Samples = 500,
     route: str | None = None,
     statistics: StatisticsMode = "running",
@@ -128,20 +133,3 @@ def projection(
         found[layer] = LayerProjection((shares[0].item(), shares[1].item()), points)
     conditions = {"route": route, "statistics": statistics, "samples": sizes, "fitted_on": "all together"}
     return Projection(layers=found, conditions=conditions)
-
-
-@register_analysis("projection", summary="images in the plane of a layer's inputs", paper="C fig. 1")
-def projection_of_run(
-    target: EvaluationTarget,
-    *,
-    inputs: Inputs = ("clean", "adv", "autoattack"),
-    layers: Layers = None,
-    samples: Samples = 500,
-    route: RouteSetting = None,
-) -> Projection:
-    """Project the images of a run."""
-    branch = default_branch(target.model, route)
-    few = dataclasses.replace(target, data=(target.images[:samples], target.labels[:samples]))
-    images = craft_inputs(few, inputs, route=branch)
-    found = projection(target.model, images, layers=layers, samples=samples, route=branch, batch_size=target.batch_size)
-    return found.under(target_conditions(target, inputs, through=branch, **found.conditions))

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from advnorm._core.errors import ConfigError, Problem, raise_problems
 from advnorm._core.settings import Setting
 from advnorm.analysis.banks import layer_distances, norm_layers, stored_statistics
-from advnorm.analysis.base import Finding, register_analysis, track
-from advnorm.analysis.images import Images, default_branch, iterate_batches, measure_inputs
+from advnorm.analysis.base import Finding, register_analysis
+from advnorm.analysis.images import Images, default_branch, iterate_batches, measure_images, track
 from advnorm.analysis.moments import LayerMoments, Moments, observe_norm_inputs, update_settings
 from advnorm.analysis.plots import Figure, Panel, line_figure
 from advnorm.analysis.settings import BatchSize, Inputs, require_any, setting_problems
@@ -140,7 +140,7 @@ def statistics_shift_of_run(
     known = _updated_domains(target.model)
     routes = {name: name if name in known else default_branch(target.model) for name in inputs}
     layout = layout or (_training_layout(target) if set(inputs) == {"clean", "adv"} else "sequential")
-    return measure_inputs(statistics_shift, target, inputs, routes=routes, layout=layout)
+    return measure_images(statistics_shift, target, inputs=inputs, routes=routes, layout=layout)
 
 
 def _training_layout(target: EvaluationTarget) -> Layout:

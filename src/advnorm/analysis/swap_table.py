@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from advnorm._core.errors import Problem, raise_problems
 from advnorm._core.settings import Setting
 from advnorm._core.wrappers import device_of, unwrap_model
-from advnorm.analysis.base import Finding, format_percent, register_analysis, track
-from advnorm.analysis.images import craft_inputs, create_attack, target_conditions
+from advnorm.analysis.base import Finding, format_percent, register_analysis
+from advnorm.analysis.images import craft_inputs, create_attack, target_conditions, track
 from advnorm.analysis.moments import ns_name
 from advnorm.analysis.plots import Figure, bar_figure, formula
 from advnorm.analysis.settings import BatchSize, empty_problems

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from advnorm._core.errors import ConfigError, Description, Problem, raise_problems, unknown_name
 from advnorm._core.settings import Setting
 from advnorm._core.wrappers import device_of
-from advnorm.analysis.base import BranchView, Finding, format_percent, register_analysis, track, view_conditions
+from advnorm.analysis.base import BranchView, Finding, format_percent, register_analysis, view_conditions
 from advnorm.analysis.feature_extraction import RECIPES, Recipe, apply_recipe
 from advnorm.analysis.feature_pictures import count_classes, target_images
-from advnorm.analysis.images import measure_accuracy, predict_classes
+from advnorm.analysis.images import measure_accuracy, predict_classes, track
 from advnorm.analysis.plots import Figure, Panel, bar_figure, line_figure, new_figure, wrap_names
 from advnorm.analysis.settings import BatchSize, Seed, empty_problems, require_any
 from advnorm.attacks.inputs import validate_batch

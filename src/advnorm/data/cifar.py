@@ -36,7 +36,7 @@ MD5 = {
     "test_batch": "40351d587109b95175f43aff81a1287e",
     "train": "16019d7e3df5f24257cddd939b257f8d",
     "test": "f0ef6b0ae62326f3e7ffdfab6717acfc",
-    # CIFAR-100's train.bin and test.bin have no published sum, only their archive has; their sizes are checked.
+    # CIFAR-100's train.bin and test.bin have no published sum, only their archive has; their images are counted.
 }
 
 
@@ -47,16 +47,11 @@ class Layout:
     folder: str
     files: Mapping[str, tuple[str, ...]]
     parse: Callable[[bytes], tuple[Tensor, Tensor]]
-    record_bytes: int | None = None  # for each image, if that is fixed
 
     def missing(self, root: Path, *splits: str) -> list[str]:
         """Return the files of the splits that do not exist."""
         names = [name for split in splits for name in self.files[split]]
         return [name for name in names if not (find_folder(root, self.folder) / name).is_file()]
-
-    def file_bytes(self, split: str) -> int | None:
-        """Return the size of each file of a split."""
-        return self.record_bytes and IMAGES[split] // len(self.files[split]) * self.record_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,13 +77,14 @@ class CIFAR:
             raise_problems([unknown_name("split", split, IMAGES)])
         raise_problems(self.missing(root, split))
         layout, parts = self.layout(root, split), []
+        count = IMAGES[split] // len(layout.files[split])
         for name in layout.files[split]:
             path = find_folder(root, layout.folder) / name
-            content = read_verified(path, MD5.get(name) if check else None, size=layout.file_bytes(split))
+            content = read_verified(path, MD5.get(name) if check else None)
             with reading(path):
                 images, labels = layout.parse(content)
-                if len(images) != len(labels):
-                    raise ValueError(f"it holds {len(images)} images but {len(labels)} labels")
+                if not len(images) == len(labels) == count:
+                    raise ValueError(f"it holds {len(images)} images but {len(labels)} labels, instead of {count}")
             parts.append((images, labels))
         images, labels = (torch.cat(tensors) for tensors in zip(*parts))
         return images.reshape(-1, 3, 32, 32), labels
@@ -114,7 +110,6 @@ CIFAR10 = CIFAR(
             folder="cifar-10-batches-bin",
             files={split: tuple(f"{name}.bin" for name in names) for split, names in _BATCHES.items()},
             parse=partial(_parse_binary, label_bytes=1),
-            record_bytes=1 + PIXELS,
         ),
         Layout(folder="cifar-10-batches-py", files=_BATCHES, parse=partial(_parse_pickle, labels=b"labels")),
     ),
@@ -127,7 +122,6 @@ CIFAR100 = CIFAR(
             folder="cifar-100-binary",
             files={"train": ("train.bin",), "test": ("test.bin",)},
             parse=partial(_parse_binary, label_bytes=2),
-            record_bytes=2 + PIXELS,
         ),
         Layout(
             folder="cifar-100-python",

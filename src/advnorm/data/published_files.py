@@ -46,12 +46,10 @@ def missing_file_problems(title: str, root: Path, folder: str, files: Sequence[s
     return [Problem(code="missing_file", message=message, field="root", hint=hint)]
 
 
-def read_verified(path: Path, md5: str | None, *, size: int | None = None) -> bytes:
-    """Return the content of a file; raise if its size or md5 sum is known and differs."""
+def read_verified(path: Path, md5: str | None) -> bytes:
+    """Return the content of a file; raise if its md5 sum is known and differs."""
     with reading(path):
         content = path.read_bytes()
-    if size is not None and len(content) != size:
-        raise damaged_file(f"{path} has {len(content):,} bytes instead of {size:,}")
     if md5 is not None and hashlib.md5(content, usedforsecurity=False).hexdigest() != md5:
         raise damaged_file(f"{path} is not the published file (the md5 sum differs)")
     return content
