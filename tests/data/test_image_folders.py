@@ -28,7 +28,7 @@ def test_folders_of_classes_have_the_order_of_the_training_classes(picture_folde
     assert train.classes == test.classes == ("ant", "bird") and train.num_classes == 2
     assert train.files[:2] == ("train/ant/0.png", "train/ant/1.png") and test.files[-1] == "val/bird/2.png"
     assert train.labels.tolist() == [0] * 6 + [1] * 6 and test.labels.tolist() == [0, 0, 0, 1, 1, 1]
-    assert all(path.is_file() for path in train.paths)
+    assert all((train.root / file).is_file() for file in train.files)
     image, label = test[5]
     assert image.shape == (3, 224, 224) and image.dtype == torch.float32 and label == 1
     assert 0 <= image.min() < image.max() <= 1
@@ -41,7 +41,7 @@ def test_folders_of_classes_have_the_order_of_the_training_classes(picture_folde
 def test_the_center_of_a_resized_image_is_cropped(picture_folder):
     data = load("imagefolder", "val", picture_folder, image_size=8, resize=16)
     assert data.image_shape == (3, 8, 8)
-    for position, path in enumerate(data.paths):
+    for position, path in enumerate(data.root / file for file in data.files):
         pixels = np.array(Image.open(path))
         if min(pixels.shape[:2]) == 16:  # the shorter side is 16 already, so that nothing is resized
             top, left = (pixels.shape[0] - 8) // 2, (pixels.shape[1] - 8) // 2

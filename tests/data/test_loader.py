@@ -201,7 +201,7 @@ def test_images_on_disk_are_cropped_resized_and_flipped_as_by_hand(picture_folde
         noise = ImageNoise(7, batch.index).fold("augment")
         flips, draws = noise.integers(2, draw="flip"), noise.uniform((10, 4), draw="crop").tolist()
         for row, index in enumerate(batch.index.tolist()):
-            image = Image.open(data.paths[index]).convert("RGB")
+            image = Image.open(data.root / data.files[index]).convert("RGB")
             box = random_crop_box(image.width, image.height, draws[row])
             pixels = np.array(image.crop(box).resize((8, 8), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
             pixels = pixels[:, :, ::-1] if flips[row] else pixels
@@ -262,7 +262,7 @@ def test_random_crop_boxes_have_every_ratio_and_lie_anywhere():
 
 def test_a_worker_names_a_damaged_image(picture_folder):
     data = load("imagefolder", "train", picture_folder, image_size=8)
-    data.paths[4].write_bytes(b"no picture")
+    (data.root / data.files[4]).write_bytes(b"no picture")
     with raises_problem("damaged_file", "files") as caught:
         list(WorkerLoader(data, batch_size=12, workers=1).epoch(0))
     assert "ant/4.png" in str(caught.value)
@@ -270,7 +270,7 @@ def test_a_worker_names_a_damaged_image(picture_folder):
 
 def test_an_error_in_a_worker_is_one_line_without_its_traceback(picture_folder):
     data = load("imagefolder", "train", picture_folder, image_size=8)
-    path = data.paths[0]
+    path = data.root / data.files[0]
     path.write_bytes(path.read_bytes()[:60])
     messages, others = [], set(multiprocessing.active_children())
     for workers in (0, 1):

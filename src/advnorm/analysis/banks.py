@@ -169,8 +169,3 @@ def wasserstein(first: Gaussian | AffineBank, second: Gaussian | AffineBank, *, 
 def layer_distances(first: Mapping[str, Bank], second: Mapping[str, Bank], *, relative: bool = False) -> Distances:
     """Return the distance at every layer that both have."""
     return {name: wasserstein(first[name], second[name], relative=relative) for name in first if name in second}
-
-
-def sum_distances(layers: Distances) -> float:
-    """Return the distance summed over all layers (paper C, table 2)."""
-    return sum(distance.total for distance in layers.values())

@@ -193,9 +193,6 @@ def corruptions_of_runs(
     for view in views:
         how |= {"adapt": adapt and has_batch_statistics(view.target.model), "rows": view.target.rows, **view.settings}
         networks[view.name] = corruption_accuracy(*view.data, **how)
-    return CorruptionAccuracy(
-        networks=networks,
-        images=len(views[0].target.images),
-        corruptions="CIFAR-10-C arrays" if arrays else f"made from the test images, seed {seed}",
-        conditions={"adapt": adapt, "runs": view_conditions(views)},
-    )
+    origin = "CIFAR-10-C arrays" if arrays else f"made from the test images, seed {seed}"
+    conditions, images = {"adapt": adapt, "runs": view_conditions(views)}, len(views[0].target.images)
+    return CorruptionAccuracy(networks=networks, images=images, corruptions=origin, conditions=conditions)

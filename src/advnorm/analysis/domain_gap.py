@@ -7,16 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
+from operator import itemgetter
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError
-from advnorm.analysis.banks import Distances, Gaussian, affine_parameters, layer_distances, sum_distances
+from advnorm.analysis.banks import Distances, Gaussian, affine_parameters, layer_distances
 from advnorm.analysis.base import Finding, format_percent, register_analysis
 from advnorm.analysis.images import Images, craft_inputs, default_branch, target_conditions, track
-from advnorm.analysis.moments import affine_bank_settings, moments_and_classes, norm_statistics, ns_name
-from advnorm.analysis.plots import Figure, Panel, bar_figure, formula, line_figure
+from advnorm.analysis.moments import affine_bank_settings, collect_moments, norm_statistics, ns_name
+from advnorm.analysis.plots import Figure, Panel, bar_figure, each_value, formula, line_figure
 from advnorm.analysis.settings import BatchSize, Inputs, RouteSetting, StatisticsMode
 from advnorm.evaluation.model_branches import branches
 from advnorm.evaluation.target import EvaluationTarget
@@ -47,12 +48,12 @@ class LayerDistances(Finding):
     @property
     def sums(self) -> dict[Any, float]:
         """Distances summed over all layers (paper C, table 2)."""
-        return {name: sum_distances(layers) for name, layers in self.layers.items()}
+        return {name: sum(one.total for one in layers.values()) for name, layers in self.layers.items()}
 
     @property
     def relative_sums(self) -> dict[Any, float]:
         """Relative distances summed over all layers."""
-        return {name: sum_distances(layers) for name, layers in self.relative_layers.items()}
+        return {name: sum(one.total for one in layers.values()) for name, layers in self.relative_layers.items()}
 
     @abstractmethod
     def label(self, name: Any) -> str:
@@ -60,15 +61,11 @@ class LayerDistances(Finding):
 
     def draw(self) -> Figure:
         rows = (self.layers, "Σ of squared differences"), (self.relative_layers, "Σ of relative differences, squared")
-        panels = [
-            Panel(
-                title,
-                {self.label(name): {layer: one[part] for layer, one in gap.items()} for name, gap in gaps.items()},
-                {"ylabel": unit, "ylim": (0, None)},
-            )
-            for gaps, unit in rows
-            for part, title in enumerate(self.PARTS)
-        ]
+        panels = []
+        for gaps, unit in rows:
+            lines = {self.label(name): gap for name, gap in gaps.items()}
+            axes = {"ylabel": unit, "ylim": (0, None)}
+            panels += [Panel(title, each_value(lines, itemgetter(i)), axes) for i, title in enumerate(self.PARTS)]
         return line_figure(panels, columns=2, sharex=True, sharey="row")
 
 
@@ -114,25 +111,18 @@ def domain_gap(
     accuracy: dict[str, float] = {}
     how = {**affine_bank_settings(route, statistics), "layers": layers, "batch_size": batch_size}
     for name, images in track(inputs.items()):
-        moments, classes = moments_and_classes(model, images, **how)
+        moments = collect_moments(model, images, **how)
         # Biased variances: the moments of these images themselves (paper C, eq. 8 and 9).
         found[name] = {layer: one.gaussian() for layer, one in moments.items()}
         if labels is not None:
-            if labels.shape != classes.shape:
-                message = f"{{field}} must have shape ({len(classes)},), one for each {name} image"
+            if labels.shape != moments.classes.shape:
+                message = f"{{field}} must have shape ({len(moments.classes)},), one for each {name} image"
                 raise ConfigError("wrong_shape", message, field="labels", got=tuple(labels.shape))
-            accuracy[name] = (classes == labels.cpu()).double().mean().item()
-    in_tensors = all(isinstance(images, Tensor) for images in inputs.values())
-    return DomainGap(
-        sides={(a, b): (found[a], found[b]) for a, b in combinations(found, 2)},
-        accuracy=accuracy,
-        conditions={
-            "route": route,
-            "statistics": statistics,
-            "batch_size": batch_size if in_tensors else "as given",
-            "variance": "biased",
-        },
-    )
+            accuracy[name] = (moments.classes == labels.cpu()).double().mean().item()
+    size = batch_size if all(isinstance(images, Tensor) for images in inputs.values()) else "as given"
+    conditions = {"route": route, "statistics": statistics, "batch_size": size, "variance": "biased"}
+    sides = {(a, b): (found[a], found[b]) for a, b in combinations(found, 2)}
+    return DomainGap(sides=sides, accuracy=accuracy, conditions=conditions)
 
 
 @register_analysis(

@@ -25,7 +25,7 @@ from advnorm.attacks import PGD, input_gradient, predicting
 from advnorm.attacks.inputs import validate_batch
 from advnorm.attacks.model_access import Predict
 from advnorm.data import FeatureFolder, FolderData, ImageData
-from advnorm.data.feature_sets import shard_rows
+from advnorm.data.feature_sets import describe_set, shard_rows
 from advnorm.norms.routed_linear import RoutedLinear
 from advnorm.threat import ThreatModel
 
@@ -201,18 +201,15 @@ def extract_features(
     if layer is not None:
         _find_head(unwrap_model(model), layer)  # raises before any work
     folder = FeatureFolder(Path(root) / data.split)
-    about = {
-        "name": name,
-        "split": data.split,
-        "images": len(data),
-        "num_classes": data.num_classes,
-        "shard_size": shard_size,
-        "recipe": dataclasses.asdict(chosen),
-        "seed": seed,
-        "source": {"name": data.name, "split": data.split, "fingerprint": data.fingerprint},
-        "model": {"fingerprint": model_fingerprint(unwrap_model(model)), "route": route, "layer": layer},
-        "made_with": environment(device_of(model)),
-    }
+    about = describe_set(
+        data,
+        name,
+        shard_size=shard_size,
+        recipe=dataclasses.asdict(chosen),
+        seed=seed,
+        model={"fingerprint": model_fingerprint(unwrap_model(model)), "route": route, "layer": layer},
+        made_with=environment(device_of(model)),
+    )
     folder.check_recipe(about)
     shards = shard_rows(about)
     mine = [number for number in shards if number % part[1] == part[0]]

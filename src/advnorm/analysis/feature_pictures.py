@@ -45,15 +45,11 @@ class FeaturePictures(Finding):
     made: Tensor
     labels: Tensor
     starts: Tensor
+    images: int  # their number
     feature_distance: Mapping[str, float]  # mean of ||g(x) - g(x')|| before and after
     accuracy: float  # share of the made images that the model classifies as their label
     l2_from_start: float  # mean
     folder: str | None = None
-
-    @property
-    def images(self) -> int:
-        """The number of images."""
-        return len(self.labels)
 
     def draw(self) -> Figure:
         rows = [
@@ -128,6 +124,7 @@ def feature_pictures(
         made=made.images.cpu(),
         labels=made.labels,
         starts=made.starts,
+        images=len(rows),
         feature_distance={
             name: float((found - wanted).norm(dim=1).mean()) for name, found in (("before", before), ("after", after))
         },

@@ -15,7 +15,7 @@ import advnorm.attacks as attack_names
 from advnorm._core.precision import float32_as
 from advnorm._core.registry import keywords
 from advnorm._core.wrappers import device_of
-from advnorm.analysis.settings import Inputs, RouteSetting, StatisticsMode, require_any
+from advnorm.analysis.settings import Inputs, RouteSetting, require_any
 from advnorm.attacks import Attack, AutoAttack, predicting
 from advnorm.attacks.base import Progress
 from advnorm.evaluation.model_branches import branches
@@ -74,17 +74,13 @@ def attack_images(attack: Attack, model: nn.Module, x: Tensor, y: Tensor, *, bat
     return torch.cat(parts)
 
 
-def predict_classes(
-    model: nn.Module,
-    images: Tensor,
-    *,
-    route: str | None = None,
-    statistics: StatisticsMode = "running",
-    batch_size: int = 256,
-) -> Tensor:
-    """Return the predicted class of each image, in eval mode and strict float32; on the CPU."""
+def predict_classes(model: nn.Module, images: Tensor, *, batch_size: int = 256, **through: Any) -> Tensor:
+    """Return the predicted class of each image, in eval mode and strict float32, on the CPU.
+
+    ``through``: route and statistics, as in :func:`advnorm.attacks.predicting`.
+    """
     device, classes = device_of(model), []
-    with predicting(model, route=route, statistics=statistics) as predict, torch.no_grad(), float32_as("ieee", device):
+    with predicting(model, **through) as predict, torch.no_grad(), float32_as("ieee", device):
         for rows in even_slices(len(images), batch_size):
             classes.append(predict(images[rows].to(device)).argmax(1).cpu())
     return torch.cat(classes)

@@ -18,7 +18,7 @@ from advnorm._core.settings import Setting
 from advnorm._core.wrappers import device_of, unwrap_model
 from advnorm.analysis.base import BranchView, Finding, register_analysis, to_record, view_conditions
 from advnorm.analysis.images import even_slices, track
-from advnorm.analysis.plots import Figure, Panel, line_figure
+from advnorm.analysis.plots import Figure, Panel, each_value, line_figure
 from advnorm.analysis.settings import StatisticsMode, as_tuple, setting_problems
 from advnorm.attacks import predicting
 from advnorm.attacks.inputs import validate_batch
@@ -170,12 +170,10 @@ class LandscapeTrend(Finding):
 
     def draw(self) -> Figure:
         """Draw mean and range over all step sizes, and the effective β-smoothness (paper D, fig. 14)."""
-
-        def along(values: Callable[[LandscapePoint], Sequence[float]]) -> dict[str, dict[int, Sequence[float]]]:
-            return {name: {step: values(point) for step, point in points} for name, points in self.series.items()}
-
-        loss, change = along(lambda point: (point.loss, *point.losses)), along(lambda point: point.gradient_changes)
-        return _draw("training step", loss, change, along(lambda point: (point.smoothness,)))
+        points = {name: dict(pairs) for name, pairs in self.series.items()}
+        loss = each_value(points, lambda point: (point.loss, *point.losses))
+        change = each_value(points, lambda point: point.gradient_changes)
+        return _draw("training step", loss, change, each_value(points, lambda point: point.smoothness))
 
 
 # -- at a checkpoint ---------------------------------------------------------------------------------------------------
@@ -208,14 +206,12 @@ class LandscapeComparison(Finding):
                 for name, points in self.points.items()
             }
 
-        loss, change = (
-            along(lambda point: (point.loss, *point.losses), 0.0),
-            along(lambda point: point.gradient_changes),
-        )
+        loss = along(lambda point: (point.loss, *point.losses), 0.0)
+        change = along(lambda point: point.gradient_changes)
         return _draw("step size (learning rate)", loss, change, along(lambda point: point.smoothness_at))
 
 
-def _draw(xlabel: str, *quantities: Mapping[str, Mapping[Any, Sequence[float]]]) -> Figure:
+def _draw(xlabel: str, *quantities: Mapping[str, Mapping[Any, Any]]) -> Figure:
     """Draw the three panels of paper D, fig. 14. Networks differ by orders of magnitude: two are logarithmic."""
     titles = ("Loss along gradient", "Change of gradient", "β-smoothness")
     units = ("loss", "l2 distance", "change / distance moved")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Annotated, Any, get_args
 
 import torch
@@ -17,7 +18,7 @@ from advnorm._core.settings import Setting
 from advnorm._core.wrappers import device_of
 from advnorm.analysis.base import BranchView, Finding, register_analysis, view_conditions
 from advnorm.analysis.images import attack_images, even_slices, measure_accuracy, track
-from advnorm.analysis.plots import Figure, Panel, legend_below, line_figure, line_style, new_figure
+from advnorm.analysis.plots import Figure, Panel, each_value, legend_below, line_figure, line_style, new_figure
 from advnorm.analysis.settings import (
     BatchSize,
     Seed,
@@ -55,16 +56,9 @@ class GradientSimilarities:
         """The number of images that the mean leaves out."""
         return int(self.per_image.isnan().sum())
 
-    def __float__(self) -> float:
-        return self.mean
-
     def __str__(self) -> str:
         left_out = f", {self.without_gradient} of them without a gradient" if self.without_gradient else ""
         return f"LIGS {self.mean:.4f} over {len(self.per_image)} images{left_out}"
-
-    def quantile(self, share: float) -> float:
-        """Return the value below which this share of the images lies."""
-        return float(self.per_image.nanquantile(share))
 
 
 def ligs(
@@ -140,7 +134,7 @@ class LIGSComparison(Finding):
         for place, (name, shifts) in enumerate(self.similarities.items()):
             x = [i + 0.6 * ((place + 0.5) / len(self.similarities) - 0.5) for i in range(len(shifts))]
             style: dict[str, Any] = {**line_style(place), "linestyle": "", "markersize": 6}
-            low, high = ([found.quantile(share) for found in shifts.values()] for share in (0.25, 0.75))
+            low, high = ([one.per_image.nanquantile(share) for one in shifts.values()] for share in (0.25, 0.75))
             axes.vlines(x, low, high, color=style["color"], linewidth=3, alpha=0.35)
             (handles[name],) = axes.plot(x, [found.mean for found in shifts.values()], **style)
             labels = [SHIFT_NAMES[shift] for shift in shifts]
@@ -202,14 +196,9 @@ class LIGSTrend(Finding):
             return {title: 100 * share for title, share in accuracies.items() if share is not None} | cosines
 
         along = {name: {one.epoch: quantities(one) for one in stages} for name, stages in self.series.items()}
-        panels = [
-            Panel(
-                title,
-                {name: {epoch: found[title] for epoch, found in epochs.items()} for name, epochs in along.items()},
-                {"ylabel": "accuracy (%)" if title.endswith("accuracy") else "cosine"},
-            )
-            for title in next(found for epochs in along.values() for found in epochs.values())
-        ]
+        titles = next(found for epochs in along.values() for found in epochs.values())
+        units = {title: "accuracy (%)" if title.endswith("accuracy") else "cosine" for title in titles}
+        panels = [Panel(title, each_value(along, itemgetter(title)), {"ylabel": units[title]}) for title in titles]
         return line_figure(panels, xlabel="epoch", columns=min(3, len(panels)))
 
 

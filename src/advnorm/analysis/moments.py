@@ -18,7 +18,7 @@ from advnorm._core.wrappers import device_of, unwrap_model
 from advnorm.analysis.banks import Gaussian, norm_layers
 from advnorm.analysis.base import Finding, register_analysis
 from advnorm.analysis.images import Images, iterate_batches, track
-from advnorm.analysis.plots import Figure, Panel, line_figure
+from advnorm.analysis.plots import Figure, Panel, each_value, line_figure
 from advnorm.analysis.settings import BatchSize, StatisticsMode, require_any, setting_problems
 from advnorm.attacks import predicting
 from advnorm.evaluation.model_branches import branches
@@ -48,8 +48,10 @@ class LayerMoments:
         return Gaussian(self.mean, (self.unbiased_variance if unbiased else self.biased_variance).sqrt())
 
 
-#: Moments by layer, in the order in which the layers ran.
-Moments = dict[str, LayerMoments]
+class Moments(dict[str, LayerMoments]):
+    """Moments by layer, in the order in which the layers ran, and the classes that the same forwards predict."""
+
+    classes: Tensor
 
 
 def observe_norm_inputs(
@@ -127,12 +129,6 @@ def collect_moments(
     ``statistics`` normalizes the layers before: the ``running`` ones, as at test time, or those of each batch
     (``batch_frozen``), as in training; then the result depends on the batches.
     """
-    how: Any = {"route": route, "pair": pair, "statistics": statistics, "layers": layers, "batch_size": batch_size}
-    return moments_and_classes(model, x, **how)[0]
-
-
-def moments_and_classes(model: nn.Module, x: Images, **settings: Any) -> tuple[Moments, Tensor]:
-    """Return the result of :func:`collect_moments` and the classes that the same forwards predict."""
     pooled: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
 
     def pool(name: str, value: Tensor) -> None:
@@ -143,13 +139,15 @@ def moments_and_classes(model: nn.Module, x: Images, **settings: Any) -> tuple[M
             mean, var, count = (value[None] for value in functional.pool_moments(*both))
         pooled[name] = mean, var, count
 
-    classes = observe_norm_inputs(model, x, pool, **settings)
-    found = {name: LayerMoments(m[0].cpu(), v[0].cpu(), int(n)) for name, (m, v, n) in pooled.items()}
+    how: Any = {"route": route, "pair": pair, "statistics": statistics, "layers": layers, "batch_size": batch_size}
+    classes = observe_norm_inputs(model, x, pool, **how)
+    found = Moments({name: LayerMoments(m[0].cpu(), v[0].cpu(), int(n)) for name, (m, v, n) in pooled.items()})
+    found.classes = classes
     broken = [name for name, one in found.items() if not bool((one.mean + one.biased_variance).isfinite().all())]
     if broken:
         message = f"the input of {', '.join(broken[:3])} is not finite"
         raise ConfigError("not_finite", message, field="images", hint="check model and images")
-    return found, classes
+    return found
 
 
 def affine_bank_settings(affine: str | None, statistics: str) -> dict[str, Any]:
@@ -198,15 +196,9 @@ class NormStatistics(Finding):
             "means": lambda one: one.mean.square().mean().sqrt(),
             "deviations": lambda one: one.biased_variance.mean().sqrt(),
         }
-        panels = [
-            Panel(
-                f"Size of the channels' {what}",
-                {name: {layer: size(one) for layer, one in found.items()} for name, found in self.series.items()},
-                {"ylabel": "root mean square", "ylim": (0, None)},
-            )
-            for what, size in sizes.items()
-        ]
-        return line_figure(panels, sharex=True)
+        axes = {"ylabel": "root mean square", "ylim": (0, None)}
+        lines = {f"Size of the channels' {what}": each_value(self.series, size) for what, size in sizes.items()}
+        return line_figure([Panel(title, line, axes) for title, line in lines.items()], sharex=True)
 
 
 def ns_name(affine: str, images: str) -> str:

@@ -19,7 +19,7 @@ from advnorm._core.wrappers import device_of, unwrap_model
 from advnorm.analysis.banks import routed_copy
 from advnorm.analysis.base import BranchView, Finding, register_analysis, view_conditions
 from advnorm.analysis.images import even_slices, track
-from advnorm.analysis.plots import Figure, Panel, line_figure, wrap_names
+from advnorm.analysis.plots import Figure, Panel, each_value, line_figure, wrap_names
 from advnorm.analysis.settings import (
     BatchSize,
     Seed,
@@ -96,7 +96,8 @@ class StatisticsPerturbation:
     def direction(self, model: nn.Module, x: Tensor | None = None, y: Tensor | None = None) -> Perturbation:
         """Return the perturbation for radius 1, with values in [-1, 1]; one direction serves all radii."""
         if self.kind != "gradient":
-            return self._random_direction(zero_perturbation(model, requires_grad=False))
+            zero = zero_perturbation(model, requires_grad=False)
+            return Perturbation({name: self._random_direction(name, banks) for name, banks in zero.items()})
         if x is None or y is None:
             raise ConfigError("empty", "kind='gradient' needs a batch of {field} and labels", field="images")
         largest_label = validate_batch(x, y)
@@ -105,7 +106,7 @@ class StatisticsPerturbation:
             with statistics_scope(model, perturbation=delta, groups=1):
                 loss = cross_entropy(validating_first_logits(predict, largest_label)(x.detach()), y).sum()
             gradients = torch.autograd.grad(loss, delta.tensors, allow_unused=True)
-        return delta.map(lambda gradient: gradient.detach().sign(), gradients)
+        return delta.sign_step(gradients, 1.0)
 
     def scaled(self, direction: Perturbation) -> Perturbation:
         """Scale a direction to ``radius``, for the chosen statistics."""
@@ -132,22 +133,14 @@ class StatisticsPerturbation:
         require_any(right, "data", "a list of batches; an iterator can be used only once")
         return float(torch.cat(right).sum()) / sum(map(len, right))
 
-    def _random_direction(self, zero: Perturbation) -> Perturbation:
+    def _random_direction(self, layer: str, zeros: Mapping[str, tuple[Tensor, ...]]) -> dict[str, Any]:
         """The same direction for every bank of a layer, and so for all networks of one architecture (sec. 4.5)."""
-
-        def draw(like: Tensor, layer: str, what: str) -> Tensor:
-            noise = ImageNoise(self.seed, torch.zeros(1, dtype=torch.long, device=like.device))
-            for tag in (self.kind, layer, SHARED, what):
-                noise = noise.fold(tag)
-            values = noise.signs(like.shape) if self.kind == "binary" else 2 * noise.uniform(like.shape) - 1
-            return values[0].to(like.dtype)
-
-        return Perturbation(
-            {
-                name: {bank: (draw(mean, name, "mean"), draw(std, name, "std")) for bank, (mean, std) in banks.items()}
-                for name, banks in zero.items()
-            }
-        )
+        like = next(iter(zeros.values()))[0]
+        noise = ImageNoise(self.seed, torch.zeros(1, dtype=torch.long, device=like.device)).fold(self.kind)
+        draws = [noise.fold(layer).fold(SHARED).fold(what) for what in ("mean", "std")]
+        binary = self.kind == "binary"
+        values = [one.signs(like.shape) if binary else 2 * one.uniform(like.shape) - 1 for one in draws]
+        return dict.fromkeys(zeros, tuple(value[0].to(like.dtype) for value in values))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,14 +223,10 @@ class PerturbedStatistics(Finding):
 
     def draw(self) -> Figure:
         titles = wrap_names(self.accuracy, 80 // len(self.accuracy))
-        panels = [
-            Panel(
-                title,
-                {name: dict(zip(self.radii, (100 * value for value in line))) for name, line in lines.items()},
-                {"ylabel": "accuracy (%)", "ylim": (0, 102)},
-            )
-            for title, lines in zip(titles, self.accuracy.values())
-        ]
+        axes, panels = {"ylabel": "accuracy (%)", "ylim": (0, 102)}, []
+        for title, shares in zip(titles, self.accuracy.values()):
+            lines = {name: dict(zip(self.radii, line)) for name, line in shares.items()}
+            panels.append(Panel(title, each_value(lines, lambda share: 100 * share), axes))
         xlabel = "radius ε, as a share of the statistics"
         return line_figure(panels, heading=self.title, xlabel=xlabel, columns=len(panels), sharey=True)
 

@@ -125,6 +125,11 @@ class Panel(NamedTuple):
     axes: Mapping[str, Any] = MappingProxyType({})  # settings such as ylabel
 
 
+def each_value(lines: Mapping[Any, Mapping[Any, Any]], value: Callable[[Any], Any]) -> dict[Any, dict[Any, Any]]:
+    """Return lines of ``value(one)`` for every item of lines."""
+    return {name: {place: value(one) for place, one in line.items()} for name, line in lines.items()}
+
+
 def line_figure(
     panels: Sequence[Panel],
     *,

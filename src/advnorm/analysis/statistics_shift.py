@@ -110,7 +110,7 @@ def _update_moments(
     model: nn.Module, batch: Mapping[str, Tensor], routes: Mapping[str, str | None], **how: Any
 ) -> dict[str, Moments]:
     """Return the moments that update the bank of each kind of images at every norm, from one forward of all images."""
-    found: dict[str, Moments] = {name: {} for name in batch}
+    found = {name: Moments() for name in batch}
     sizes = [len(part) for part in batch.values()]
     norms = norm_layers(model)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Annotated, Any, Literal
 
 import torch
@@ -46,14 +47,12 @@ class Transfer(Finding):
         left, below = wrap_names(self.accuracy, 24), wrap_names(targets, 60 // len(targets))
         lines = max(name.count("\n") + 1 for name in left)
         figure, (axes,) = new_figure(height=1.6 + max(0.42, 0.1 + 0.16 * lines) * len(left))
-        values = [list(row.values()) for row in self.accuracy.values()]
-        shades = axes.imshow(
-            [[100 * value for value in row] for row in values], cmap="cividis", vmin=0, vmax=100, aspect="auto"
-        )
-        for line, row in enumerate(values):
-            for column, value in enumerate(row):
-                colour = "black" if value > 0.55 else "white"
-                axes.text(column, line, f"{100 * value:.1f}", ha="center", va="center", color=colour)
+        values = [[100 * share for share in row.values()] for row in self.accuracy.values()]
+        shades = axes.imshow(values, cmap="cividis", vmin=0, vmax=100, aspect="auto")
+        for line, column in product(range(len(left)), range(len(below))):
+            value = values[line][column]
+            colour = "black" if value > 55 else "white"
+            axes.text(column, line, f"{value:.1f}", ha="center", va="center", color=colour)
         axes.grid(False)
         axes.spines[:].set_visible(False)
         axes.set_xticks(range(len(below)), below)

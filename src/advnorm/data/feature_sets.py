@@ -140,6 +140,19 @@ class FeatureFolder:
         return tensors
 
 
+def describe_set(data: ImageData, name: str, *, shard_size: int, **more: Any) -> dict[str, Any]:
+    """Return the recipe of a set that has an image for each image of ``data``."""
+    return {
+        "name": name,
+        "split": data.split,
+        "images": len(data),
+        "num_classes": data.num_classes,
+        "shard_size": shard_size,
+        "source": {"name": data.name, "split": data.split, "fingerprint": data.fingerprint},
+        **more,
+    }
+
+
 def shard_rows(recipe: Mapping[str, Any]) -> dict[int, slice]:
     """Return the rows of the whole set that each shard of a recipe holds."""
     total, size = recipe["images"], recipe["shard_size"]
@@ -167,16 +180,7 @@ def add_split(root: Path | str, data: ImageData | FolderData) -> FeatureFolder:
     """Add ordinary images to extracted ones: networks trained on features are evaluated on real test images."""
     data = data.in_memory()
     folder = FeatureFolder(Path(root) / data.split)
-    folder.create(
-        {
-            "name": data.name,
-            "split": data.split,
-            "images": len(data),
-            "num_classes": data.num_classes,
-            "shard_size": len(data),
-            "source": {"name": data.name, "split": data.split, "fingerprint": data.fingerprint},
-        }
-    )
+    folder.create(describe_set(data, data.name, shard_size=len(data)))
     if folder.missing_shards():
         folder.write_shard(0, data.pixels(), data.labels, data.labels)
     return folder

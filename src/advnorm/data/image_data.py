@@ -120,11 +120,6 @@ class FolderData:
         """Channels, height and width after resizing."""
         return 3, self.image_size, self.image_size
 
-    @property
-    def paths(self) -> list[Path]:
-        """The path of each image."""
-        return [self.root / file for file in self.files]
-
     @cached_property
     def fingerprint(self) -> str:
         """A hash of file names, labels and sizes; it does not cover the content of the files."""

@@ -169,7 +169,7 @@ class WorkerLoader(Loader):
 
     def __init__(self, data: FolderData, *, workers: int | None = None, **settings: Any) -> None:
         super().__init__(data, **settings)
-        self.workers = default_workers() if workers is None else workers
+        self.workers = min(4, os.cpu_count() or 1) if workers is None else workers  # more would only wait
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         offset = epoch * len(self.data)
@@ -187,11 +187,6 @@ class WorkerLoader(Loader):
                 raise batch
             images, labels, index = (value.to(self.device, non_blocking=True) for value in batch)
             yield Batch(self._to_float(images), labels, index)
-
-
-def default_workers() -> int:
-    """Return the number of decoding processes; more processes than cores would only wait."""
-    return min(4, os.cpu_count() or 1)
 
 
 #: Signals that schedulers and terminals send to the whole process group.

@@ -84,9 +84,6 @@ class LayerFactory:
     def act(self) -> nn.Module:
         return ACTIVATIONS[self.activation]()
 
-    def input_norm(self) -> InputNorm | None:
-        return None if self.mean is None or self.std is None else InputNorm(self.mean, self.std)
-
 
 class ImageClassifier(nn.Module, ABC):
     """Base class of the models: input normalization, ``feature_map``, global average pooling, ``fc``."""
@@ -97,7 +94,8 @@ class ImageClassifier(nn.Module, ABC):
 
     def __init__(self, layers: LayerFactory) -> None:
         super().__init__()
-        self.input_norm = layers.input_norm()
+        mean, std = layers.mean, layers.std
+        self.input_norm = None if mean is None or std is None else InputNorm(mean, std)
 
     @abstractmethod
     def feature_map(self, x: torch.Tensor) -> torch.Tensor:
