@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from advnorm._core.errors import ConfigError, Problem, raise_problems, unknown_name
+from advnorm._core.errors import Problem, raise_problems, unknown_name
 from advnorm._core.registry import Registry, keywords
 from advnorm._core.settings import convert_options
 from advnorm.data.image_data import FolderData, ImageData
@@ -82,14 +82,9 @@ def load(
         problems.append(Problem(code="not_supported", message=message, field="download", hint=hint))
     raise_problems(problems, "bad data")
     folder = _data_folder(root)
-    place = (folder, split) if source.needs_root else (split,)
-    try:
-        data = source.read(*place, **options)
-    except ConfigError as error:
-        if not download or folder is None or error.code != "missing_file":
-            raise
+    if download and folder is not None and source.missing is not None and source.missing(folder, split, **options):
         download_files(remote_files, folder)
-        data = source.read(*place, **options)
+    data = source.read(*((folder, split) if source.needs_root else (split,)), **options)
     if not isinstance(data, tuple):
         return data
     return ImageData(name=name, split=split, images=data[0], labels=data[1], num_classes=source.num_classes)
