@@ -13,7 +13,7 @@ from scipy import ndimage, stats
 
 from advnorm._core.errors import ConfigError
 from advnorm._core.seeding import ImageNoise
-from advnorm.data.corruptions import GENERATED, corrupt, list_corruptions, pixelate, plasma
+from advnorm.data.corruptions import EXTRA, GENERATED, corrupt, list_corruptions, pixelate, plasma
 from support.problems import raises_problem
 
 NAMES = list_corruptions()
@@ -26,6 +26,7 @@ RANDOM = {
     "snow",
     "fog",
     "elastic_transform",
+    "speckle_noise",
 }
 
 
@@ -55,8 +56,9 @@ def assert_images_equal(found, expected, atol=2e-6):
 # -- what holds for all ------------------------------------------------------------------------------------------------
 
 
-def test_fourteen_of_the_fifteen_common_corruptions_are_computed():
-    assert len(NAMES) == 14 and "frost" not in NAMES
+def test_all_but_frost_and_spatter_are_computed():
+    assert len(NAMES) == 17 and not {"frost", "spatter"} & {*NAMES}
+    assert [name for name in NAMES if name in EXTRA] == ["speckle_noise", "gaussian_blur", "saturate"]
     assert all(len(levels) == 5 for _, levels in GENERATED.values())
 
 
@@ -64,15 +66,15 @@ def test_fourteen_of_the_fifteen_common_corruptions_are_computed():
 # fmt: off
 PUBLISHED = (
     [0.04, 500, 0.01, (0.3, 0.4), (0.05, 1), (6, 1), 7, (0.1, 0.2, 1, 0.6, 8, 3, 0.95), (0.2, 3), 0.05, 0.75,
-     (0, 0, 0.08), 0.95, 80],
+     (0, 0, 0.08), 0.95, 80, 0.06, 0.4, (0.3, 0)],
     [0.06, 250, 0.02, (0.4, 0.5), (0.25, 1), (6, 1.5), 12, (0.1, 0.2, 1, 0.5, 10, 4, 0.9), (0.5, 3), 0.1, 0.5,
-     (0.05, 0.2, 0.07), 0.9, 65],
+     (0.05, 0.2, 0.07), 0.9, 65, 0.1, 0.6, (0.1, 0)],
     [0.08, 100, 0.03, (0.5, 0.6), (0.4, 1), (6, 2), 16, (0.15, 0.3, 1.75, 0.55, 10, 4, 0.9), (0.75, 2.5), 0.15, 0.4,
-     (0.08, 0.06, 0.06), 0.85, 58],
+     (0.08, 0.06, 0.06), 0.85, 58, 0.12, 0.7, (1.5, 0)],
     [0.09, 75, 0.05, (1, 0.2), (0.25, 2), (8, 2), 21, (0.25, 0.3, 2.25, 0.6, 12, 6, 0.85), (1, 2), 0.2, 0.3,
-     (0.1, 0.04, 0.05), 0.75, 50],
+     (0.1, 0.04, 0.05), 0.75, 50, 0.16, 0.8, (2, 0.1)],
     [0.1, 50, 0.07, (1.5, 0.1), (0.4, 2), (9, 2.5), 26, (0.3, 0.3, 1.25, 0.65, 14, 12, 0.8), (1.5, 1.75), 0.3, 0.15,
-     (0.1, 0.03, 0.03), 0.65, 40],
+     (0.1, 0.03, 0.03), 0.65, 40, 0.2, 1, (2.5, 0.2)],
 )
 # fmt: on
 
@@ -110,8 +112,10 @@ def test_the_noise_depends_on_the_seed_and_the_image(name, photos):
 
 
 #: Severities in the order of growing damage, where the published parameters do not grow: motion blur keeps its sigma
-#: from 3 to 4, glass blur smooths less from 3 to 4, pixelate has other grids, an elastic map moves its points less.
+#: from 3 to 4, glass blur smooths less from 3 to 4, pixelate has other grids, an elastic map moves its points less, and
+#: saturate removes colour up to 2 and adds it from 3 on.
 UNORDERED = {"motion_blur": (1, 2, 3, 5), "glass_blur": (1, 4), "pixelate": (1, 5), "elastic_transform": (5, 1)}
+UNORDERED |= {"saturate": (3, 4, 5)}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -147,7 +151,9 @@ def test_all_problems_are_reported_at_once():
     ]
 
 
-@pytest.mark.parametrize("name", ["defocus_blur", "glass_blur", "motion_blur", "zoom_blur", "pixelate", "contrast"])
+@pytest.mark.parametrize(
+    "name", ["defocus_blur", "glass_blur", "motion_blur", "zoom_blur", "pixelate", "contrast", "gaussian_blur"]
+)
 def test_corruptions_that_move_or_average_pixels_keep_a_constant_image(name):
     x = torch.full((2, 3, 32, 32), 0.4)
     for severity in range(1, 6):
@@ -175,6 +181,20 @@ def test_shot_noise_is_poissons_quantile_at_a_uniform_number(severity, photons, 
     counts = stats.poisson.ppf(uniform.numpy(), x.double().numpy() * photons)
     np.testing.assert_allclose(found.double().numpy(), np.clip(counts / photons, 0, 1), atol=1e-6)
     assert (found[:, :, 0] == 0).all()
+
+
+def test_speckle_noise_grows_with_the_pixel(photos):
+    for severity, scale in enumerate([0.06, 0.1, 0.12, 0.16, 0.2], 1):
+        normal = as_numpy(noise_of("speckle_noise", severity, len(photos)).normal(photos.shape[1:]))
+        expected = np.clip(as_numpy(photos) * (1 + scale * normal), 0, 1)
+        assert_images_equal(corrupt(photos, "speckle_noise", severity), expected)
+
+
+@pytest.mark.parametrize("severity", range(1, 6))
+def test_gaussian_blur_is_scipys_filter(severity, photos):
+    sigma = [0.4, 0.6, 0.7, 0.8, 1][severity - 1]
+    expected = ndimage.gaussian_filter(as_numpy(photos), (0, sigma, sigma, 0), mode="nearest", truncate=4)
+    assert_images_equal(corrupt(photos, "gaussian_blur", severity), expected)
 
 
 def test_impulse_noise_sets_its_share_of_values_to_black_or_white():
@@ -324,6 +344,19 @@ def test_brightness_raises_the_value_of_hsv(severity, seed, dark):
     assert_images_equal(corrupt(x, "brightness", severity), hsv_to_rgb(hsv), atol=1e-6)
 
 
+@settings(deadline=None, max_examples=25, derandomize=True)
+@given(severity=st.integers(1, 5), seed=st.integers(0, 1000), grey=st.booleans())
+def test_saturate_scales_the_saturation_of_hsv(severity, seed, grey):
+    x = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
+    if grey:
+        x[:, :, :4], x[:, :, 0] = x[:, :1, :4], 0
+    factor, amount = [(0.3, 0), (0.1, 0), (1.5, 0), (2, 0.1), (2.5, 0.2)][severity - 1]
+    hsv = rgb_to_hsv(as_numpy(x))
+    hsv[..., 1] = np.clip(factor * hsv[..., 1] + amount, 0, 1)
+    assert_images_equal(corrupt(x, "saturate", severity), hsv_to_rgb(hsv), atol=1e-6)
+    assert torch.equal(corrupt(x[:, :1], "saturate", severity), x[:, :1])
+
+
 def test_contrast_pulls_each_channel_to_its_mean(photos):
     for severity, kept in enumerate([0.75, 0.5, 0.4, 0.3, 0.15], 1):
         x = as_numpy(photos)
@@ -383,7 +416,7 @@ def test_jpeg_is_pillows_at_the_published_quality(photos):
     assert grey.shape == (1, 1, 32, 32) and float((grey - photos[:1, :1]).abs().mean()) < 0.1
 
 
-@pytest.mark.parametrize("name", ["defocus_blur", "motion_blur"])
+@pytest.mark.parametrize("name", ["defocus_blur", "motion_blur", "gaussian_blur"])
 def test_an_impulse_becomes_weights_of_sum_one(name):
     x = torch.zeros(1, 1, 33, 33)
     x[0, 0, 16, 16] = 1

@@ -23,7 +23,7 @@ from advnorm.analysis.settings import BatchSize, Seed, as_tuple, setting_problem
 from advnorm.attacks.inputs import validate_batch
 from advnorm.data import corrupt, list_corruptions
 from advnorm.data.cifar10c import CORRUPTIONS, IMAGES_PER_SEVERITY, read_cifar10c
-from advnorm.data.corruptions import SEVERITIES, severity_problems
+from advnorm.data.corruptions import EXTRA, SEVERITIES, severity_problems
 from advnorm.norms import recalibrate
 
 Corruptions = Annotated[Sequence[str] | None, Setting("Corruptions by name. Default: all that are available.")]
@@ -74,13 +74,13 @@ def corruption_accuracy(
 
     The corruptions are computed on the device of the model (``advnorm.data.corrupt``). ``arrays`` is the folder of
     CIFAR-10-C to read them from instead; ``x`` then are CIFAR-10 test images, the first ones or those at ``rows``, and
-    frost and the four extra corruptions are available, too. ``adapt``: also with batch statistics re-estimated on the
+    frost and spatter are available, too. ``adapt``: also with batch statistics re-estimated on the
     corrupted images (D table 7), in a copy of the model. One corruption at one severity is in memory at a time.
     """
     problems = setting_problems(corruption_accuracy, locals())
     known = list_corruptions() if arrays is None else CORRUPTIONS
-    # All that can be computed; the arrays also have frost, the last of the 15 of the benchmark.
-    usual = list_corruptions() if arrays is None else [*list_corruptions(), "frost"]
+    # The 14 of the benchmark that can be computed; the arrays also have frost, the last of the 15.
+    usual = [*(name for name in list_corruptions() if name not in EXTRA), *([] if arrays is None else ["frost"])]
     chosen, severities = usual if corruptions is None else as_tuple(corruptions), as_tuple(severities)
     problems += [unknown_name("corruption", name, known) for name in chosen if name not in known]
     problems += [problem for severity in severities for problem in severity_problems(severity)]

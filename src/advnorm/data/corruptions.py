@@ -3,7 +3,7 @@
 Definitions and parameters are those of CIFAR-10-C, lengths in pixels of 32×32 images. Values are not rounded to bytes,
 except by JPEG, which Pillow encodes on the CPU. Our own because the published code and its forks run on the CPU, one
 image at a time, and need ImageMagick and old versions of NumPy. Frost needs photographs that we may not distribute; it
-exists only in the arrays of CIFAR-10-C (``load("cifar10c", ...)``), as do the four extra corruptions.
+exists only in the arrays of CIFAR-10-C (``load("cifar10c", ...)``), as does spatter.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from advnorm.data.image_filters import (
 MIN_SIDE = 8  # the corruptions are not meaningful for smaller images
 SEVERITIES = (1, 2, 3, 4, 5)
 #: Corruptions that exist only in the arrays of CIFAR-10-C.
-NOT_GENERATED = ("frost", "gaussian_blur", "saturate", "spatter", "speckle_noise")
+NOT_GENERATED = ("frost", "spatter")
+#: Corruptions that its authors publish for validation, beside the fifteen of the benchmark.
+EXTRA = ("speckle_noise", "gaussian_blur", "spatter", "saturate")
 
 
 def corrupt(images: Tensor, corruption: str, severity: int, *, seed: int = 0, index: Tensor | None = None) -> Tensor:
@@ -45,7 +47,7 @@ def corrupt(images: Tensor, corruption: str, severity: int, *, seed: int = 0, in
     problems = severity_problems(severity)
     if corruption in NOT_GENERATED:
         hint = f"read it from CIFAR-10-C: load('cifar10c', 'test', root, corruption={corruption!r}, severity=...)"
-        message = f"{corruption} cannot be computed from the images alone"
+        message = f"{corruption} is not computed here"
         problems.append(Problem(code="not_supported", message=message, field="corruption", hint=hint))
     elif corruption not in GENERATED:
         problems.append(unknown_name("corruption", corruption, GENERATED))
@@ -76,7 +78,7 @@ def severity_problems(severity: Any) -> list[Problem]:
 
 
 def list_corruptions() -> list[str]:
-    """Return the names that :func:`corrupt` accepts, in the order of the paper: noise, blur, weather, digital."""
+    """Return the names that :func:`corrupt` accepts in the order of the paper: noise, blur, weather, digital, extra."""
     return list(GENERATED)
 
 
@@ -107,6 +109,11 @@ def impulse_noise(x: Tensor, noise: ImageNoise, share: float) -> Tensor:
     return torch.where(noise.uniform(x.shape[1:], "where") < share, extreme, x)
 
 
+def speckle_noise(x: Tensor, noise: ImageNoise, scale: float) -> Tensor:
+    """``x + x · scale · N(0, 1)``."""
+    return x + x * scale * noise.normal(x.shape[1:])
+
+
 # -- blur --------------------------------------------------------------------------------------------------------------
 
 
@@ -126,6 +133,11 @@ def defocus_blur(x: Tensor, noise: ImageNoise, radius: float, smooth: float) -> 
     return total
 
 
+def blur(x: Tensor, noise: ImageNoise, sigma: float) -> Tensor:
+    """Apply a Gaussian filter that is cut off at 4 sigma and repeats the edge."""
+    return gaussian_blur(x, sigma, truncate=4.0, repeat_edge=None)
+
+
 def glass_blur(x: Tensor, noise: ImageNoise, sigma: float, passes: int) -> Tensor:
     """Blur, replace each pixel by one of its upper or left neighbors, blur again.
 
@@ -135,11 +147,11 @@ def glass_blur(x: Tensor, noise: ImageNoise, sigma: float, passes: int) -> Tenso
     """
     rows, columns = pixel_grid(x)
     inside = (rows >= 2) & (columns >= 2)
-    x = gaussian_blur(x, sigma, truncate=4.0, repeat_edge=None)
+    x = blur(x, noise, sigma)
     for number in range(passes):
         shift = noise.integers(2, (2, *x.shape[2:]), draw=number) * inside
         x = gather_pixels(x, rows - shift[:, 0], columns - shift[:, 1])
-    return gaussian_blur(x, sigma, truncate=4.0, repeat_edge=None)
+    return blur(x, noise, sigma)
 
 
 def motion_blur(x: Tensor, noise: ImageNoise, radius: int, sigma: float) -> Tensor:
@@ -217,6 +229,19 @@ def brightness(x: Tensor, noise: ImageNoise, amount: float) -> Tensor:
     return torch.where(value > 0, x * brighter / value.clamp_min(torch.finfo(x.dtype).tiny), brighter)
 
 
+def saturate(x: Tensor, noise: ImageNoise, factor: float, amount: float) -> Tensor:
+    """``factor · s + amount`` replaces the saturation s of HSV; hue and value stay. Grey has the hue of red.
+
+    A channel is ``v - v · s · k``: the value v is the largest channel, and k in [0, 1] depends on the hue alone.
+    """
+    if x.shape[1] == 1:
+        return x  # a value without hue
+    value, spread = x.amax(1, keepdim=True), x.amax(1, keepdim=True) - x.amin(1, keepdim=True)
+    red = x.new_tensor([0.0, 1.0, 1.0]).view(-1, 1, 1)
+    hue = torch.where(spread > 0, (value - x) / spread, red)
+    return value - torch.minimum(factor * spread + amount * value, value) * hue
+
+
 # -- digital -----------------------------------------------------------------------------------------------------------
 
 
@@ -275,7 +300,8 @@ def jpeg_compression(x: Tensor, noise: ImageNoise, quality: int) -> Tensor:
     return torch.from_numpy(np.stack(decoded)).permute(0, 3, 1, 2).to(x.device).float() / 255
 
 
-#: The function of each corruption and its parameters at severities 1 to 5, as published for CIFAR-10-C.
+#: The function of each corruption and its parameters at severities 1 to 5, as published for CIFAR-10-C: the file
+#: ImageNet-C/create_c/make_cifar_c.py of github.com/hendrycks/robustness.
 GENERATED: dict[str, tuple[Callable[..., Tensor], Sequence[Any]]] = {
     "gaussian_noise": (gaussian_noise, (0.04, 0.06, 0.08, 0.09, 0.10)),
     "shot_noise": (shot_noise, (500, 250, 100, 75, 50)),
@@ -303,4 +329,7 @@ GENERATED: dict[str, tuple[Callable[..., Tensor], Sequence[Any]]] = {
     ),
     "pixelate": (pixelate, (0.95, 0.9, 0.85, 0.75, 0.65)),
     "jpeg_compression": (jpeg_compression, (80, 65, 58, 50, 40)),
+    "speckle_noise": (speckle_noise, (0.06, 0.1, 0.12, 0.16, 0.2)),
+    "gaussian_blur": (blur, (0.4, 0.6, 0.7, 0.8, 1)),
+    "saturate": (saturate, ((0.3, 0), (0.1, 0), (1.5, 0), (2, 0.1), (2.5, 0.2))),
 }

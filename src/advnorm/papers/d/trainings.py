@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from advnorm.config import AttackConfig, Config, Named
+from advnorm.data.corruptions import EXTRA, list_corruptions
 from advnorm.models.registry import IMAGENET_MEAN, IMAGENET_STD
 from advnorm.papers.recipe import sgd
 from advnorm.studies.study import Measure
@@ -75,5 +76,7 @@ PGD20 = (
 FGSM = Measure(options={"threat": "Linf", "eps": "4/255", "attacks": {"fgsm linf 4/255": "fgsm"}})
 #: 10 steps on 1000 images (app. B.2). The paper uses 100 of each class; here they are spread evenly over the test set.
 PGD10 = Measure(options={"threat": "L2", "eps": 0.25, "attacks": {"pgd10": "pgd10"}, "limit": 1000})
-#: All test images under the corruptions that can be generated. Frost needs the arrays of CIFAR-10-C.
+#: All test images under the benchmark's corruptions without frost, which needs the arrays of CIFAR-10-C.
 CORRUPTIONS = Measure(name="corruptions", options={"limit": None}, scale=100)
+_WITH_SPECKLE = [name for name in list_corruptions() if name not in EXTRA or name == "speckle_noise"]
+CORRUPTIONS_AND_SPECKLE = replace(CORRUPTIONS, options={**CORRUPTIONS.options, "corruptions": _WITH_SPECKLE})
