@@ -1,5 +1,6 @@
 """Locks: one holder at a time, freed with its process, and never removed from under a holder."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -27,8 +28,6 @@ def test_a_file_and_a_folder_are_held_by_one_at_a_time(tmp_path):
 
 def test_a_lock_whose_file_was_removed_meanwhile_is_taken_again(tmp_path, monkeypatch):
     """Between opening the file and locking it, the last holder removes it: the lock of a nameless file binds nobody."""
-    import fcntl
-
     target, path = tmp_path / "r.json", tmp_path / "r.json.lock"
     flock, calls = fcntl.flock, []
 
@@ -43,6 +42,25 @@ def test_a_lock_whose_file_was_removed_meanwhile_is_taken_again(tmp_path, monkey
         assert len(calls) == 2 and path.exists()
         with pytest.raises(Busy), exclusive(target):
             pass
+
+
+def test_a_holder_that_ends_does_not_remove_the_file_of_the_next_one(tmp_path, monkeypatch):
+    """Another process takes the lock in the moment of its release. Its file must stay, or a third could lock too."""
+    target, close, others = tmp_path / "r.json", os.close, []
+
+    def taken_at_once(handle):
+        close(handle)
+        if not others:
+            others.append(os.open(lock_path(target), os.O_RDWR | os.O_CREAT))
+            fcntl.flock(others[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    monkeypatch.setattr(os, "close", taken_at_once)
+    with exclusive(target):
+        pass
+    assert os.path.samestat(os.fstat(others[0]), os.stat(lock_path(target)))
+    with pytest.raises(Busy), exclusive(target):
+        pass
+    close(others[0])
 
 
 def test_many_threads_never_hold_one_lock_together(tmp_path):

@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch import nn
 
+from advnorm._core.locks import lock_path
 from advnorm._core.records import (
     NotWritable,
     digest,
     interrupted_write,
     model_fingerprint,
+    read_bytes,
     read_json,
     writable_problems,
     write_atomic,
@@ -49,10 +51,49 @@ def test_a_place_that_cannot_be_written_is_found_before_the_computation(tmp_path
     assert writable_problems(tmp_path / "new" / "r.json") == []
 
 
+def test_what_is_not_a_regular_file_is_neither_read_nor_replaced(tmp_path):
+    os.mkfifo(fifo := tmp_path / "fifo")
+    (loop := tmp_path / "loop").symlink_to(loop)
+    (endless := tmp_path / "endless").symlink_to("/dev/zero")
+    (behind := tmp_path / "behind").symlink_to(fifo)
+    too_long = tmp_path / ("n" * 300)
+    for path in (fifo, loop, endless, behind, tmp_path, too_long, f"{tmp_path}/null\0"):
+        with raises_problem("missing_file", str(path)):
+            read_bytes(path)
+        assert [problem.code for problem in writable_problems(path)] == ["not_writable"], path
+    for path in (fifo, loop, behind, tmp_path, too_long):
+        with raises_problem("not_writable"), writing(path):
+            write_atomic(path, b"new")
+    assert fifo.is_fifo() and loop.is_symlink() and behind.is_symlink() and len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_name_leaves_room_for_what_is_added_to_it(tmp_path):
+    assert not writable_problems(tmp_path / ("n" * 200 + ".json"))
+    assert writable_problems(tmp_path / ("n" * 240 + ".json"))
+
+
+def test_a_link_stays_and_its_target_is_written(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    for target in (tmp_path / "elsewhere" / "old.json", tmp_path / "elsewhere" / "new.json"):
+        (link := tmp_path / target.name).symlink_to(target)
+        if target.stem == "old":
+            target.write_text("before")
+        assert writable_problems(link) == []
+        write_json(link, {"a": 1})
+        assert link.is_symlink() and not target.is_symlink() and read_json(target) == {"a": 1}
+        assert lock_path(link) == lock_path(target)
+
+
+def test_a_name_that_is_not_unicode_survives_a_record(tmp_path):
+    name = os.fsdecode(b"\xff[/b]")
+    write_json(tmp_path / "r.json", {"name": name})
+    assert read_json(tmp_path / "r.json") == {"name": name}
+
+
 def test_a_missing_and_a_damaged_record_are_different_problems(tmp_path):
     with raises_problem("missing_file", str(tmp_path / "none.json")):
         read_json(tmp_path / "none.json")
-    for text in ("{", "[1]"):
+    for text in ("{", "[1]", "[" * 100_000, f'{{"a": {"9" * 5000}}}'):
         (tmp_path / "bad.json").write_text(text)
         with raises_problem("damaged_file"):
             read_json(tmp_path / "bad.json")

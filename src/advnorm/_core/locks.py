@@ -31,7 +31,8 @@ os.register_at_fork(after_in_child=_close_inherited)
 
 
 def lock_path(target: Path) -> Path:
-    """The lock file of a folder (inside it) or of a file (beside it)."""
+    """The lock file of a folder (inside it) or of a file (beside it); links to one file share its lock."""
+    target = Path(os.path.realpath(target))
     return target / ".lock" if target.is_dir() else target.with_name(f"{target.name}.lock")
 
 

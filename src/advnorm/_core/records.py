@@ -1,13 +1,16 @@
-"""Files that are complete or absent, checks that they can be written, and digests that identify their contents."""
+"""Regular files: read, written completely or not at all, checked before a computation, and digests of contents."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import io
 import json
 import os
 import re
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,28 +41,71 @@ def writing(path: Path | str | None, result: Any = None) -> Iterator[None]:
         raise failure from error
 
 
+def require_regular(path: Path | str, field: str = "", hint: str = "") -> Path:
+    """Return the path of a regular file. A FIFO can block its reader forever, and /dev/zero never ends."""
+    with _read_errors(path, field, hint):
+        _check_regular(path)
+    return Path(path)
+
+
+def read_bytes(path: Path | str, field: str = "", hint: str = "") -> bytes:
+    """Return the content of a regular file."""
+    with _read_errors(path, field, hint):
+        return require_regular(path, field, hint).read_bytes()
+
+
+@contextmanager
+def _read_errors(path: Path | str, field: str, hint: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        words = f"cannot read {path}: {error.strerror or error}"
+        raise ConfigError("missing_file", words, field=field or str(path), hint=hint) from None
+
+
+def _check_regular(path: Path | str) -> None:
+    try:
+        mode = os.stat(path).st_mode
+    except ValueError as error:  # a null byte
+        raise OSError(errno.EINVAL, str(error)) from None
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, f"it is {'a folder' if stat.S_ISDIR(mode) else 'not a regular file'}", str(path))
+
+
+#: Bytes that locks, partial records and unfinished files add to a name.
+_ADDED = 32
+
+
 def writable_problems(path: Path | str) -> list[Problem]:
     """Reasons why a file cannot be written, to report before the computation that it is for."""
-    path = Path(path)
-    parent = next(folder for folder in path.absolute().parents if folder.exists())
-    if path.is_dir():
-        reason = "it is a folder"
-    elif not parent.is_dir():
-        reason = f"{parent} is not a folder"
-    elif not os.access(parent, os.W_OK | os.X_OK):
-        reason = f"no permission for {parent}"
-    else:
-        return []
+    try:
+        target = _behind_links(path)
+        folder = next(folder for folder in target.parents if folder.exists())
+        with suppress(FileNotFoundError):
+            os.lstat(target.with_name(target.name + "x" * _ADDED))
+        if os.access(folder, os.W_OK | os.X_OK):
+            return []
+        reason = f"no permission for {folder}"
+    except (OSError, ValueError) as error:  # ValueError: a null byte
+        reason = getattr(error, "strerror", None) or str(error)
     words = f"cannot write {{field}}: {reason}"
     return [Problem(code="not_writable", message=words, field=str(path), hint="choose another place")]
+
+
+def _behind_links(path: Path | str) -> Path:
+    """The file that a path leads to. It is regular or absent: replacing a FIFO or a device would destroy it."""
+    target = Path(os.path.realpath(path))
+    with suppress(FileNotFoundError):
+        _check_regular(target)
+    return target
 
 
 def write_atomic(path: Path | str, data: bytes) -> None:
     """Write a file so that it is complete or absent, even after a power loss; an old file stays until then.
 
-    A killed process leaves ``.NAME.PID.part``, see :func:`interrupted_write`.
+    A link stays, and its target is written. A killed process leaves ``.NAME.PID.part``, see :func:`interrupted_write`.
     """
-    path = Path(path)
+    path = _behind_links(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -78,6 +124,13 @@ def write_atomic(path: Path | str, data: bytes) -> None:
         os.close(folder)
 
 
+def write_figure(path: Path | str, figure: Any) -> None:
+    """Write a matplotlib figure by :func:`write_atomic`, in the format that the name ends in."""
+    content = io.BytesIO()
+    figure.savefig(content, format=Path(path).suffix.removeprefix("."), dpi=150)
+    write_atomic(path, content.getvalue())
+
+
 def interrupted_write(path: Path) -> str | None:
     """The name of the file that a killed process was writing, if ``path`` is its remainder."""
     part = re.fullmatch(r"\.(.+)\.\d+\.part", path.name)
@@ -85,18 +138,18 @@ def interrupted_write(path: Path) -> str | None:
 
 
 def write_json(path: Path | str, data: Any) -> None:
-    """Write ``data`` as JSON by :func:`write_atomic`."""
-    write_atomic(path, (json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
+    """Write ``data`` as JSON by :func:`write_atomic`. Names that are not valid Unicode are escaped."""
+    text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    write_atomic(path, text.encode(errors="backslashreplace"))
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a record that :func:`write_json` wrote."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        words = f"cannot read {{field}}: {error.strerror or error}"
-        raise ConfigError("missing_file", words, field=str(path)) from None
-    except ValueError:
+        data = json.loads(read_bytes(path))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, AdvnormError):
+            raise
         data = None
     if not isinstance(data, dict):
         words = "{field} is damaged or was not written by advnorm"

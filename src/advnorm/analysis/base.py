@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 from torch import Tensor, nn
 
 from advnorm._core.errors import raise_problems
-from advnorm._core.records import write_json
+from advnorm._core.records import write_figure, write_json
 from advnorm._core.registry import Registry, keywords
 from advnorm._core.settings import Setting, convert_options
 from advnorm.analysis.images import measure_images, reporting_progress
@@ -53,13 +53,12 @@ class Finding(ABC):
     def save(self, stem: Path | str) -> list[Path]:
         """Write ``stem.json``, ``stem.svg`` and ``stem.png``; return the paths."""
         stem = Path(stem)
-        stem.parent.mkdir(parents=True, exist_ok=True)
         paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("json", "svg", "png")]
         write_json(paths[0], self.record())
         with figure_style():
             figure = self.draw()
             for path in paths[1:]:
-                figure.savefig(path, dpi=150)
+                write_figure(path, figure)
         return paths
 
     def under(self, conditions: Mapping[str, Any]) -> Self:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from advnorm._core.errors import Problem, raise_problems, unknown_name
 from advnorm._core.exit_codes import VERDICTS
-from advnorm._core.records import read_json, writable_problems
+from advnorm._core.records import read_json, writable_problems, write_figure
 from advnorm.evaluation.audit_thresholds import LEAST_IMAGES, NONE_CLAIMED
 from advnorm.evaluation.evidence import Evidence, RungResult, VerdictName
 from advnorm.evaluation.results import check_format, describe_origin, label_of, render_table
@@ -90,6 +90,7 @@ class Verdict:
     def evidence_table(self) -> Table:
         """Return the measurements for the terminal."""
         from rich.table import Table
+        from rich.text import Text
 
         table = Table("", "evidence", title="evidence", title_justify="left")
         table.add_column("measured", justify="right")
@@ -97,7 +98,7 @@ class Verdict:
         marks = {"decides": "[bold red]✗[/]", "doubt": "[yellow]?[/]", "note": "[dim]i[/]"}
         for item in self.evidence:
             mark = "[green]✓[/]" if item.ok else marks[item.weight]
-            table.add_row(mark, item.text, f"{item.value:.3g}", item.expected)
+            table.add_row(Text.from_markup(mark), item.text, f"{item.value:.3g}", item.expected)
         return table
 
     def summary(self) -> str:
@@ -197,15 +198,11 @@ class Verdict:
         figure.suptitle(
             f"{self.verdict}: clean {self.clean:.0%}, PGD-10 {self.claimed:.0%}, worst {self.worst_case:.0%}"
         )
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150)
+        write_figure(path, figure)
 
 
 def plot_problems(path: Path | str) -> list[Problem]:
     """Return the reasons why a figure cannot be written, before the computation that it shows."""
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    known = FigureCanvasBase.get_supported_filetypes()
-    suffix = Path(path).suffix.removeprefix(".")
+    suffix, known = Path(path).suffix.removeprefix("."), ("png", "svg", "pdf")
     unknown = [] if suffix in known else [unknown_name(f"figure format of {path}:", suffix, known, "plot")]
     return [*unknown, *writable_problems(path)]
