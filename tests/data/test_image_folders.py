@@ -1,5 +1,6 @@
 """Images on disk: class folders, known data sets, Tiny ImageNet, decoding, and damaged files."""
 
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -94,6 +95,35 @@ def test_images_without_a_known_white_raise_with_their_name(picture_folder, kind
     with raises_problem("not_supported", "files") as caught:
         load("imagefolder", "val", picture_folder).in_memory()
     assert "ant/0.tif" in str(caught.value)
+
+
+def test_postscript_is_not_run_whatever_the_file_is_called(picture_folder, monkeypatch):
+    from PIL import EpsImagePlugin
+
+    ran = []
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_: ran.append(1) or Image.new("RGB", (8, 8)).im)
+    (picture_folder / "val" / "ant" / "0.png").write_text(
+        "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
+    )
+    with raises_problem("damaged_file", "files"):
+        load("imagefolder", "val", picture_folder)[0]
+    assert not ran
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_the_dimensions_of_an_image_are_bounded_before_it_is_decoded(picture_folder):
+    Image.new("1", (10_000, 10_000)).save(picture_folder / "val" / "ant" / "0.png")
+    with raises_problem("damaged_file", "files") as caught:
+        load("imagefolder", "val", picture_folder)[0]
+    assert "10000 x 10000" in str(caught.value)
+
+
+def test_a_fifo_among_the_images_is_not_read(picture_folder):
+    path = picture_folder / "val" / "ant" / "0.png"
+    path.unlink()
+    os.mkfifo(path)
+    with raises_problem("missing_file", "files"):
+        load("imagefolder", "val", picture_folder)[0]
 
 
 def test_damaged_images_and_folders_are_named(picture_folder):

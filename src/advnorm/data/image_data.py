@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,13 +13,15 @@ import torch
 from torch import Tensor
 
 from advnorm._core.errors import ConfigError, Description, Problem, raise_problems
-from advnorm._core.records import digest
+from advnorm._core.records import digest, require_regular
 from advnorm._core.seeding import ImageNoise
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 Rows = Tensor | slice | Sequence[int]
+#: Formats that are decoded, whatever a file is called. Pillow would run Ghostscript for PostScript in a .png file.
+FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "PPM", "TIFF")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -131,7 +134,10 @@ class FolderData:
 
         path = self.root / self.files[position]
         try:
-            with Image.open(path) as image:
+            require_regular(path, "files", "remove it")
+            with Image.open(path, formats=FORMATS) as image:
+                if image.width * image.height > (Image.MAX_IMAGE_PIXELS or math.inf):
+                    raise ValueError(f"{image.width} x {image.height} pixels are more than {Image.MAX_IMAGE_PIXELS}")
                 return _to_eight_bits(image, path).convert("RGB")
         except ConfigError:
             raise

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from advnorm._core.errors import ConfigError, Problem
 from advnorm._core.progress import show_progress
+from advnorm._core.records import require_regular
 
 _CHUNK_BYTES = 1 << 20
 
@@ -63,6 +64,7 @@ def damaged_file(message: str) -> ConfigError:
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Scope: an error while a file is parsed becomes an error that names the file."""
+    require_regular(path, "root")
     try:
         yield
     except ConfigError:
