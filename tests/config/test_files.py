@@ -1,6 +1,7 @@
 """Configurations in YAML, JSON and Python files."""
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -80,6 +81,13 @@ def test_all_problems_of_a_file_and_of_its_overrides_come_in_one_error(tmp_path)
 
 @pytest.mark.parametrize("name", ["gone.yaml", "gone.json", "gone.py"])
 def test_a_missing_file_is_reported_by_name(tmp_path, name):
+    with raises_problem("missing_file", str(tmp_path / name)):
+        load_config(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["a.yaml", "a.json", "a.py"])
+def test_what_is_not_a_regular_file_is_not_read(tmp_path, name):
+    os.mkfifo(tmp_path / name)
     with raises_problem("missing_file", str(tmp_path / name)):
         load_config(tmp_path / name)
 

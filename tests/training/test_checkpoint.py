@@ -522,6 +522,20 @@ def test_files_that_are_no_weights_are_refused_with_the_cure(tmp_path):
             load_weights(model, path)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, torch.bool])
+def test_weights_of_another_kind_of_numbers_are_not_cast(tmp_path, dtype):
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).half()
+    state = model.state_dict()
+    safetensors.torch.save_file({**state, "0.weight": torch.ones(3, 2).to(dtype)}, tmp_path / "w.safetensors")
+    with raises_problem("wrong_tensors"):
+        load_weights(model, tmp_path / "w.safetensors")
+    safetensors.torch.save_file(
+        {name: value.double() if name != "1.num_batches_tracked" else value.int() for name, value in state.items()},
+        tmp_path / "w.safetensors",
+    )
+    load_weights(model, tmp_path / "w.safetensors")
+
+
 def test_weights_that_cannot_be_written_leave_nothing_behind(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "folder.safetensors").mkdir()

@@ -11,19 +11,20 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from advnorm._core.devices import resolve_device
 from advnorm._core.errors import ConfigError
 from advnorm._core.modes import evaluating
 from advnorm._core.provenance import environment
+from advnorm._core.records import require_regular
 from advnorm.attacks import PGD
 from advnorm.attacks.autoattack import AutoAttack
 from advnorm.bench.timing import MeasuredConditions, timed
 from advnorm.data import cifar10, digits
 from advnorm.models import create_model
 from advnorm.threat import ThreatModel
+from advnorm.training.checkpoint import load_weights
 
 OFFICIAL = "pyautoattack"
 
@@ -67,7 +68,7 @@ def load_network(
     ``precisions`` are validated before the network is trained or loaded.
     """
     device = resolve_device()
-    threat = ThreatModel(eps=eps or ("40/255" if weights is None else "8/255"))
+    threat = ThreatModel(eps=("40/255" if weights is None else "8/255") if eps is None else eps)
     for precision in precisions:
         _build_attack(threat, precision, seed)
     if weights is None:
@@ -76,12 +77,10 @@ def load_network(
     if data_dir is None:
         message, hint = "weights need the CIFAR-10 test images", "give the folder of the binary files as data_dir"
         raise ConfigError("missing_file", message, field="data_dir", hint=hint)
-    if not Path(weights).is_file():
-        hint = "create it with benchmarks/adversarial_resnet18.py"
-        raise ConfigError("missing_file", f"no file {weights}", field="weights", hint=hint)
+    require_regular(weights, "weights", "create it with benchmarks/adversarial_resnet18.py")
     x, y = (value[:images].to(device) for value in cifar10(data_dir, "test"))
     model = create_model("resnet18", norm="bn").to(device)
-    model.load_state_dict(load_file(weights, device=str(device)))
+    load_weights(model, weights)
     return model.eval(), x.float() / 255, y, threat, f"ResNet-18 ({describe_weights(weights)})"
 
 

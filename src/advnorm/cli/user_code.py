@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from advnorm._core.errors import ConfigError, Description, did_you_mean
+from advnorm._core.records import require_regular
 from advnorm.training.checkpoint import load_weights
 
 
@@ -23,10 +24,8 @@ def import_code(source: str) -> None:
         with _importing(source):
             importlib.import_module(source)
         return
-    if not Path(source).is_file():
-        raise ConfigError("missing_file", f"no file {source}", field="--import")
     with _importing(source):
-        runpy.run_path(source)
+        runpy.run_path(str(require_regular(source, "--import")))
 
 
 def load_user_model(target: str, weights: Path | None, device: torch.device) -> nn.Module:

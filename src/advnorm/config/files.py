@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from advnorm._core.errors import ConfigError
+from advnorm._core.records import read_bytes
 from advnorm.config.config import Config
 from advnorm.config.text import parse_yaml, unique_keys
 
@@ -32,10 +33,7 @@ def load_config(source: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        words = f"the file cannot be read: {error.strerror or error}"
-        raise ConfigError("missing_file", words, field=str(path)) from None
+        return read_bytes(path).decode()
     except UnicodeDecodeError:
         raise ConfigError("damaged_file", "the file is not valid UTF-8", field=str(path)) from None
 

@@ -85,7 +85,7 @@ class BenchmarkResult:
         if route is None and len(known) > 1:
             hint = f"use {' or '.join(known)}"
             raise ConfigError("missing_route", "the result has several routes", field="route", hint=hint)
-        route = route or known[0]
+        route = known[0] if route is None else route
         if route not in self.clean:
             raise ConfigError.listing([unknown_name("route", route, self.clean)])
         return route
@@ -225,7 +225,7 @@ def render_table(table: Table) -> str:
     """Render a table as plain text."""
     from rich.console import Console
 
-    console = Console(width=TEXT_WIDTH, color_system=None, force_terminal=False)
+    console = Console(width=TEXT_WIDTH, color_system=None, force_terminal=False, markup=False, emoji=False)
     with console.capture() as capture:
         console.print(table)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())

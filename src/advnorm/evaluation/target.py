@@ -18,6 +18,7 @@ import advnorm.data as data_sets
 from advnorm._core.devices import resolve_device
 from advnorm._core.errors import ConfigError, Problem, collect_problems, raise_problems, shown
 from advnorm._core.provenance import environment
+from advnorm._core.records import require_regular
 from advnorm._core.wrappers import device_of
 from advnorm.attacks import Attack
 from advnorm.data import FolderData, ImageData
@@ -116,8 +117,9 @@ def open_run(
     with collect_problems(problems):
         model = run.model(checkpoint, resolve_device(device))
     with collect_problems(problems):
-        threat = ThreatModel(norm=threat_norm or config.threat, eps=eps or config.eps)
-        if attack:
+        norm, radius = config.threat if threat_norm is None else threat_norm, config.eps if eps is None else eps
+        threat = ThreatModel(norm=norm, eps=radius)
+        if attack is not None:
             crafted = attack_names.get(attack, threat=threat, seed=seed)
         else:
             crafted = replace(config.attack, statistics="running").build(threat, seed=seed)
@@ -168,8 +170,7 @@ def load_test_data(source: str, data_dir: Path | str | None = None, **options: A
         known = ", ".join(data_sets.list_datasets())
         hint = f"use NAME:FOLDER of a data set ({known}), or a .npz or .safetensors file of x and y"
         raise ConfigError("unknown_name", f"unknown data {shown(source)}", field="data", hint=hint)
-    if not path.is_file():
-        raise ConfigError("missing_file", f"no file {path}", field="data")
+    require_regular(path, "data")
     try:
         entries = np.load(path, allow_pickle=False) if path.suffix == ".npz" else load_file(path)
         used = [next((name for name in names if name in entries), "") for names in FILE_KEYS]

@@ -78,7 +78,7 @@ def create_model(
         ``imagenet_*``, none for ``small_cnn``. ``normalize=False`` leaves it out.
     """
     spec = MODELS.get(name) if name in MODELS else None
-    norm = norm or ("bn" if spec is None or spec.has_norm else "none")
+    norm = ("bn" if spec is None or spec.has_norm else "none") if norm is None else norm
     norm_options = dict(norm_options or {})
     problems = [] if spec else [unknown_name("model", name, MODELS)]
     sizes: dict[str, Any] = {"num_classes": num_classes, "in_channels": in_channels, "width": width}

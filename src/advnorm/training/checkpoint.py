@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from advnorm._core.errors import AdvnormError, ConfigError, Description, Problem, did_you_mean, raise_problems
-from advnorm._core.records import interrupted_write, read_json, write_atomic, write_json
+from advnorm._core.records import interrupted_write, read_bytes, read_json, write_atomic, write_json
 from advnorm._core.wrappers import unwrap_model
 
 FORMAT = "advnorm.checkpoint/1"
@@ -67,12 +67,11 @@ def load(folder: Path | str, name: str) -> tuple[dict[str, Tensor], dict[str, An
     record = _record(folder, name)
     path = folder / record["file"]
     try:
-        data = path.read_bytes()
-    except OSError as error:
+        data = read_bytes(path, hint=_recovery(folder, name))
+    except ConfigError:
         if _record(folder, name) != record:  # a training has saved another checkpoint meanwhile
             return load(folder, name)
-        message = f"cannot read {path}: {error.strerror or error}"
-        raise ConfigError("missing_file", message, hint=_recovery(folder, name)) from None
+        raise
     if _hash(data) != record["blake2b"]:
         message = f"{path} is damaged: its content does not match its hash"
         raise ConfigError("damaged_file", message, hint=_recovery(folder, name))
@@ -221,15 +220,21 @@ def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], source: str) 
     problems = [f"{name} is missing in the file" for name in own if name not in tensors]
     problems += [f"{name} is not in the model" for name in tensors if name not in own]
     problems += [
-        f"{name} is {tuple(tensors[name].shape)} in the file and {tuple(value.shape)} in the model"
+        f"{name} is {_kind(tensors[name])} in the file and {_kind(value)} in the model"
         for name, value in own.items()
-        if name in tensors and tensors[name].shape != value.shape
+        if name in tensors and _kind(tensors[name]) != _kind(value)
     ]
     if len(problems) > MISMATCHES:
         problems = [*problems[:MISMATCHES], f"and {len(problems) - MISMATCHES} more"]
     listed = [Problem(code="wrong_tensors", message=message) for message in problems]
     raise_problems(listed, f"{source} does not fit the model")
     model.load_state_dict(dict(tensors))
+
+
+def _kind(tensor: Tensor) -> str:
+    """Shape and kind of numbers; torch copies quantized weights as floats, and complex ones without a part."""
+    kind = "floats" if tensor.is_floating_point() else "complex" if tensor.is_complex() else "integers"
+    return f"{tuple(tensor.shape)} {kind}"
 
 
 def save_weights(path: Path | str, model: nn.Module, meta: Mapping[str, Any]) -> Path:
@@ -245,12 +250,7 @@ def save_weights(path: Path | str, model: nn.Module, meta: Mapping[str, Any]) ->
 def load_weights(model: nn.Module, path: Path | str) -> dict[str, Any]:
     """Fill a model from any safetensors file; return the meta in its header, ``{}`` if there is none."""
     path = _weights_path(path)
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        message = f"cannot read {path}: {error.strerror or error}"
-        raise ConfigError("missing_file", message, field="weights") from None
-    tensors, meta = _unpack(path, data)
+    tensors, meta = _unpack(path, read_bytes(path, "weights"))
     restore_model(model, tensors, str(path))
     return meta
 
