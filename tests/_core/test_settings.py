@@ -88,6 +88,7 @@ def test_a_value_takes_the_type_of_its_setting(hint, value, converted):
         (float, math.nan),
         (float, math.inf),
         (float, 10**400),
+        (float, 1e308),
         (float, False),
         (bool, 1),
         (str, "a\nb"),
@@ -102,6 +103,12 @@ def test_a_value_takes_the_type_of_its_setting(hint, value, converted):
 def test_a_value_of_another_type_is_rejected(hint, value):
     with raises_problem("wrong_type", "x"):
         convert("x", hint, value)
+
+
+def test_no_count_is_larger_than_memory_and_time_allow():
+    with raises_problem("out_of_range", "steps"):
+        Search(steps=9 * 10**12)
+    assert convert("seed", int, 2**62) == 2**62
 
 
 def test_a_misspelt_choice_gets_the_nearest_one():

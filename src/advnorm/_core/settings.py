@@ -11,7 +11,6 @@ not be installed.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -23,13 +22,15 @@ from advnorm._core.errors import ConfigError, Problem, collect_problems, raise_p
 from advnorm._core.registry import keywords
 
 T = TypeVar("T")
-#: Values that each scalar type accepts. NaN, infinity and integers beyond float fail the comparison.
+#: No number of images, steps or epochs is larger; the product of two still fits 63 bits.
+MOST = 2**31
+#: Numbers of this size overflow float32, in which networks compute.
+LARGEST = 2.0**127
+#: Values that each scalar type accepts. NaN and infinity fail the comparison.
 _ACCEPTS: Mapping[Any, Callable[[Any], bool]] = {
     bool: lambda value: isinstance(value, bool),
     int: lambda value: isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63,
-    float: lambda value: (
-        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-    ),
+    float: lambda value: isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST,
     str: lambda value: isinstance(value, str) and value.isprintable(),
 }
 
@@ -79,8 +80,9 @@ def convert(label: str, hint: Any, value: Any) -> Any:
     converted = _convert(label, hint, value)
     if setting.range:
         for number in converted if isinstance(converted, tuple) else (converted,):
-            if isinstance(number, int | float) and not in_range(setting.range, number):
-                words = f"{{field}} must {range_words(setting.range)}"
+            too_many = isinstance(number, int) and number >= MOST and "inf" in setting.range
+            if too_many or (isinstance(number, int | float) and not in_range(setting.range, number)):
+                words = f"{{field}} must {f'be below {MOST:,}' if too_many else range_words(setting.range)}"
                 raise ConfigError("out_of_range", words, field=label, got=value)
     return converted
 
