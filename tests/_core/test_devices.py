@@ -1,9 +1,12 @@
 """The device to compute on."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
-from advnorm._core.devices import resolve_device
+from advnorm._core.devices import resolve_device, set_threads
 from support.problems import raises_problem
 
 
@@ -27,11 +30,29 @@ def test_the_default_is_cuda_if_available_else_the_cpu(gpus):
     assert resolve_device(torch.device("cuda:1")) == torch.device("cuda", 1)
 
 
-@pytest.mark.parametrize("device", ["cuda", "cuda:0", "mps", "meta", "nonsense", "cuda:-2"])
+@pytest.mark.parametrize(
+    "device", ["cuda", "cuda:0", "mps", "meta", "nonsense", "cuda:-2", "", f"cuda:{'9' * 30}", 2.5, -1]
+)
 def test_a_device_that_is_not_available_is_rejected(gpus, device):
     gpus(0)
     with raises_problem("no_device", "device"):
         resolve_device(device)
+
+
+@pytest.mark.parametrize(("count", "code"), [(0, "out_of_range"), (99999, "out_of_range"), (1.0, "wrong_type")])
+def test_a_number_of_threads_that_torch_cannot_run_is_rejected(count, code):
+    with raises_problem(code, "threads"):
+        set_threads(count)
+
+
+def test_processes_that_are_started_have_the_same_number_of_threads(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    try:
+        set_threads(2)
+        script = "import torch; print(torch.get_num_threads())"
+        assert torch.get_num_threads() == 2 == int(subprocess.check_output([sys.executable, "-c", script]))
+    finally:
+        torch.set_num_threads(1)
 
 
 def test_an_index_beyond_the_last_gpu_is_rejected(gpus):

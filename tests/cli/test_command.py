@@ -8,6 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from advnorm.cli.command import INTEGERS, KEY_VALUE, command
+from support.problems import raises_problem
 
 app = typer.Typer()
 printed: list[object] = []
@@ -92,6 +93,22 @@ def test_a_list_option_takes_its_values_and_leaves_the_arguments(words, meaning)
 @pytest.mark.parametrize("words", ["evaluate --route runs/x", "study --seeds 0 1", "evaluate"])
 def test_a_missing_argument_is_a_usage_error(words):
     assert run(words) == (None, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "option"), [(["evaluate", ""], "the command"), (["evaluate", "m:f", "--route", ""], "--route"),
+                          (["evaluate", "m:f", "--limit="], "--limit"), (["train", "--set", ""], "--set")],
+)  # fmt: skip
+def test_an_empty_text_does_not_stand_for_the_default(words, option):
+    with raises_problem("empty", option):
+        raise CliRunner().invoke(app, words).exception
+
+
+def test_a_verb_that_computes_sets_its_threads(monkeypatch):
+    set_to = []
+    monkeypatch.setattr("advnorm._core.devices.set_threads", set_to.append)
+    assert run("evaluate m:f --threads 3") == (("m:f", None, None, None), 3) and set_to == [3]
+    assert run("evaluate m:f --threads 99999") == (None, 2) and run("evaluate m:f")[1] == 3 and set_to == [3]
 
 
 def test_shared_options_keep_their_limits_and_their_help():

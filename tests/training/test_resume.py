@@ -254,4 +254,16 @@ def test_images_on_disk_train_and_resume_like_those_in_memory(tmp_path):
 def test_a_resumed_run_logs_it(tmp_path, capfd):
     for _ in range(2):
         train(small(), tmp_path, max_minutes=0, progress=True)
-    assert "resuming from step 1 of 12" in capfd.readouterr().out
+    printed = capfd.readouterr().out
+    assert "resuming from step 1 of 12" in printed and "threads" not in printed
+
+
+def test_a_run_records_and_logs_another_number_of_threads(tmp_path, capfd):
+    run = train(small(), tmp_path, max_minutes=0)
+    torch.set_num_threads(2)
+    try:
+        train(small(), tmp_path, progress=True)
+    finally:
+        torch.set_num_threads(1)
+    assert "now 2 CPU threads, before another number" in capfd.readouterr().out
+    assert [piece["threads"] for piece in run.record["pieces"]] == [1, 2]

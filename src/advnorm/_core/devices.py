@@ -1,12 +1,22 @@
-"""Choice of the device to compute on."""
+"""Choice of the device to compute on, and of the number of CPU threads."""
 
 from __future__ import annotations
 
 import os
+from typing import Annotated
 
 import torch
 
 from advnorm._core.errors import ConfigError
+from advnorm._core.settings import Setting, convert
+
+Threads = Annotated[int, Setting("Number of CPU threads.", "[1, 256]")]  # torch crashes with many thousands
+
+
+def set_threads(count: int) -> None:
+    """Set the number of CPU threads of this process, and of processes that it starts."""
+    torch.set_num_threads(convert("threads", Threads, count))
+    os.environ["OMP_NUM_THREADS"] = str(count)
 
 
 def resolve_device(device: str | torch.device | None = None) -> torch.device:
@@ -16,12 +26,12 @@ def resolve_device(device: str | torch.device | None = None) -> torch.device:
     """
     try:
         wanted = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
-    except RuntimeError:
+    except (RuntimeError, TypeError, ValueError, OverflowError):
         wanted = None
     if wanted is None or wanted.type not in ("cpu", "cuda"):
-        raise ConfigError("no_device", "{field} must be 'cpu' or 'cuda'", field="device", got=str(device))
+        raise ConfigError("no_device", "{field} must be 'cpu' or 'cuda'", field="device", got=device)
     if wanted.type == "cpu":
-        return wanted
+        return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     index = wanted.index
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -125,6 +125,11 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def printable(text: str) -> str:
+    """Return text without control characters and without bytes that are not Unicode: these are escaped."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
 class Description(str):
     """A received value in words, rendered without quotes: ``got=Description(f"dtype {x.dtype}")``."""
 

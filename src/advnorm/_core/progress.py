@@ -96,7 +96,7 @@ class _Bars(ProgressDisplay):
 
     def print(self, line: str) -> None:
         console = self._bars.console
-        console.print(fold(line, console.width), highlight=False, markup=False)
+        console.print(fold(line, console.width))
 
     def refresh(self, task: ProgressTask) -> None:
         if task.handle is None:
@@ -140,7 +140,9 @@ def _rich_bars(stream: TextIO) -> Any:
         TimeRemainingColumn(),
         TextColumn("left"),
     )
-    return Bars(*columns, console=Console(file=stream), transient=True, expand=True)
+    return Bars(
+        *columns, console=Console(file=stream, markup=False, emoji=False, highlight=False), transient=True, expand=True
+    )
 
 
 def fold(text: str, width: int) -> str:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from advnorm._core.devices import resolve_device
+from advnorm._core.devices import resolve_device, set_threads
 from advnorm._core.errors import raise_problems, unknown_name
 from advnorm._core.precision import float32_as
 from advnorm._core.provenance import environment
@@ -98,11 +98,11 @@ def bench_norms(
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(count)
+    set_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        set_threads(before)
 
 
 def _build_phases(

@@ -1,5 +1,10 @@
 """The command ``advnorm``."""
 
-from advnorm.cli.app import main
+import sys
 
-__all__ = ["main"]
+
+def main() -> None:
+    """Run the command and leave the process with its exit status."""
+    from advnorm.cli.process import run_command  # imports little: signals are handled before verbs are imported
+
+    sys.exit(run_command())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from advnorm.cli.command import KEY_VALUE, console
+from advnorm.cli.command import KEY_VALUE, console, say
 from advnorm.cli.options import Checkpoint, DataDir, Device, Eps, Limit, Seed
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def analyze(
     if (table := finding.table()) is not None:
         console.print(finding_table(name, *table))
     for path in finding.save(out / _file_name(name, targets, marks)):
-        console.print(str(path), highlight=False, markup=False, soft_wrap=True)
+        say(path)
 
 
 def _file_name(analysis: str, targets: Sequence[EvaluationTarget], marks: Sequence[str]) -> str:

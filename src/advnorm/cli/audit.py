@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from advnorm.cli.command import console
+from advnorm.cli.command import console, say
 from advnorm.cli.evaluate import default_record, open_target, printing_result, settings
 from advnorm.cli.options import EvaluateOptions
 
@@ -72,7 +72,7 @@ def audit(
     if plot is not None:
         with writing(plot):
             verdict.plot(plot)
-        console.print(f"plot: {plot}", highlight=False, markup=False, soft_wrap=True)
+        say(f"plot: {plot}")
     return verdict.exit_code
 
 
@@ -81,5 +81,5 @@ def _print_verdict(verdict: Verdict) -> None:
     console.print(verdict.evidence_table())
     colour = {"real": "green", "false": "red", "inconclusive": "yellow", "none": "blue"}[verdict.verdict]
     headline, *rest = verdict.summary().splitlines()
-    console.print(f"[bold {colour}]{headline}[/]", highlight=False)
-    console.print("\n".join(rest), highlight=False, markup=False)
+    console.print(headline, style=f"bold {colour}")
+    console.print("\n".join(rest))

@@ -9,13 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
-from advnorm.cli.command import INTEGERS, command, console
+from advnorm.cli.command import INTEGERS, command, console, say
 from advnorm.cli.options import Device, JsonCopy, Seed
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed and memory against a plain reference in the same run.")
 
 
-@command(app, "norms")
+@command(app, "norms", computes=False)
 def bench_norms(
     norms: Annotated[list[str] | None, typer.Argument(help="Norms to measure. Default: bn and dual_bn.")] = None,
     model: Annotated[str, typer.Option(help="Network; see `advnorm ls models`.")] = "resnet18",
@@ -24,7 +24,7 @@ def bench_norms(
     precision: Annotated[str, typer.Option(help="float32, tf32 or bf16 (autocast).")] = "float32",
     compiled: Annotated[bool, typer.Option("--compile", help="Compile every network, the plain one too.")] = False,
     rounds: Annotated[int | None, typer.Option(help="Number of repetitions; the median is reported.")] = None,
-    threads: Annotated[int, typer.Option(help="Number of CPU threads.")] = 1,
+    threads: Annotated[int, typer.Option(min=1, max=256, help="Number of CPU threads.")] = 1,
     json: JsonCopy = None,
 ) -> None:
     """Compare routed networks with the plain one: evaluation, and training on a concatenated batch.
@@ -177,4 +177,4 @@ def _write(path: Path | None, record: dict[str, Any]) -> None:
 
     if path is not None:
         write_json(path, record)
-        console.print(f"record: {path}", highlight=False, markup=False, soft_wrap=True)
+        say(f"record: {path}")

@@ -25,7 +25,7 @@ def norm_table(result: NormBenchmark) -> Table:
         for phase, timing in phases.items():
             missed = norm == "dual_bn" and timing.ratio > LIMITS[phase]
             ratio = f"{timing.ratio:.3f} ± {timing.spread / 2:.3f}"
-            cells += [f"{1000 * timing.seconds:.1f}", f"[red]{ratio} over[/]" if missed else ratio]
+            cells += [f"{1000 * timing.seconds:.1f}", Text(f"{ratio} over", "red") if missed else ratio]
         table.add_row(norm, *cells)
     table.caption = (
         f"{result.precision}{', compiled' if result.compiled else ''}; median of {result.rounds} rounds; ± half the "

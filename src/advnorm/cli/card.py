@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from advnorm.cli.command import console, print_command
+from advnorm.cli.command import print_command, say
 from advnorm.cli.options import Checkpoint
 
 
@@ -26,7 +26,7 @@ def card(
     from advnorm.training import Run
 
     folder = save_pretrained(Run.open(run), out or run, name=name, checkpoint=checkpoint)
-    console.print(f"card: {folder / 'README.md'}", highlight=False, markup=False, soft_wrap=True)
+    say(f"card: {folder / 'README.md'}")
     print_command("share it", "push", folder, f"USER/{name or run.resolve().name}")
 
 
@@ -41,4 +41,4 @@ def push(
     """
     from advnorm.sharing import push as upload
 
-    console.print(upload(folder, repo, private=private), highlight=False, markup=False, soft_wrap=True)
+    say(upload(folder, repo, private=private))

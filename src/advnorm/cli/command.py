@@ -3,35 +3,52 @@
 from __future__ import annotations
 
 import inspect
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import wraps
-from typing import Any, TypeVar, get_type_hints
+from itertools import pairwise
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from typer.core import TyperArgument, TyperCommand, TyperOption
 
-from advnorm._core.errors import AdvnormError, ConfigError
-from advnorm._core.exit_codes import FAILED
+from advnorm._core.errors import AdvnormError, ConfigError, printable
+from advnorm._core.exit_codes import FAILED, INTERRUPTED
 
 F = TypeVar("F", bound=Callable[..., "int | None"])
 T = TypeVar("T")
 
-#: Where every verb prints its results.
-console = Console()
+#: Where every verb prints its results. Text is printed as it is: a path may look like markup or like an emoji.
+console = Console(markup=False, emoji=False, highlight=False)
 #: Metavariables of list options. They decide which words can be a value: one with ``=``, or a whole number.
 KEY_VALUE, INTEGERS = "KEY=VALUE", "INTEGERS"
 #: The user's own code that this command has imported, for the commands that it prints.
 own_code: list[str] = []
 
 
-def command(app: typer.Typer, name: str | None = None) -> Callable[[F], F]:
+@dataclass(frozen=True, kw_only=True)
+class Computation:
+    """Options of every verb that computes."""
+
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, max=256, help="Number of CPU threads. Use 1 on busy cores. Default: OMP_NUM_THREADS."),
+    ] = None
+
+
+def say(text: object, style: str | None = None) -> None:
+    """Print a text; long lines are left to the terminal, so that paths can be copied."""
+    console.print(printable(str(text)), style=style, soft_wrap=True)
+
+
+def command(app: typer.Typer, name: str | None = None, *, computes: bool = True) -> Callable[[F], F]:
     """Register a function as a command. Its return value is the exit status; ``None`` is 0.
 
-    A parameter whose type is a dataclass stands for all of its fields: each becomes an option of the command.
+    A parameter whose type is a dataclass stands for all of its fields: each becomes an option of the command. A command
+    that ``computes`` has the option ``--threads``.
     """
 
     def register(function: F) -> F:
@@ -42,12 +59,24 @@ def command(app: typer.Typer, name: str | None = None) -> Callable[[F], F]:
         for parameter in own:
             kind = shared.get(parameter.name)
             parameters += [parameter.replace(kind=parameter.KEYWORD_ONLY)] if kind is None else _parameters(kind)
+        if computes:
+            parameters += _parameters(Computation)
 
         @wraps(function)
         def run(**values: Any) -> None:
+            if computes and (threads := values.pop("threads")) is not None:
+                from advnorm._core.devices import set_threads
+
+                set_threads(threads)
             for group, kind in shared.items():
                 values[group] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
-            raise typer.Exit(function(**values) or 0)
+            try:
+                status = function(**values)
+            except KeyboardInterrupt:
+                raise typer.Exit(INTERRUPTED) from None
+            except (EOFError, BrokenPipeError, SystemExit) as error:  # typer leaves with 1, other code with any status
+                raise RuntimeError(f"{type(error).__name__}: {error}") from error
+            raise typer.Exit(status or 0)
 
         run.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore[reportAttributeAccessIssue]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -74,6 +103,10 @@ class Command(TyperCommand):
     """A command whose list options take every value up to the next option: ``--attacks pgd10 autoattack``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for before, word in pairwise(["the command", *args]):
+            if not word or re.fullmatch("--[a-z-]+=", word):  # a default would replace it
+                option = word.rstrip("=") or before
+                raise ConfigError("empty", f"empty text after {option}", field=option, hint="set the shell variable")
         return super().parse_args(ctx, self.repeat_list_options(args))
 
     def repeat_list_options(self, words: Sequence[str]) -> list[str]:
@@ -131,14 +164,14 @@ def run_each(items: Mapping[str, T], action: Callable[[T], int | None], *, quiet
     status = 0
     for place, (label, item) in enumerate(items.items(), 1):
         if len(items) > 1 and not quiet:
-            console.print(f"[bold]{place} of {len(items)}: {escape(label)}[/]", highlight=False, soft_wrap=True)
+            say(f"{place} of {len(items)}: {label}", style="bold")
         try:
             if stopped := action(item):
                 return stopped
         except AdvnormError as error:
             if len(items) == 1 or (place == 1 and isinstance(error, ConfigError)):
                 raise
-            console.print(f"[red]failed:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+            say(f"failed: {error}", style="red")
             status = FAILED
     return status
 
@@ -147,4 +180,4 @@ def print_command(purpose: str, *words: object) -> None:
     """Print a follow-up command that can be pasted: quoted for the shell, with the ``--import`` of this one."""
     imports = [word for source in own_code for word in ("--import", source)]
     text = shlex.join(map(str, ["advnorm", *imports, *words]))
-    console.print(f"{purpose}: {text}", highlight=False, markup=False, soft_wrap=True)
+    say(f"{purpose}: {text}")

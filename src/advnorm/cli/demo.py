@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from advnorm.cli.command import console
+from advnorm.cli.command import console, say
 
 
 def demo(
@@ -35,14 +35,14 @@ def demo(
         config = replace(config, attack=AttackConfig(steps=2), epochs=2) if quick else config
         run = parts.train_model(config, out / "runs")
         if not run.finished:
-            console.print("stopped before the end; the same command resumes", highlight=False)
+            say("stopped before the end; the same command resumes")
             return PREEMPTED
         limit = parts.QUICK_IMAGES if quick else None
         result = parts.evaluate_run(run, tuple(attacks), out / "records", limit=limit)
         runs[label] = run
         rows += parts.branch_results(label, result)
         seconds += run.record["seconds"] + sum(sum(row.values()) for row in result.seconds.values())
-        console.print(f"[green]✓[/] {label}", highlight=False)
+        say(f"✓ {label}", style="green")
     table = parts.accuracy_table(rows, attacks)
     sentences = [parts.QUICK] if quick else parts.findings(rows, attacks)
     page: ReportPage = {
@@ -60,6 +60,6 @@ def demo(
     console.print()
     console.print(to_rich_table(table))
     for sentence in sentences:
-        console.print(sentence, highlight=False)
-    console.print(f"\nplots and conditions: {path}", highlight=False, markup=False, soft_wrap=True)
+        console.print(sentence)
+    say(f"\nplots and conditions: {path}")
     return 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from advnorm.cli.command import console, print_command, run_each
+from advnorm.cli.command import console, print_command, run_each, say
 from advnorm.cli.options import EvaluateOptions
 
 if TYPE_CHECKING:
@@ -72,9 +72,9 @@ def evaluate(
                 message = "the model has several branches; choose which to evaluate"
                 raise ConfigError("missing_route", message, field="route", hint=f"--route {' '.join(known)}")
             routes = list(known)
-            console.print(f"branches: {', '.join(known)}; --route chooses", highlight=False)
+            say(f"branches: {', '.join(known)}; --route chooses")
         if hint := faster_search(names, device_of(target.model)):
-            console.print(hint, style="dim", highlight=False)
+            say(hint, style="dim")
         record = options.json or default_record("evaluation", target, options, names, routes)
         with printing_result(record, lambda result: console.print(result.table(console.width))) as show:
             result = benchmark(
@@ -215,7 +215,7 @@ def printing_result(record: Path | None, show: Callable[[Any], object]) -> Itera
             show(error.result)
         raise
     if record is not None:
-        console.print(f"{label} {record}", highlight=False, markup=False, soft_wrap=True)
+        say(f"{label} {record}")
 
 
 def faster_search(attacks: Sequence[str], device: torch.device) -> str | None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from advnorm.cli.command import console
+from advnorm.cli.command import say
 
 
 def report(
@@ -79,6 +79,6 @@ def report(
         contents = f"{len(summary['studies'])} studies: {verdicts}"
     write_atomic(out, text.encode(errors="replace"))
     for problem in problems:
-        console.print(problem, style="yellow", highlight=False, markup=False, soft_wrap=True)
-    console.print(contents, highlight=False)
-    console.print(f"report: {out}", highlight=False, markup=False, soft_wrap=True)
+        say(problem, style="yellow")
+    say(contents)
+    say(f"report: {out}")

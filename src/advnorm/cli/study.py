@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from advnorm.cli.command import INTEGERS, console
+from advnorm.cli.command import INTEGERS, console, say
 from advnorm.cli.options import DataDir, Device
 
 if TYPE_CHECKING:
@@ -64,11 +64,11 @@ def study(
     failed: list[Outcome] = []
 
     def print_outcome(outcome: Outcome) -> None:
-        mark = "[red]failed[/]" if outcome.error else "[green]done[/]"
-        console.print(f"{mark} {outcome.task.cell} seed {outcome.task.seed}", highlight=False)
+        mark, style = ("failed", "red") if outcome.error else ("done", "green")
+        say(f"{mark} {outcome.task.cell} seed {outcome.task.seed}", style=style)
         if outcome.error:
             failed.append(outcome)
-            console.print(outcome.error, highlight=False, markup=False)
+            say(outcome.error)
 
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) if protocol == "smoke" else out
@@ -89,13 +89,13 @@ def study(
             raise_problems(problems, "no cell can be run (--dry-run shows existing records)")
         console.print(task_table(tasks, store, training_rates(found, store)))
         if existing := _describe_existing(tasks, store):
-            console.print(existing, style="dim", highlight=False, markup=False)
+            say(existing, style="dim")
         one_process = launcher == "local" and processes == 1 and torch.cuda.device_count() < 2
         if one_process and not dry_run:
             try:
                 run_tasks(tasks, store=store, on_outcome=print_outcome, progress=protocol != "smoke")
             except TrainingStopped as stopped:
-                console.print(str(stopped), highlight=False, markup=False)
+                say(stopped)
                 return PREEMPTED
         elif not dry_run:
             launch(
@@ -108,7 +108,7 @@ def study(
             )
         values, conclusion, problems = evaluate_study(found, store, seeds=seeds, protocol=protocol)  # pyright: ignore[reportArgumentType]
     for problem in problems:
-        console.print(str(problem), style="yellow", highlight=False, markup=False, soft_wrap=True)
+        say(problem, style="yellow")
     if not dry_run or values:
         console.print(study_table(found, values, protocol, conclusion=conclusion, width=console.width))
     return FAILED if failed else 0

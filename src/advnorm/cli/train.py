@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from advnorm.cli.command import INTEGERS, KEY_VALUE, console, print_command, run_each
+from advnorm.cli.command import INTEGERS, KEY_VALUE, print_command, run_each, say
 from advnorm.cli.options import DataDir, Device, Overrides, Source
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def train(
             {f"{config.run_name}-seed{config.seed}": config for config in configs}, train_one, quiet=not lead
         )
     except KeyboardInterrupt:
-        console.print("interrupted; the same command resumes from the last checkpoint", highlight=False)
+        say("interrupted; the same command resumes from the last checkpoint")
         return INTERRUPTED
     if lead and runs and status != PREEMPTED:
         own_code = ["--import", source] if source and source.endswith(".py") and _uses_own_code(configs[0]) else []
@@ -100,13 +100,13 @@ def train(
 def _print_run(run: Run) -> None:
     """Print the results of a run, or that it has stopped."""
     if not run.finished:
-        console.print(f"stopped before the end: {run.folder}; the same command resumes it", highlight=False)
+        say(f"stopped before the end: {run.folder}; the same command resumes it")
         return
     for name, row in (("best", run.record["best"]), ("last", run.record["last"])):
         if row is not None and "held_out" in row:
             accuracy = ", ".join(f"{key} {value:.1%}" for key, value in row["held_out"].items() if key != "score")
-            console.print(f"{name}: epoch {row['epoch']}, held-out {accuracy}", highlight=False)
-    console.print(f"run: {run.folder}", highlight=False, markup=False, soft_wrap=True)
+            say(f"{name}: epoch {row['epoch']}, held-out {accuracy}")
+    say(f"run: {run.folder}")
 
 
 def find_study(source: str | None) -> tuple[Study, Cell | None] | None:

@@ -40,7 +40,8 @@ def train(
 ) -> Run:
     """Train a configuration in a subfolder of ``out``; the same call resumes from the last checkpoint.
 
-    A resumed run ends with the same bits as an uninterrupted one, on the same device and with as many processes.
+    A resumed run ends with the same bits as an uninterrupted one, on the same device and with as many processes and CPU
+    threads.
 
     Args:
         seed: Replaces the seed of the configuration.

@@ -303,6 +303,8 @@ class TrainingLoop:
         log(f"{version} on {environ['device']} × {self.ranks.world}, {self.config.precision}, seed {config.seed}")
         if self.state.step:
             log(f"resuming from step {self.state.step} of {self.total}")
+            if len({piece.get("threads") for piece in self.state.pieces}) > 1 and self.ranks.device.type == "cpu":
+                log(f"now {environ['threads']} CPU threads, before another number: the last bits may differ")
             return
         log(f"{self.total} steps of {config.batch_size} images; objective {self.objective.describe()}")
         for kind in routing(self.objective):
