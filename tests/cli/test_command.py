@@ -111,6 +111,17 @@ def test_a_verb_that_computes_sets_its_threads(monkeypatch):
     assert run("evaluate m:f --threads 99999") == (None, 2) and run("evaluate m:f")[1] == 3 and set_to == [3]
 
 
+@pytest.mark.parametrize("error", [EOFError(), BrokenPipeError(32, "Broken pipe"), SystemExit(0), SystemExit(1)])
+def test_an_error_that_typer_would_turn_into_a_status_is_a_crash(error):
+    own = typer.Typer()
+
+    @command(own)
+    def fail() -> None:
+        raise error
+
+    assert isinstance(CliRunner().invoke(own, []).exception, RuntimeError)
+
+
 def test_shared_options_keep_their_limits_and_their_help():
     assert run("evaluate m:f --limit 0") == (None, 2)
     assert "--limit" in CliRunner().invoke(app, ["evaluate", "--help"]).output

@@ -146,7 +146,7 @@ def write_json(path: Path | str, data: Any) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a record that :func:`write_json` wrote."""
     try:
-        data = json.loads(read_bytes(path))
+        data = json.loads(read_bytes(path), parse_constant=int)  # NaN and Infinity, which we never write
     except (ValueError, RecursionError) as error:
         if isinstance(error, AdvnormError):
             raise

@@ -65,7 +65,7 @@ class Registry(Generic[T]):
         return [name for name in self._entries if fnmatch.fnmatchcase(name, pattern)]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._entries
+        return isinstance(name, str) and name in self._entries
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)

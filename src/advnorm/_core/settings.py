@@ -290,7 +290,7 @@ def type_words(hint: Any) -> str:
         return " or ".join(map(type_words, members))
     if origin is Literal:
         return " or ".join(map(repr, members))
-    if origin in (tuple, Sequence):
+    if origin in (tuple, list, Sequence):
         return f"a list whose items are each {type_words(members[0])}"
     if hint is Named:
         return "a name, or a mapping with a name and options"

@@ -56,7 +56,7 @@ def demo(
         "commands": parts.commands(runs, attacks, out=out, seed=seed, quick=quick),
     }
     path = out / "report.html"
-    write_atomic(path, render_page(page).encode())
+    write_atomic(path, render_page(page).encode(errors="replace"))
     console.print()
     console.print(to_rich_table(table))
     for sentence in sentences:

@@ -135,7 +135,7 @@ class Journal:
             write_atomic(timing, b"".join(line for line in lines if line.endswith(b"\n")))
 
     def _append(self, name: str, text: str) -> None:
-        with (self.folder / name).open("a", encoding="utf-8") as file:
+        with (self.folder / name).open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(f"{text}\n")
 
 

@@ -1,0 +1,87 @@
+"""Our own files are read back by their shape; damage and edits are reported with the file, the entry and the cure."""
+
+import json
+from typing import Any, Literal, NotRequired, TypedDict
+
+import pytest
+
+from advnorm._core.errors import ConfigError
+from advnorm._core.records import write_json
+from advnorm._core.shapes import check_record, read_record, with_digest
+from support.problems import raises_problem
+
+
+class Row(TypedDict):
+    epoch: int
+    loss: float
+    held_out: NotRequired[dict[str, float]]
+
+
+class Record(TypedDict):
+    format: str
+    verdict: Literal["real", "false"]
+    rows: list[Row]
+    best: Row | None
+    about: dict[str, Any]
+
+
+SOUND = {
+    "format": "a/1",
+    "verdict": "real",
+    "rows": [{"epoch": 1, "loss": 2, "held_out": {"clean": 0.5}}, {"epoch": 2, "loss": 1.5, "more": "x"}],
+    "best": None,
+    "about": {"name": [1, None]},
+}
+
+
+def test_a_sound_record_comes_back(tmp_path):
+    write_json(tmp_path / "r.json", with_digest(SOUND))
+    found = read_record(tmp_path / "r.json", Record, "a/1", "delete it")
+    assert len(found.pop("digest")) == 32 and found == SOUND
+    write_json(tmp_path / "old.json", SOUND)
+    assert read_record(tmp_path / "old.json", Record, "a/1", "delete it") == SOUND, "an old record has no digest"
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"verdict": "maybe"}, "verdict"),
+        ({"rows": None}, "rows"),
+        ({"rows": [{"epoch": 1}]}, "rows.0.loss"),
+        ({"rows": [{"epoch": True, "loss": 1}]}, "rows.0.epoch"),
+        ({"rows": [{"epoch": 1, "loss": 1, "held_out": {"clean": "x"}}]}, "rows.0.held_out.clean"),
+        ({"best": {"epoch": "1", "loss": 1}}, "best"),
+        ({"about": []}, "about"),
+        ({"format": "a/2"}, "format"),
+    ],
+)
+def test_an_entry_of_another_type_is_reported_with_file_entry_and_cure(tmp_path, change, field):
+    path = tmp_path / "r.json"
+    write_json(path, {**SOUND, **change})
+    code = "not_supported" if field == "format" else "damaged_file"
+    with raises_problem(code, f"{path}: {field}", ConfigError) as caught:
+        read_record(path, Record, "a/1", "delete it")
+    assert all(problem.hint == "delete it" for problem in caught.value.problems)
+
+
+def test_missing_entries_are_reported_together(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        check_record({"format": "a/1"}, Record, "r.json", "delete it")
+    assert {problem.field for problem in caught.value.problems} == {
+        f"r.json: {name}" for name in ("about", "best", "rows", "verdict")
+    }
+
+
+def test_an_edit_is_noticed(tmp_path):
+    path = tmp_path / "r.json"
+    edited = {**with_digest({**SOUND, "verdict": "false"}), "verdict": "real"}
+    path.write_text(json.dumps(edited))
+    with raises_problem("damaged_file", f"{path}: digest"):
+        read_record(path, Record, "a/1", "delete it")
+
+
+@pytest.mark.parametrize("text", ['{"a": NaN}', '{"a": -Infinity}'])
+def test_numbers_that_we_never_write_are_damage(tmp_path, text):
+    (tmp_path / "r.json").write_text(text)
+    with raises_problem("damaged_file"):
+        read_record(tmp_path / "r.json", dict[str, Any], "a/1", "")
