@@ -374,8 +374,9 @@ PATHS = (
 )
 IMAGES = torch.full((4, 1, 8, 8), 0.5)
 TENSORS = (
-    *(value for value in VALUES if isinstance(value, torch.Tensor)), IMAGES, IMAGES * 9, IMAGES * math.nan, IMAGES.byte(),
-    IMAGES.expand(4, 3, 8, 8), torch.arange(3), torch.arange(4) + 9, torch.arange(4).double(), torch.ones(4).bool(),
+    *(value for value in VALUES if isinstance(value, torch.Tensor)), IMAGES, IMAGES * 9, IMAGES * math.nan,
+    IMAGES.byte(), IMAGES.expand(4, 3, 8, 8), torch.arange(3), torch.arange(4) + 9, torch.arange(4).double(),
+    torch.ones(4).bool(),
 )  # fmt: skip
 MODELS = (torch.nn.Identity(), torch.nn.Flatten(), torch.nn.ReLU(), torch.nn.Linear(3, 4), torch.nn.Sequential())
 KINDS_OF_VALUES: dict[str, tuple[Any, ...]] = {
