@@ -31,6 +31,9 @@ test-all: $(STAMP) ## run all tests, also slow ones
 test-gpu: ## run the tests for a CUDA device with the current python
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
 
+fuzz: $(STAMP) ## run thousands of bad commands, damaged files and bad calls, for at most 15 minutes
+	cd tests && $(abspath $(BIN))/python -m support.fuzz --cases 1000 --seconds 900
+
 lint: $(STAMP) ## check the style
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -45,4 +48,4 @@ format: $(STAMP) ## rewrite files to the style
 clean: ## remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
 
-.PHONY: help install demo test test-all test-gpu lint types format clean
+.PHONY: help install demo test test-all test-gpu fuzz lint types format clean

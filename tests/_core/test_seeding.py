@@ -63,6 +63,12 @@ def oracle_bits(seed: int, index: int, tags: list[int | str], count: int) -> lis
     return [mixed(mixed((counter + key[0]) & WORD) ^ key[1]) for counter in range(count)]
 
 
+@pytest.mark.parametrize("seed", [1.0, "1", None, [1]])
+def test_a_seed_is_an_integer(seed):
+    with raises_problem("wrong_type", "seed"):
+        ImageNoise(seed, torch.arange(2))
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2**40 + 7, -3])
 @pytest.mark.parametrize("tags", [[0], ["start", 4], [2**35, "x", 0]])
 def test_bits_equal_the_hash_in_plain_integers(seed, tags):

@@ -23,6 +23,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -100,7 +101,7 @@ def build_sandbox(folder: Path) -> None:
     model, threat = run.model("last"), advnorm.ThreatModel(eps=0.1)
     pair = data.pixels(), data.labels
     advnorm.benchmark(model, pair, threat, ["pgd1"], ["adv"], record=folder / "records" / "evaluation.json")
-    advnorm.audit(model, pair, threat, route="adv", budget="quick", record=folder / "records" / "audit.json")
+    advnorm.audit(model, pair, threat, route="adv", budget="quick", limit=6, record=folder / "records" / "audit.json")
 
     def interrupt(*_: object) -> None:
         if any(folder.glob("records/*.partial.*/batch-*")):
@@ -270,7 +271,7 @@ READING = {
     "analyze": "analyze channel_statistics runs/run-seed0 --limit 8 --batch-size 4 --device cpu",
     "from_run": "show runs/run-seed0/config.yaml",
     "same_evaluation": f"evaluate {_RECORD} records/evaluation.json --attacks pgd1 --route adv",
-    "same_audit": f"audit {_RECORD} records/audit.json --route adv --budget quick",
+    "same_audit": f"audit {_RECORD} records/audit.json --route adv --budget quick --limit 6",
     "same_partial": f"evaluate {_RECORD} records/stopped.json --attacks pgd1 autoattack --route adv",
     "study": "study A/table2 --dry-run --protocol fast --out results",
     "features": "train small.yaml --set name=f data=features --data-dir features --max-minutes 0 --device cpu",
@@ -355,28 +356,15 @@ def _change(data: Any, rng: random.Random) -> str:
 #: Plausible mistakes by the kind of an argument: a setting, a path, a tensor, a model, a list of overrides.
 VALUES: tuple[Any, ...] = (
     None, True, -1, 0, 1.5, math.nan, math.inf, 1e308, 10**30, "", "x", "nan", "\udcff", "a\0b", b"x", [], {}, (),
-    object(), len, [[[[[[1]]]]]], {"a": 1}, {1: 2}, ["x", 1], torch.zeros(0), torch.tensor(math.nan),
-    torch.zeros(2, 3, dtype=torch.cfloat), Path("no/such/file"), Path("fifo.yaml"), type, 2**63, "9" * 5000,
+    object(), len, [[[[[[1]]]]]], {"a": 1}, {1: 2}, ["x", 1], Path("no/such/file"), Path("fifo.yaml"), type,
+    2**63, "9" * 5000,
 )  # fmt: skip
-
-
-PATHS = (
-    "",
-    "no/such/file",
-    "a\0b",
-    "\udcff",
-    "n" * 300,
-    Path("fifo.yaml"),
-    Path("loop.json"),
-    "own.py",
-    "runs",
-    "images",
-)
+PATHS = ("", "no/such/file", "a\0b", "\udcff", "n" * 300, Path("fifo.yaml"), Path("loop.json"), "own.py", "runs")
 IMAGES = torch.full((4, 1, 8, 8), 0.5)
 TENSORS = (
-    *(value for value in VALUES if isinstance(value, torch.Tensor)), IMAGES, IMAGES * 9, IMAGES * math.nan,
-    IMAGES.byte(), IMAGES.expand(4, 3, 8, 8), torch.arange(3), torch.arange(4) + 9, torch.arange(4).double(),
-    torch.ones(4).bool(),
+    torch.zeros(0), torch.tensor(math.nan), torch.zeros(2, 3, dtype=torch.cfloat), IMAGES, IMAGES * 9,
+    IMAGES * math.nan, IMAGES.byte(), IMAGES.expand(4, 3, 8, 8), torch.arange(3), torch.arange(4) + 9,
+    torch.arange(4).double(), torch.ones(4).bool(),
 )  # fmt: skip
 MODELS = (torch.nn.Identity(), torch.nn.Flatten(), torch.nn.ReLU(), torch.nn.Linear(3, 4), torch.nn.Sequential())
 KINDS_OF_VALUES: dict[str, tuple[Any, ...]] = {
@@ -388,6 +376,7 @@ KINDS_OF_VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
+@cache
 def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     """Public functions by name, with sound and cheap arguments."""
     import advnorm
@@ -399,6 +388,11 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     model = advnorm.create_model("small_cnn", in_channels=1, num_classes=4).eval()
     dual = advnorm.create_model("small_cnn", in_channels=1, num_classes=4, norm="dual_bn").eval()
     images, labels = torch.rand(4, 1, 8, 8), torch.arange(4)
+
+    def enter_route(model: Any, route: Any) -> None:
+        with advnorm.route(model, route):
+            pass
+
     config = advnorm.Config().with_overrides(SMALL.split())
     found: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "ThreatModel": (advnorm.ThreatModel, {"norm": "L2", "eps": "8/255"}),
@@ -427,7 +421,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
             {"config": config, "seed": 0, "out": "runs", "data_dir": None, "device": "cpu", "workers": 0,
              "max_minutes": 0, "checkpoint_minutes": 1},
         ),
-        "route": (lambda **how: advnorm.route(**how).__enter__(), {"model": dual, "route": "adv"}),
+        "route": (enter_route, {"model": dual, "route": "adv"}),
         "strip": (advnorm.strip, {"model": dual, "route": "adv"}),
         "convert_norm": (lambda norm: advnorm.convert_norm(torch.nn.BatchNorm2d(3), norm), {"norm": "dual_bn"}),
         "Run.open": (advnorm.Run.open, {"folder": "runs/run-seed0"}),

@@ -58,8 +58,12 @@ class ImageNoise:
                 "use for example torch.arange(len(x))",
             )
             raise ConfigError("wrong_shape", words, field="index", got=got, hint=hint)
+        try:
+            start = _fold(_INITIAL, operator.index(seed))
+        except TypeError:
+            raise ConfigError("wrong_type", "{field} must be an integer", field="seed", got=seed) from None
         index = index.long()
-        low, high = (torch.full_like(index, word) for word in _fold(_INITIAL, operator.index(seed)))
+        low, high = (torch.full_like(index, word) for word in start)
         self._key = _fold((low, high), index)
 
     @classmethod
