@@ -47,6 +47,7 @@ def test_a_number_of_threads_that_torch_cannot_run_is_rejected(count, code):
 
 def test_processes_that_are_started_have_the_same_number_of_threads(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("MKL_NUM_THREADS", "1")
     try:
         set_threads(2)
         script = "import torch; print(torch.get_num_threads())"

@@ -1,5 +1,7 @@
 """Our own files are read back by their shape; damage and edits are reported with the file, the entry and the cure."""
 
+from __future__ import annotations  # as in the modules that declare shapes
+
 import json
 from typing import Any, Literal, NotRequired, TypedDict
 

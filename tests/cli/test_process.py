@@ -126,10 +126,10 @@ def test_paths_of_any_bytes_are_printed_as_they_are(tmp_path):
     line = "advnorm evaluate $'x[/b]:smile:\\xff/x-seed0' --attacks pgd1 --limit 20 --json $'[/b]\\xff.json'"
     out, error, statuses = shell(line, tmp_path)
     assert statuses == [0] and folder.is_dir() and "record: [/b]\\udcff.json" in out
-    shutil.copytree(folder, folder.parent / os.fsdecode(b"[/b]\xfe"))
-    line = "advnorm evaluate $'x[/b]:smile:\\xff/[/b]\\xfe' --attacks pgd1 --limit 20 --json second.json"
+    shutil.copytree(folder, folder.parent / os.fsdecode(b"[b]\xfe"))
+    line = "advnorm evaluate $'x[/b]:smile:\\xff/[b]\\xfe' --attacks pgd1 --limit 20 --json second.json"
     assert shell(line, tmp_path)[2] == [0]
-    assert json.loads((tmp_path / "second.json").read_text())["about"]["run"] == os.fsdecode(b"[/b]\xfe")
+    assert json.loads((tmp_path / "second.json").read_text())["about"]["run"] == os.fsdecode(b"[b]\xfe")
 
 
 SLOW = "import time\nprint('ready', flush=True)\ntime.sleep(60)\n"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from advnorm import Run
 from advnorm.training.journal import Clock, Journal, format_epoch
+from support.problems import raises_problem
 from support.small_runs import small, train
 
 
@@ -63,11 +66,30 @@ def test_the_log_line_of_an_epoch_is_readable():
 
 
 def test_metrics_that_were_cut_short_are_left_out(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"epoch": 1}\n{"epo')
-    assert Run(tmp_path).metrics() == [{"epoch": 1}]
-    assert Run(tmp_path / "none").metrics() == []
+    (tmp_path / "metrics.jsonl").write_text('{"epoch": 1, "step": 4}\n')
     journal = Journal(tmp_path, active=True)
-    (tmp_path / "timing.jsonl").write_text('{"epoch": 1}\n{"ep')
-    journal.restore([{"epoch": 1}])
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"epoch": 1}\n'
-    assert (tmp_path / "timing.jsonl").read_text() == '{"epoch": 1}\n'
+    mark = journal.mark()
+    for name in ("metrics.jsonl", "timing.jsonl"):
+        with (tmp_path / name).open("a") as file:
+            file.write('{"epoch": 1, "step": 4}\n{"epo')
+    assert len(Run(tmp_path).metrics()) == 2 and Run(tmp_path / "none").metrics() == []
+    journal.restore(mark)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"epoch": 1, "step": 4}\n'
+    assert (tmp_path / "timing.jsonl").read_text() == '{"epoch": 1, "step": 4}\n'
+
+
+@pytest.mark.parametrize(
+    "line", ["{", "[]", "{}", '{"epoch": 1}', '{"epoch": "1", "step": 4}', '{"epoch": 1, "step": 4, "loss": "x"}',
+             '{"epoch": 1, "step": 4, "loss": NaN}', '{"epoch": 1, "step": 4, "held_out": 3}', "[" * 100_000],
+)  # fmt: skip
+def test_damaged_metrics_are_reported_with_their_line(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"epoch": 1, "step": 4}}\n{line}\n')
+    with raises_problem("damaged_file") as caught:
+        Run(tmp_path).metrics()
+    assert f"{tmp_path / 'metrics.jsonl'}, line 2" in str(caught.value)
+
+
+def test_a_log_without_a_reader_does_not_block(tmp_path):
+    os.mkfifo(tmp_path / "log.txt")
+    with pytest.raises(OSError, match="No such device"):
+        Journal(tmp_path, active=True).log("text")

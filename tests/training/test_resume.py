@@ -121,21 +121,70 @@ def test_a_stop_interrupts_validation(tmp_path, monkeypatch):
     assert state(train(config, tmp_path)) == state(train(config, tmp_path / "alone"))
 
 
-@pytest.mark.parametrize("lost", ["a line", "half a line", "all"])
-def test_metrics_that_a_loss_of_power_took_come_back(tmp_path, lost):
-    config, alone = small(), train(small(), tmp_path / "alone")
-    run = Run(str(tmp_path / alone.folder.name))  # a name does as well as a path
+def stopped_after_two_epochs(tmp_path) -> Run:
+    run = Run(str(tmp_path / train(small(), tmp_path, max_minutes=0).folder.name))  # a name does as well as a path
     while len(run.metrics()) < 2:
-        train(config, tmp_path, max_minutes=0)
+        train(small(), tmp_path, max_minutes=0)
+    return run
+
+
+def test_metrics_that_were_written_after_the_checkpoint_are_dropped(tmp_path):
+    alone, run = train(small(), tmp_path / "alone"), stopped_after_two_epochs(tmp_path)
+    metrics, timing = run.folder / "metrics.jsonl", run.folder / "timing.jsonl"
+    metrics.write_bytes(metrics.read_bytes() + b'{"epoch": 3, "step": 12}\n{"epo')
+    timing.write_bytes(timing.read_bytes() + b'{"epoch": 3, "steps"')
+    train(small(), tmp_path)
+    assert metrics.read_bytes() == (alone.folder / "metrics.jsonl").read_bytes()
+    assert [json.loads(row)["epoch"] for row in timing.read_text().splitlines()] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("damage", ["a line", "half a line", "zeros", "an edit", "gone"])
+def test_metrics_that_the_checkpoint_covers_are_not_replaced_by_others(tmp_path, damage):
+    run = stopped_after_two_epochs(tmp_path)
     path = run.folder / "metrics.jsonl"
     whole = path.read_bytes()
-    kept = {"a line": whole[: whole[:-1].rfind(b"\n") + 1], "half a line": whole[:-9], "all": b"\0" * len(whole)}
-    path.write_bytes(kept[lost])
-    timing = run.folder / "timing.jsonl"
-    timing.write_bytes(timing.read_bytes() + b'{"epoch": 3, "steps"')
-    train(config, tmp_path)
-    assert path.read_bytes() == (alone.folder / "metrics.jsonl").read_bytes()
-    assert [json.loads(row)["epoch"] for row in timing.read_text().splitlines()] == [1, 2, 3]
+    changed = {"a line": whole[: whole[:-1].rfind(b"\n") + 1], "half a line": whole[:-9], "zeros": b"\0" * len(whole)}
+    path.write_bytes(changed.get(damage, whole.replace(b'"epoch": 1', b'"epoch": 7')))
+    if damage == "gone":
+        path.unlink()
+    with raises_problem("damaged_file", str(path)) as caught:
+        train(small(), tmp_path)
+    assert f"delete {run.folder}" in str(caught.value)
+
+
+def test_metrics_are_on_disk_before_the_checkpoint_that_covers_them(tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
+
+    def note(descriptor):
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    train(small(held_out=0, validate_every=0), tmp_path)
+    order = [name for name in synced if name.startswith((".last-", "metrics"))]
+    assert [name.partition("-")[0] for name in order] == ["metrics.jsonl", ".last"] * 3
+
+
+def test_a_checkpoint_does_not_grow_with_the_epochs(tmp_path, monkeypatch):
+    sizes, save = [], checkpoint.save
+
+    def measure(folder, name, tensors, meta):
+        path = save(folder, name, tensors, meta)
+        sizes.append((folder / "last.json").stat().st_size)
+        return path
+
+    monkeypatch.setattr(checkpoint, "save", measure)
+    train(small(epochs=12), tmp_path)
+    assert len(sizes) == 12 and max(sizes) - min(sizes) < 200  # numbers have more or fewer digits
+
+
+def test_a_checkpoint_of_another_version_is_reported_with_its_cure(tmp_path):
+    run = train(small(), tmp_path, max_minutes=0)
+    tensors, meta = checkpoint.load(run.checkpoints, "last")
+    checkpoint.save(run.checkpoints, "last", tensors, {**meta, "metrics": []})
+    with raises_problem("damaged_file", f"{run.checkpoints / 'last.json'}: metrics") as caught:
+        train(small(), tmp_path)
+    assert f"delete {run.folder}" in str(caught.value)
 
 
 def test_a_run_that_resumes_only_to_write_its_record_writes_the_same_record(tmp_path, monkeypatch):

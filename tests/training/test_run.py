@@ -158,7 +158,7 @@ def test_a_run_of_another_version_is_rejected_with_folder_and_version(tmp_path):
     content = json.loads(path.read_text())
     assert content["advnorm"] == advnorm.__version__
     for change, message in (
-        ({"format": "advnorm.run/9", "advnorm": "9.0"}, r"is a run of advnorm 9\.0 in the format 'advnorm\.run/9'"),
+        ({"format": "advnorm.run/9", "advnorm": "9.0"}, r"written by advnorm 9\.0, must .* got 'advnorm\.run/9'"),
         ({"config": {**content["config"], "future": 1}, "advnorm": "9.0"}, r"advnorm 9\.0, which .*'future'"),
     ):
         path.write_text(json.dumps({**content, **change}))

@@ -16,7 +16,7 @@ Threads = Annotated[int, Setting("Number of CPU threads.", "[1, 256]")]  # torch
 def set_threads(count: int) -> None:
     """Set the number of CPU threads of this process, and of processes that it starts."""
     torch.set_num_threads(convert("threads", Threads, count))
-    os.environ["OMP_NUM_THREADS"] = str(count)
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(count)
 
 
 def resolve_device(device: str | torch.device | None = None) -> torch.device:

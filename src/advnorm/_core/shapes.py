@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any, Literal, NotRequired, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from advnorm._core.errors import ConfigError, Problem, raise_problems
 from advnorm._core.records import digest, read_json
@@ -21,7 +21,9 @@ def read_record(path: Path, shape: Any, form: str | int, cure: str) -> dict[str,
     """Read a JSON file of a format and a shape (a ``TypedDict``); ``cure`` is the hint for a file that differs."""
     record = read_json(path)
     if record.get("format") != form:
-        words = f"{path} must have the format {form!r} of this version of advnorm"
+        words = (
+            f"{path}, written by advnorm {record.get('advnorm', 'of another version')}, must have the format {form!r}"
+        )
         raise ConfigError("not_supported", words, field=f"{path}: format", got=record.get("format"), hint=cure)
     check_record(record, shape, path, cure)
     return record
@@ -56,16 +58,21 @@ def _problems(value: Any, hint: Any, where: str) -> Iterator[Problem]:
     if origin in (Union, UnionType):
         fits = any(next(_problems(value, member, where), None) is None for member in members)
     elif is_typeddict(hint) and isinstance(value, dict):
-        hints = get_type_hints(hint)
-        missing = sorted(hint.__required_keys__ - value.keys())
-        yield from (Problem(code="damaged_file", message="{field} is missing", field=_join(where, n)) for n in missing)
-        for name in hints.keys() & value.keys():
-            yield from _problems(value[name], hints[name], _join(where, name))
+        for name, member in get_type_hints(hint, include_extras=True).items():
+            optional = get_origin(member) is NotRequired
+            if name in value:
+                yield from _problems(value[name], get_args(member)[0] if optional else member, _join(where, name))
+            elif not optional:
+                yield Problem(code="damaged_file", message="{field} is missing", field=_join(where, name))
         return
     elif (origin is dict and isinstance(value, dict)) or (origin is list and isinstance(value, list)):
         for name, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _problems(item, members[-1], _join(where, name))
         return
+    elif origin is tuple and isinstance(value, list):  # JSON has lists for tuples
+        fits = len(value) == len(members)
+        for place, (item, member) in enumerate(zip(value, members)):
+            yield from _problems(item, member, _join(where, place))
     elif origin is Literal:
         fits = isinstance(value, str) and value in members
     elif hint in (int, float):

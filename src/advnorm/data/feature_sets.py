@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired, TypedDict
 
 import safetensors.torch
 import torch
@@ -18,7 +18,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from advnorm._core.errors import ConfigError, Problem, raise_problems
-from advnorm._core.records import digest, read_json, write_atomic, write_json
+from advnorm._core.records import digest, write_atomic, write_json
+from advnorm._core.shapes import read_record, with_digest
 from advnorm.data.image_data import FolderData, ImageData
 from advnorm.data.published_files import reading
 from advnorm.data.registry import register_dataset
@@ -26,6 +27,18 @@ from advnorm.data.registry import register_dataset
 FORMAT = "advnorm.features/1"
 #: The label that an image is trained with, or the class of the image from which its optimization started.
 Labels = Literal["target", "start"]
+
+
+class FeatureRecipe(TypedDict):
+    """``recipe.json``."""
+
+    name: str
+    split: str
+    images: int
+    num_classes: int
+    shard_size: int
+    source: dict[str, Any]
+    recipe: NotRequired[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -43,17 +56,13 @@ class FeatureFolder:
     def recipe(self) -> dict[str, Any]:
         """How the images are made, from which data, and their number."""
         raise_problems(self._recipe_problems())
-        recipe = read_json(self.path / "recipe.json")
-        if recipe.get("format") != FORMAT:
-            message = f"{self.path / 'recipe.json'} is not a recipe of this version of advnorm"
-            raise ConfigError("damaged_file", message, field="root", hint="choose another folder")
-        return recipe
+        return read_record(self.path / "recipe.json", FeatureRecipe, FORMAT, "choose another folder, or make it again")
 
     @property
     def name(self) -> str:
         """The name of the set; it contains the class offset if that is not 1, and so do the runs on the set."""
         name, made = self.recipe["name"], self.recipe.get("recipe", {})
-        offset = made["offset"] if made.get("towards") == "next" else 1
+        offset = made.get("offset", 1) if made.get("towards") == "next" else 1
         return name if offset == 1 else f"{name}(offset={offset})"
 
     def check_recipe(self, recipe: Mapping[str, Any]) -> None:
@@ -66,7 +75,7 @@ class FeatureFolder:
         existing = self.recipe
         differences = [
             f"{key} ({existing.get(key)!r}, now {recipe.get(key)!r})"
-            for key in sorted({*existing, *recipe} - {"made_with", "format"})
+            for key in sorted({*existing, *recipe} - {"made_with", "format", "digest"})
             if existing.get(key) != recipe.get(key)
         ]
         if differences:
@@ -77,7 +86,7 @@ class FeatureFolder:
         """Write the recipe if none exists; raise if the folder holds another one."""
         self.check_recipe(recipe)
         if not self.exists:
-            write_json(self.path / "recipe.json", {"format": FORMAT, **recipe})
+            write_json(self.path / "recipe.json", with_digest({"format": FORMAT, **recipe}))
 
     def missing_shards(self) -> list[int]:
         """Return the numbers of the shards that do not exist yet."""

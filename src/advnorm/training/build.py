@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
@@ -31,6 +31,16 @@ def build_loader(
     """Build the loader of this process; ``settings`` are those of the batches."""
     place: dict[str, Any] = {"device": ranks.device, "rank": ranks.rank, "world": ranks.world}
     return make_loader(data, channels_last=config.channels_last is True, workers=workers, **place, **settings)
+
+
+class DataProperties(TypedDict):
+    """The properties of a data set that a model and a record need."""
+
+    name: str
+    images: int
+    image_shape: tuple[int, int, int]
+    num_classes: int
+    fingerprint: str
 
 
 def data_properties(data: ImageData | FolderData) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import safetensors.torch
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from advnorm._core.errors import AdvnormError, ConfigError, Description, Problem, did_you_mean, raise_problems
 from advnorm._core.records import interrupted_write, read_bytes, read_json, write_atomic, write_json
+from advnorm._core.shapes import read_record
 from advnorm._core.wrappers import unwrap_model
 
 FORMAT = "advnorm.checkpoint/1"
@@ -29,6 +30,15 @@ FORMAT = "advnorm.checkpoint/1"
 MISMATCHES = 8
 
 _FILE = re.compile(r"[A-Za-z0-9_]+-\d{8,}-[0-9a-f]{8}\.safetensors")
+
+
+class Pointer(TypedDict):
+    """The JSON file of a checkpoint's name."""
+
+    file: str
+    blake2b: str
+    meta: dict[str, Any]
+    meta_blake2b: str
 
 
 class CheckpointError(AdvnormError, OSError):
@@ -111,19 +121,9 @@ def _record(folder: Path, name: str) -> dict[str, Any]:
         raise ConfigError(
             "unknown_name", f"no checkpoint {name!r} in {folder}{did_you_mean(name, names)}", field="name"
         )
-    record = read_json(path)
-    if record.get("format") != FORMAT:
-        raise ConfigError(
-            "not_supported",
-            f"{path} has the format {record.get('format')!r}, this version of advnorm reads {FORMAT!r}",
-            hint="use the version that wrote it, or another folder",
-        )
-    parts = [("file", str), ("blake2b", str), ("meta", dict)]
-    whole = all(isinstance(record.get(key), kind) for key, kind in parts) and _FILE.fullmatch(record["file"])
-    if whole and "meta_blake2b" in record:
-        whole = record["meta_blake2b"] == _hash(_canonical(record["meta"]))
-    if not whole:
-        raise ConfigError("damaged_file", f"{path} is damaged", hint=_recovery(folder, name))
+    record = read_record(path, Pointer, FORMAT, _recovery(folder, name))
+    if not _FILE.fullmatch(record["file"]) or record["meta_blake2b"] != _hash(_canonical(record["meta"])):
+        raise ConfigError("damaged_file", f"{path} is damaged", field=str(path), hint=_recovery(folder, name))
     return record
 
 
@@ -232,9 +232,9 @@ def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], source: str) 
 
 
 def _kind(tensor: Tensor) -> str:
-    """Shape and kind of numbers; torch copies quantized weights as floats, and complex ones without a part."""
-    kind = "floats" if tensor.is_floating_point() else "complex" if tensor.is_complex() else "integers"
-    return f"{tuple(tensor.shape)} {kind}"
+    """Shape, and kind if not floats; torch copies quantized weights as floats, and complex ones without a part."""
+    kind = "" if tensor.is_floating_point() else " complex" if tensor.is_complex() else " integers"
+    return f"{tuple(tensor.shape)}{kind}"
 
 
 def save_weights(path: Path | str, model: nn.Module, meta: Mapping[str, Any]) -> Path:

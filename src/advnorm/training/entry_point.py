@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
-from advnorm._core.errors import AdvnormError, ConfigError, Description, Problem, first_line, raise_problems
+from advnorm._core.errors import AdvnormError, ConfigError, Description, first_line, raise_problems
 from advnorm._core.provenance import environment
+from advnorm._core.settings import Setting, convert_options
 from advnorm.config import Config
 from advnorm.data import load
 from advnorm.training.build import data_properties
@@ -32,9 +33,9 @@ def train(
     data_dir: Path | str | None = None,
     device: str | torch.device | None = None,
     download: bool = False,
-    workers: int | None = None,
-    max_minutes: float | None = None,
-    checkpoint_minutes: float = 10.0,
+    workers: Annotated[int | None, Setting("Number of processes.", "[0, inf)")] = None,
+    max_minutes: Annotated[float | None, Setting("Minutes.", "[0, inf)")] = None,
+    checkpoint_minutes: Annotated[float, Setting("Minutes.", "[0, inf)")] = 10.0,
     progress: bool = False,
     tensorboard: bool = False,
 ) -> Run:
@@ -59,7 +60,7 @@ def train(
     Under ``torchrun`` every process calls this, and all of them must see ``out``.
     """
     began = time.monotonic()
-    _validate(config, max_minutes, checkpoint_minutes)
+    _validate(config, workers=workers, max_minutes=max_minutes, checkpoint_minutes=checkpoint_minutes)
     if seed is not None:
         config = dataclasses.replace(config, seed=seed)
     run = Run(Path(out) / f"{config.run_name}-seed{config.seed}")
@@ -90,7 +91,7 @@ def train(
     return run
 
 
-def _validate(config: object, max_minutes: float | None, checkpoint_minutes: float) -> None:
+def _validate(config: object, **settings: object) -> None:
     if not isinstance(config, Config):
         where = repr(config) if isinstance(config, str) else "..."
         raise ConfigError(
@@ -100,11 +101,7 @@ def _validate(config: object, max_minutes: float | None, checkpoint_minutes: flo
             got=Description(type(config).__name__),
             hint=f"read a file with advnorm.load_config({where}), a study's cell with advnorm.studies.get({where})",
         )
-    problems = []
-    for field, value in (("max_minutes", max_minutes), ("checkpoint_minutes", checkpoint_minutes)):
-        if value is not None and not value >= 0:
-            problems.append(Problem(code="out_of_range", message="{field} must be at least 0", field=field, got=value))
-    raise_problems(problems, "bad training")
+    raise_problems(convert_options("", train, settings)[1], "bad training")
 
 
 @contextmanager

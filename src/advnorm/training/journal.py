@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from advnorm._core.errors import ConfigError
 from advnorm._core.progress import ProgressDisplay, show_progress
-from advnorm._core.records import write_atomic
+from advnorm._core.records import digest, read_bytes, write_atomic
 
 #: First steps, which compile networks, capture attacks and fill caches; the speed leaves them out.
 WARM_UP = 5
+
+
+class MetricsMark(TypedDict):
+    """Length and digest of ``metrics.jsonl`` at a checkpoint."""
+
+    bytes: int
+    digest: str
 
 
 class Clock:
@@ -77,7 +85,6 @@ class Journal:
         self._display = ProgressDisplay()
         self._task = self._display.task("training")
         self._board: Any = None
-        self.rows: list[dict[str, Any]] = []  # of the metrics, for checkpoints
         if tensorboard:
             _summary_writer()  # a missing package raises before a file is written
 
@@ -102,7 +109,6 @@ class Journal:
     def row(self, metrics: Mapping[str, Any], timing: Mapping[str, Any]) -> None:
         """Write an epoch: its metrics, which every attempt repeats bit for bit, and its timing."""
         if self._active:
-            self.rows.append(dict(metrics))
             self._append("metrics.jsonl", json.dumps(metrics, allow_nan=False))
             self._append("timing.jsonl", json.dumps(timing))
             if self._board is not None:
@@ -121,22 +127,40 @@ class Journal:
         epoch = f"epoch {(step - 1) // self._steps + 1}/{self._epochs}"
         self._task.update(step, description=epoch, detail=detail)
 
-    def restore(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Reset the files to the metrics of a checkpoint: drop later lines, write lost ones again."""
+    def mark(self) -> MetricsMark:
+        """Describe the metrics so far, for a checkpoint: it does not grow with them."""
+        content = self._content("metrics.jsonl")
+        return {"bytes": len(content), "digest": digest(content)}
+
+    def restore(self, mark: MetricsMark | None) -> None:
+        """Reset the files to a checkpoint: later lines are dropped. Without a mark, all are."""
         if not self._active:
             return
-        self.rows = [dict(row) for row in rows]
-        metrics, timing = self.folder / "metrics.jsonl", self.folder / "timing.jsonl"
-        wanted = "".join(f"{json.dumps(row, allow_nan=False)}\n" for row in self.rows).encode()
-        if (metrics.read_bytes() if metrics.exists() else b"") != wanted:
-            write_atomic(metrics, wanted)
-        if timing.exists():
-            lines = timing.read_bytes().splitlines(keepends=True)[: len(self.rows)]
-            write_atomic(timing, b"".join(line for line in lines if line.endswith(b"\n")))
+        content, expected = self._content("metrics.jsonl"), mark or {"bytes": 0, "digest": digest(b"")}
+        kept = content[: expected["bytes"]]
+        if digest(kept) != expected["digest"]:
+            message = "{field} is not the file that the checkpoint belongs to: it was edited or damaged"
+            hint = f"delete {self.folder} to start the run from the beginning"
+            raise ConfigError("damaged_file", message, field=str(self.folder / "metrics.jsonl"), hint=hint)
+        if kept != content:
+            write_atomic(self.folder / "metrics.jsonl", kept)
+        timing = self._content("timing.jsonl").splitlines(keepends=True)[: kept.count(b"\n")]
+        write_atomic(self.folder / "timing.jsonl", b"".join(line for line in timing if line.endswith(b"\n")))
+
+    def _content(self, name: str) -> bytes:
+        path = self.folder / name
+        return read_bytes(path) if os.path.lexists(path) else b""
 
     def _append(self, name: str, text: str) -> None:
-        with (self.folder / name).open("a", encoding="utf-8", errors="backslashreplace") as file:
+        """Append a line. It is on disk before a checkpoint that covers it is. A FIFO without a reader is an error."""
+        with open(self.folder / name, "a", encoding="utf-8", errors="backslashreplace", opener=_open_at_once) as file:
             file.write(f"{text}\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK, 0o644)
 
 
 def _summary_writer() -> Any:

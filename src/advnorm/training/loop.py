@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from advnorm._core.errors import ConfigError
 from advnorm._core.provenance import environment
 from advnorm._core.records import digest, model_fingerprint, write_json
+from advnorm._core.shapes import check_record
 from advnorm.config import Config
 from advnorm.data import FolderData, ImageData, split_held_out
 from advnorm.data.loader import Batch
@@ -31,7 +32,7 @@ from advnorm.training.optimizer import make_optimizer, only_norms
 from advnorm.training.ranks import Ranks, TrainingError
 from advnorm.training.run import Run, load_initial_weights, snapshot
 from advnorm.training.schedule import learning_rate
-from advnorm.training.state import TrainingState
+from advnorm.training.state import CheckpointMeta, TrainingState
 from advnorm.training.step_program import make_step_program
 from advnorm.training.stop_signals import StopSignals
 from advnorm.training.validation import Validation
@@ -260,8 +261,7 @@ class TrainingLoop:
 
     def _save(self) -> None:
         tensors, meta = self.state.collect()
-        meta["metrics"] = self.journal.rows
-        self.ranks.lead_does(lambda: self._write(tensors, meta))
+        self.ranks.lead_does(lambda: self._write(tensors, {**meta, "metrics": self.journal.mark()}))
         self._saved = time.monotonic()
 
     def _write(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
@@ -282,16 +282,17 @@ class TrainingLoop:
         """Continue from the last checkpoint if there is one; discard what was written after it."""
         folder, checkpoints, state = self.training_run.folder, self.training_run.checkpoints, self.state
         if checkpoint.exists(checkpoints, "last"):
+            hint = f"delete {folder} to start the run from the beginning"
             try:
                 tensors, meta = checkpoint.load(checkpoints, "last")
+                check_record(meta, CheckpointMeta, checkpoints / "last.json", hint)
             except ConfigError as error:
-                hint = f"delete {folder} to start the run from the beginning"
                 raise ConfigError.listing([replace(problem, hint=hint) for problem in error.problems]) from error
             state.restore(tensors, meta, f"the checkpoint of {folder}")
             self.ranks.lead_does(lambda: (self.journal.restore(meta["metrics"]), self._keep_best_and_snapshot(tensors)))
             self.ranks.lead_does(lambda: checkpoint.sweep(checkpoints))  # a kill may have come before the last cleanup
         else:
-            self.ranks.lead_does(lambda: self.journal.restore(()))
+            self.ranks.lead_does(lambda: self.journal.restore(None))
         if self.ranks.agreed(state.step) != state.step:
             raise TrainingError("missing_file", f"not every process sees {folder}", hint="choose an out that all share")
 

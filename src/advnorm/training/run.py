@@ -3,25 +3,55 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError
 from advnorm._core.locks import exclusive
-from advnorm._core.records import read_json, write_atomic, write_json
+from advnorm._core.records import read_bytes, write_atomic, write_json
+from advnorm._core.shapes import check_record, read_record
 from advnorm.config import Config
 from advnorm.training import checkpoint
-from advnorm.training.build import build_model
+from advnorm.training.build import DataProperties, build_model
 
 FORMAT = "advnorm.run/1"
 #: A checkpoint of a run: ``best``, ``last``, or ``epoch5`` if ``snapshots`` contains that epoch.
 CheckpointName = str
+
+
+class RunDescription(TypedDict):
+    """``run.json``."""
+
+    config: dict[str, Any]
+    data: DataProperties
+    advnorm: NotRequired[str | None]
+
+
+class EpochMetrics(TypedDict):
+    """A line of ``metrics.jsonl``: beside these entries, losses and accuracies by name."""
+
+    epoch: int
+    step: int
+    held_out: NotRequired[dict[str, float]]
+
+
+class RunRecord(RunDescription):
+    """``record.json``: the description with results and conditions."""
+
+    last: EpochMetrics
+    best: EpochMetrics | None
+    seconds: float
+    device: str
+    threads: int
+    torch: str
+    commit: str | None
 
 
 @dataclass(frozen=True)
@@ -42,7 +72,7 @@ class Run:
     def open(cls, folder: Path | str) -> Run:
         """Open an existing run."""
         run = cls(Path(folder))
-        if not run._description.is_file():
+        if not os.path.isfile(run._description):  # also False for a name that is too long
             message, hint = f"{folder} is not a training run (it has no run.json)", "name a folder that `train` made"
             raise ConfigError("missing_file", message, field="run", hint=hint)
         return run
@@ -57,16 +87,8 @@ class Run:
 
     @property
     def description(self) -> dict[str, Any]:
-        data = read_json(self._description)
-        if data.get("format") != FORMAT:
-            raise ConfigError(
-                "not_supported",
-                f"{self.folder} is a run of {_version(data)} in the format {data.get('format')!r}; this version reads "
-                f"{FORMAT!r}",
-                field="run",
-                hint="use the version that wrote it, or choose another folder",
-            )
-        return data
+        cure = "use the version of advnorm that wrote it, or choose another folder"
+        return read_record(self._description, RunDescription, FORMAT, cure)
 
     @property
     def config(self) -> Config:
@@ -93,13 +115,14 @@ class Run:
         if not self.finished:
             message, hint = f"{self.folder} is not finished", "run the same train command to resume it"
             raise ConfigError("not_finished", message, field="run", hint=hint)
-        return read_json(self.folder / "record.json")
+        cure = "delete it; the same train command writes it again"
+        return read_record(self.folder / "record.json", RunRecord, FORMAT, cure)
 
     def metrics(self) -> list[dict[str, Any]]:
         """A row per epoch so far."""
         path = self.folder / "metrics.jsonl"
-        *whole, _ = path.read_text(encoding="utf-8").split("\n") if path.exists() else [""]
-        return [json.loads(line) for line in whole]  # a line without its end was cut short by a full disk
+        *whole, _ = read_bytes(path).split(b"\n") if os.path.lexists(path) else [b""]
+        return [_read_row(line, f"{path}, line {place}") for place, line in enumerate(whole, 1)]
 
     def model(self, which: CheckpointName | None = None, device: str | torch.device = "cpu") -> nn.Module:
         """Load the model of the ``best`` checkpoint (by held-out accuracy), the ``last``, or a snapshot (``epoch5``).
@@ -171,6 +194,16 @@ class Run:
                 raise ConfigError("already_exists", message, field="weights", hint=hint)
             write_atomic(self.folder / "config.yaml", self.config.to_yaml().encode())
             yield
+
+
+def _read_row(line: bytes, source: str) -> dict[str, Any]:
+    try:
+        row: Any = json.loads(line, parse_constant=int)
+    except (ValueError, RecursionError):
+        row = None
+    for shape in (EpochMetrics, dict[str, float | dict[str, float]]):
+        check_record(row, shape, source, "restore the file, or train the run again in another folder")
+    return row
 
 
 def snapshot(epoch: int) -> CheckpointName:

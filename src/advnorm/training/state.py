@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from advnorm.training import checkpoint
 from advnorm.training.averaging import EMA
-from advnorm.training.journal import Clock
+from advnorm.training.journal import Clock, MetricsMark
 from advnorm.training.ranks import Ranks
+
+
+class CheckpointMeta(TypedDict):
+    """What a checkpoint holds beside tensors; its hash protects the details."""
+
+    step: int
+    optimizer: dict[str, Any]
+    best: dict[str, Any] | None
+    sums: list[str]
+    pieces: list[dict[str, Any]]
+    clock: dict[str, float | None]
+    metrics: MetricsMark
 
 
 class TrainingState:

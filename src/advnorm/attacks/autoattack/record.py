@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,7 +15,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from advnorm._core.errors import ConfigError
-from advnorm._core.records import digest, interrupted_write, read_json, write_atomic, write_json
+from advnorm._core.records import digest, interrupted_write, write_atomic, write_json
+from advnorm._core.shapes import read_record, with_digest
 from advnorm.attacks.autoattack.settings import AutoAttackSettings
 from advnorm.attacks.search import SearchResult
 
@@ -98,6 +99,21 @@ class StageBatch:
     forwards: int
 
 
+class CascadeAnswer(TypedDict):
+    """The result of a finished cascade in ``record.json``."""
+
+    result: dict[str, Any]
+    stages: list[str]
+    seconds: dict[str, float]
+
+
+class CascadeFile(TypedDict):
+    """``record.json``."""
+
+    asked: dict[str, Any]
+    answer: NotRequired[CascadeAnswer]
+
+
 class CascadeRecord:
     """A folder: ``record.json`` (the request, finally also the answer), and the images in ``answer.safetensors``.
 
@@ -114,16 +130,13 @@ class CascadeRecord:
             if folder.exists() and not (folder.is_dir() and all(map(interrupted_write, folder.iterdir()))):
                 message, hint = f"{folder} is not a record of AutoAttack", "give record= a folder of its own"
                 raise ConfigError("already_exists", message, field="record", hint=hint)
-            write_json(self._json, {"format": self.FORMAT, "asked": request})
+            write_json(self._json, with_digest({"format": self.FORMAT, "asked": request}))
         self._data = self._read()
 
     def _read(self) -> dict[str, Any]:
-        data = read_json(self._json)
         hint = "give record= another folder, or remove this one"
-        if data.get("format") != self.FORMAT:
-            message = f"{self._json} must have format {self.FORMAT}; another version of advnorm wrote it"
-            raise ConfigError("wrong_format", message, field="record", got=data.get("format"), hint=hint)
-        found = data.get("asked", {})
+        data = read_record(self._json, CascadeFile, self.FORMAT, hint)
+        found = data["asked"]
         differing = [name for name in self.request if name != "logits" and found.get(name) != self.request[name]]
         if not differing:
             ours, theirs = (
@@ -162,7 +175,7 @@ class CascadeRecord:
         tensors = {"x_adv": result.x_adv, "fooled_by": result.fooled_by}
         _write_tensors(self.folder / "answer.safetensors", tensors, {})
         answer = {"result": result.summary(), "stages": list(result.stages), "seconds": result.seconds}
-        write_json(self._json, {**self._data, "answer": answer})
+        write_json(self._json, with_digest({**self._data, "answer": answer}))
         for path in self.folder.glob("batch-*.safetensors"):
             path.unlink()
 
