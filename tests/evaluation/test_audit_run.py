@@ -248,8 +248,16 @@ def test_a_finished_audit_is_read_back_and_another_one_rejected(short_ladder, un
     ):
         with raises_problem("other_evaluation", "record"):
             quick(**{"model": model, "data": data, "record": path, **change})
-    with raises_problem("damaged_file", "record"):
+    with raises_problem("not_supported", "the record: format"):
         Verdict.from_record({"format": "x"})
+    edited = {**json.loads(path.read_text()), "verdict": "real"}
+    path.write_text(json.dumps(edited))
+    for read in (Verdict.load, lambda path: quick(model, data, record=path)):
+        with raises_problem("damaged_file", f"{path}: digest"):
+            read(path)
+    del edited["digest"]  # a record of an older version
+    path.write_text(json.dumps(edited))
+    assert "record without digest" in str(Verdict.load(path)) and "without digest" not in str(done)
 
 
 def test_an_audit_with_another_surrogate_of_the_same_tensors_is_rejected(short_ladder, undefended, data, tmp_path):

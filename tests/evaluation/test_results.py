@@ -1,7 +1,9 @@
 """Results as table and as record."""
 
 import json
+from pathlib import Path
 
+import pytest
 import torch
 from rich.console import Console
 
@@ -11,13 +13,14 @@ from support.classifiers import first
 from support.problems import raises_problem
 
 THREAT = advnorm.ThreatModel(eps=0.2)
+RESULTS = Path(__file__).parents[2] / "results"
 
 
 def test_the_record_has_all_conditions_and_gives_the_result_back(dual, data, tmp_path):
     path = tmp_path / "deep" / "result.json"
     result = benchmark(dual, first(data), THREAT, ["pgd10", "fgsm"], ["adv"], record=path, seed=3)
     record = json.loads(path.read_text())
-    assert record == json.loads(json.dumps(result.record()))
+    assert len(record.pop("digest")) == 32 and record == json.loads(json.dumps(result.record()))
     conditions = {"threat", "attacks", "routes", "images", "seed", "batch_size", "device", "torch", "advnorm", "commit"}
     assert conditions <= set(record)
     assert record["model"]["norms"] == ["dual_bn"] and record["model"]["domains"] == ["clean", "adv"]
@@ -28,7 +31,7 @@ def test_the_record_has_all_conditions_and_gives_the_result_back(dual, data, tmp
     loaded = BenchmarkResult.load(path)
     assert loaded.record() == record and str(loaded) == str(result)
     assert torch.equal(loaded.robust["adv"]["pgd10"], result.robust["adv"]["pgd10"])
-    with raises_problem("damaged_file", "record"):
+    with raises_problem("not_supported", "the record: format"):
         BenchmarkResult.from_record({"format": "x"})
 
 
@@ -41,3 +44,44 @@ def test_the_table_shows_whole_names_on_a_narrow_terminal(dual, data):
     for name in ("clean", *attacks, "union"):
         assert any(line.startswith(f"│ {name} ") for line in lines), name
     assert "adv ┃" in str(result)
+
+
+def test_an_edited_record_is_rejected_and_one_without_digest_is_shown_as_such(dual, data, tmp_path):
+    path = tmp_path / "r.json"
+    done = benchmark(dual, first(data, 8), THREAT, "fgsm", "adv", record=path)
+    record = json.loads(path.read_text())
+    edited = json.loads(json.dumps(record))
+    edited["verdicts"]["adv"]["fgsm"] = "1" * 8
+    path.write_text(json.dumps(edited))
+    with raises_problem("damaged_file", f"{path}: digest"):
+        BenchmarkResult.load(path)
+    del record["digest"]
+    path.write_text(json.dumps(record))
+    loaded = BenchmarkResult.load(path)
+    assert loaded.record() == done.record()
+    assert "record without digest" in str(loaded) and "without digest" not in str(done)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"verdicts": None}, "verdicts"),
+        ({"verdicts": {}}, "verdicts"),
+        ({"verdicts": {"adv": {"clean": "11", "fgsm": "1"}}}, "verdicts"),
+        ({"verdicts": {"adv": {"fgsm": "11"}}}, "verdicts"),
+        ({"verdicts": {"adv": {"clean": "1x"}}}, "verdicts"),
+        ({"threat": {"norm": "L3", "eps": 1}}, "threat.norm"),
+        ({"seconds": {"adv": {"fgsm": "x"}}}, "seconds.adv.fgsm"),
+        ({"warnings": 3}, "warnings"),
+        ({"model": []}, "model"),
+    ],
+)
+def test_a_record_without_digest_is_still_checked_by_its_shape(dual, data, change, field):
+    record = {**benchmark(dual, first(data, 4), THREAT, "fgsm", "adv").record(), **change}
+    with raises_problem("damaged_file", f"the record: {field}"):
+        BenchmarkResult.from_record(record)
+
+
+def test_the_committed_records_are_read():
+    paths = list(RESULTS.glob("evaluations/**/*.json"))
+    assert paths and all("record without digest" in str(BenchmarkResult.load(path)) for path in paths)

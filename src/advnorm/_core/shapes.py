@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields, is_dataclass
 from itertools import islice
 from pathlib import Path
 from types import NoneType, UnionType
@@ -18,21 +19,21 @@ MOST_PROBLEMS = 5
 
 
 def read_record(path: Path, shape: Any, form: str | int, cure: str) -> dict[str, Any]:
-    """Read a JSON file of a format and a shape (a ``TypedDict``); ``cure`` is the hint for a file that differs."""
+    """Read a JSON file of a format and a shape (a ``TypedDict`` or a dataclass); ``cure`` is the hint if it differs."""
     record = read_json(path)
-    if record.get("format") != form:
-        words = (
-            f"{path}, written by advnorm {record.get('advnorm', 'of another version')}, must have the format {form!r}"
-        )
-        raise ConfigError("not_supported", words, field=f"{path}: format", got=record.get("format"), hint=cure)
-    check_record(record, shape, path, cure)
+    check_record(record, shape, path, cure, form)
     return record
 
 
-def check_record(record: Any, shape: Any, source: object, cure: str) -> None:
-    """Raise if data have another shape, or if they have a digest that does not fit them."""
+def check_record(record: Any, shape: Any, source: object, cure: str, form: str | int | None = None) -> None:
+    """Raise if data have another format or shape, or a digest that does not fit them."""
+    found = record if isinstance(record, Mapping) else {}
+    if form is not None and found.get("format") != form:
+        author = f"advnorm {found['advnorm']}" if "advnorm" in found else "another version of advnorm"
+        words = f"{source}, written by {author}, must have the format {form!r}"
+        raise ConfigError("not_supported", words, field=f"{source}: format", got=found.get("format"), hint=cure)
     problems = list(islice(_problems(record, shape, ""), MOST_PROBLEMS))
-    if not problems and isinstance(record, Mapping) and record.get("digest") not in (None, _content(record)):
+    if not problems and found.get("digest") not in (None, _content(found)):
         message = "{field} does not fit the content: it was edited or damaged"
         problems.append(Problem(code="damaged_file", message=message, field="digest"))
     raise_problems([_in_file(problem, source, cure) for problem in problems])
@@ -57,12 +58,13 @@ def _problems(value: Any, hint: Any, where: str) -> Iterator[Problem]:
     origin, members = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         fits = any(next(_problems(value, member, where), None) is None for member in members)
-    elif is_typeddict(hint) and isinstance(value, dict):
+    elif (is_typeddict(hint) or is_dataclass(hint)) and isinstance(value, dict):
+        has_default = {f.name: f.default is not MISSING for f in fields(hint)} if is_dataclass(hint) else {}  # pyright: ignore
         for name, member in get_type_hints(hint, include_extras=True).items():
             optional = get_origin(member) is NotRequired
             if name in value:
                 yield from _problems(value[name], get_args(member)[0] if optional else member, _join(where, name))
-            elif not optional:
+            elif not optional and not has_default.get(name):
                 yield Problem(code="damaged_file", message="{field} is missing", field=_join(where, name))
         return
     elif (origin is dict and isinstance(value, dict)) or (origin is list and isinstance(value, list)):

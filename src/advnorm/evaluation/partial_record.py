@@ -2,34 +2,54 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from torch import Tensor
 
 from advnorm._core.errors import ConfigError
 from advnorm._core.provenance import own_version
-from advnorm._core.records import digest, read_json, write_json, writing
+from advnorm._core.records import digest, write_json, writing
+from advnorm._core.shapes import read_record, with_digest
 from advnorm.evaluation.reference_logits import ReferenceLogits, matches_record
-from advnorm.evaluation.results import from_letters, to_letters
+from advnorm.evaluation.results import CURE, from_letters, to_letters
 
 
 def load_matching(
-    path: Path | str | None, form: str, fingerprint: str, references: Mapping[str, ReferenceLogits]
+    path: Path | str | None, kind: Any, fingerprint: str, references: Mapping[str, ReferenceLogits]
 ) -> dict[str, Any] | None:
-    """Read a record of this evaluation; None if there is no file yet. Another file is rejected."""
-    if path is None or not Path(path).exists():
+    """Read a record of this evaluation; None if there is no file yet. Another file is rejected.
+
+    ``kind`` has the ``FORMAT`` and the ``SHAPE`` of the record.
+    """
+    if path is None or not os.path.lexists(path):
         return None
-    data, hint = read_json(Path(path)), "delete it to start again, or choose another file"
-    if data.get("format") != form:
-        message = f"the format of {path} must be {form}"
-        raise ConfigError("damaged_file", message, field="record", got=data.get("format"), hint=hint)
+    data, hint = read_record(Path(path), kind.SHAPE, kind.FORMAT, CURE), CURE
     if not matches_record(data, fingerprint, references):
         message = f"{path} belongs to another evaluation (other data, model, threat, attacks, routes or seed)"
         raise ConfigError("other_evaluation", message, field="record", hint=hint)
     return data
+
+
+class JobEntries(TypedDict):
+    """A job in a partial record."""
+
+    warnings: list[str]
+    verdicts: NotRequired[str]
+    seconds: NotRequired[float]
+    stages: NotRequired[dict[str, float]]
+
+
+class PartialFile(TypedDict):
+    """The content of a partial record."""
+
+    fingerprint: str
+    commit: str | None
+    logits: dict[str, Any]
+    jobs: dict[str, JobEntries]
 
 
 class PartialRecord:
@@ -38,14 +58,14 @@ class PartialRecord:
     Without a record the results stay in memory. A file that belongs to other data or to another model is rejected.
     """
 
-    FORMAT = "advnorm.partial/1"
+    FORMAT, SHAPE = "advnorm.partial/1", PartialFile
 
     def __init__(self, record: Path | str | None, fingerprint: str, references: Mapping[str, ReferenceLogits]) -> None:
         self.path = None if record is None else Path(record).with_name(Path(record).name + ".partial")
         self.fingerprint, self._commit = fingerprint, own_version()["commit"]
         self._logits = {name: reference.to_record() for name, reference in references.items()}
         self._jobs: dict[str, dict[str, Any]] = {}
-        data = load_matching(self.path, self.FORMAT, fingerprint, references)
+        data = load_matching(self.path, self, fingerprint, references)
         if data is None:
             return
         self._jobs, self._logits = data["jobs"], {**data["logits"], **self._logits}
@@ -60,7 +80,7 @@ class PartialRecord:
     def results(self, key: str, count: int) -> Tensor:
         """Return the results of a job: 1 robust, 0 fooled, -1 pending."""
         letters = self._jobs.get(key, {}).get("verdicts", "?" * count)
-        if not isinstance(letters, str) or len(letters) != count or set(letters) - set("01?"):
+        if len(letters) != count or set(letters) - set("01?"):
             hint = "delete it to start again"
             raise ConfigError("damaged_file", f"{self.path} is damaged at {key!r}", field="record", hint=hint)
         return from_letters(letters)
@@ -102,4 +122,4 @@ class PartialRecord:
         if self.path is not None:
             data = {"format": self.FORMAT, "fingerprint": self.fingerprint, "commit": self._commit}
             with writing(self.path):
-                write_json(self.path, {**data, "logits": self._logits, "jobs": self._jobs})
+                write_json(self.path, with_digest({**data, "logits": self._logits, "jobs": self._jobs}))

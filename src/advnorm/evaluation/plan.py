@@ -32,6 +32,7 @@ from advnorm.threat import ThreatModel
 
 #: Default batch size by device; it is halved when memory runs out.
 BATCH_SIZES = {"cpu": 128, "cuda": 512}
+Routes = str | Sequence[str | None] | None
 Count = Annotated[int | None, Setting("Number of images.", "[1, inf)")]
 #: Number of images of the forward that validates a model.
 PROBE_IMAGES = 4
@@ -131,7 +132,7 @@ def plan_evaluation(
     data: Any,
     threat: ThreatModel,
     attacks: Attacks,
-    route: str | Sequence[str | None] | None = None,
+    route: Routes = None,
     *,
     batch_size: int | None = None,
     device: str | torch.device | None = None,
@@ -153,6 +154,8 @@ def plan_evaluation(
     """
     problems = type_problems(model=(model, nn.Module), threat=(threat, ThreatModel))
     problems += statistics_problems(statistics) + _about_problems(about)
+    with collect_problems(problems):
+        convert("route", Routes, route)
     raise_problems(problems, "bad evaluation")
     for name, count in {"batch_size": batch_size, "limit": limit}.items():
         with collect_problems(problems):

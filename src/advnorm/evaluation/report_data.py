@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from advnorm._core.errors import AdvnormError, first_line
-from advnorm.evaluation.results import BenchmarkResult
+from advnorm._core.records import read_bytes
+from advnorm.evaluation.results import BenchmarkResult, read_from
 from advnorm.evaluation.verdict import Verdict
 from advnorm.training.run import Run
 
@@ -63,13 +64,14 @@ def collect_results(folder: Path | str) -> FolderResults:
             if path.name == "run.json":
                 found["runs"].append(_summarize(Run.open(path.parent), path.parent.relative_to(folder).as_posix()))
             elif path.stat().st_size <= LARGEST_RECORD:
-                data = json.loads(path.read_text(encoding="utf-8"))
+                data = json.loads(read_bytes(path))
                 form = data.get("format") if isinstance(data, dict) else None
                 for kind, files in kinds:
                     if form == kind.FORMAT:
-                        result = kind.from_record(data)
-                        files.append(EvaluationFile(file=file, threat=str(result.threat), record=result.record()))
-        except (AdvnormError, OSError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+                        result = kind.from_record(data, file)
+                        record = result.record() | read_from(data)
+                        files.append(EvaluationFile(file=file, threat=str(result.threat), record=record))
+        except (AdvnormError, OSError, ValueError, RecursionError) as error:  # the last two: not JSON
             found["problems"].append(SkippedFile(file=file, error=f"{type(error).__name__}: {first_line(error)}"))
     return found
 

@@ -6,13 +6,14 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NotRequired, TypedDict
 
 import torch
 from torch import Tensor
 
 from advnorm._core.errors import ConfigError, unknown_name
 from advnorm._core.records import read_json
+from advnorm._core.shapes import check_record
 from advnorm.threat import ThreatModel
 
 if TYPE_CHECKING:
@@ -22,6 +23,24 @@ if TYPE_CHECKING:
 DEFAULT_ROUTE = "default"
 #: Columns of a table that is printed without a terminal.
 TEXT_WIDTH = 160
+#: What to do with a record that cannot be used.
+CURE = "delete it to start again, or choose another file"
+
+
+class BenchmarkRecord(TypedDict):
+    """The entries of an evaluation's record that readers use."""
+
+    threat: ThreatModel
+    attacks: dict[str, str]
+    verdicts: dict[str, dict[str, str]]
+    seconds: dict[str, dict[str, float]]
+    warnings: list[str]
+    model: dict[str, Any]
+    seed: int
+    device: str
+    about: NotRequired[dict[str, Any] | None]
+    scopes: NotRequired[dict[str, str]]
+    stages: NotRequired[dict[str, dict[str, dict[str, float]]]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,6 +51,7 @@ class BenchmarkResult:
     """
 
     FORMAT: ClassVar[str] = "advnorm.benchmark/1"
+    SHAPE: ClassVar[type] = BenchmarkRecord
 
     threat: ThreatModel
     attacks: Mapping[str, str]
@@ -99,7 +119,7 @@ class BenchmarkResult:
         table = _accuracy_table("", title, names, columns, least if width is None else min(least, width))
         seconds = sum(sum(row.values()) for row in self.seconds.values())
         c = self.conditions
-        caption = [f"{c['model']['class']}, seed {c['seed']}, {c['device']}, strict float32, {seconds:.1f} s"]
+        caption = [f"{c['model'].get('class')}, seed {c['seed']}, {c['device']}, strict float32, {seconds:.1f} s"]
         caption += describe_origin(c)
         if scopes := c.get("scopes"):
             caption.append(f"inside the scopes: {', '.join(' '.join(item) for item in scopes.items())}")
@@ -120,7 +140,7 @@ class BenchmarkResult:
             "attacks": dict(self.attacks),
             "routes": list(self.routes),
             "images": self.images,
-            **self.conditions,
+            **{key: value for key, value in self.conditions.items() if key != "digest"},
             "warnings": list(self.warnings),
             "seconds": {route: dict(row) for route, row in self.seconds.items()},
             "verdicts": {
@@ -130,9 +150,13 @@ class BenchmarkResult:
         }
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> BenchmarkResult:
-        """Rebuild the result of :meth:`record`."""
-        check_format(record, cls.FORMAT)
+    def from_record(cls, record: Mapping[str, Any], source: object = "the record") -> BenchmarkResult:
+        """Rebuild the result of :meth:`record`; ``source`` names the record in errors."""
+        check_record(record, cls.SHAPE, source, CURE, cls.FORMAT)
+        rows = record["verdicts"].values()
+        if len({len(letters) for row in rows for letters in row.values()}) != 1 or not all(map(_is_complete, rows)):
+            message = "{field} must have 0 or 1 for each image of each attack, and of clean"
+            raise ConfigError("damaged_file", message, field=f"{source}: verdicts", hint=CURE)
         known = ("format", "accuracy", "threat", "attacks", "routes", "images", "warnings", "seconds", "verdicts")
         robust = {
             route: {name: from_letters(letters).bool() for name, letters in row.items()}
@@ -144,14 +168,14 @@ class BenchmarkResult:
             clean={route: row.pop("clean") for route, row in robust.items()},
             robust=robust,
             seconds=record["seconds"],
-            conditions={key: value for key, value in record.items() if key not in known},
+            conditions={key: value for key, value in record.items() if key not in known} | read_from(record),
             warnings=tuple(record["warnings"]),
         )
 
     @classmethod
     def load(cls, path: Path | str) -> BenchmarkResult:
         """Read a record from disk."""
-        return cls.from_record(read_json(Path(path)))
+        return cls.from_record(read_json(Path(path)), path)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -202,10 +226,13 @@ def label_of(route: str) -> str:
     return "default route" if route == DEFAULT_ROUTE else route
 
 
-def check_format(record: Mapping[str, Any], expected: str) -> None:
-    """Raise if a record has another format."""
-    if (found := record.get("format")) != expected:
-        raise ConfigError("damaged_file", f"the format of the {{field}} must be {expected}", field="record", got=found)
+def _is_complete(row: Mapping[str, str]) -> bool:
+    return bool(row.get("clean")) and not set("".join(row.values())) - set("01")
+
+
+def read_from(record: Mapping[str, Any]) -> dict[str, str]:
+    """The condition of a result that was read back: the digest of its record; records of older versions have none."""
+    return {"digest": record.get("digest") or "none"}
 
 
 def describe_origin(conditions: Mapping[str, Any]) -> list[str]:
@@ -213,6 +240,7 @@ def describe_origin(conditions: Mapping[str, Any]) -> list[str]:
     about = conditions.get("about") or {}
     parts = [f"{name} {about[name]}" for name in ("run", "checkpoint", "model", "weights", "data") if about.get(name)]
     parts += [f"training is not finished ({about['unfinished']})"] if about.get("unfinished") else []
+    parts += ["record without digest"] if conditions.get("digest") == "none" else []
     return [", ".join(parts)] if parts else []
 
 

@@ -17,6 +17,7 @@ from advnorm._core.memory import AdaptiveBatchSize
 from advnorm._core.precision import float32_as
 from advnorm._core.progress import ProgressDisplay, show_progress
 from advnorm._core.records import write_json, writing
+from advnorm._core.shapes import with_digest
 from advnorm.attacks import Attack
 from advnorm.attacks.autoattack import AutoAttack
 from advnorm.attacks.autoattack.checks import square_warnings
@@ -51,9 +52,9 @@ def run_or_load(
 
     ``evaluate`` gets a runner and the entries by which the record will be matched.
     """
-    finished = load_matching(plan.record, kind.FORMAT, fingerprint, references)
+    finished = load_matching(plan.record, kind, fingerprint, references)
     if finished is not None:
-        return kind.from_record(finished)
+        return kind.from_record(finished, plan.record)
     logits = {name: reference.to_record() for name, reference in references.items()}
     with exclusive(plan.record), show_progress(progress) as display:
         partial = PartialRecord(plan.record, plan.fingerprint, references)
@@ -61,7 +62,7 @@ def run_or_load(
         result = evaluate(runner, {"fingerprint": fingerprint, "logits": logits})
         if plan.record is not None:
             with writing(plan.record, result):
-                write_json(plan.record, result.record())
+                write_json(plan.record, with_digest(result.record()))
                 partial.remove()
     return result
 

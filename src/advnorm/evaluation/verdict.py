@@ -7,14 +7,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NotRequired, TypedDict
 
-from advnorm._core.errors import Problem, raise_problems, unknown_name
+from advnorm._core.errors import ConfigError, Problem, raise_problems, unknown_name
 from advnorm._core.exit_codes import VERDICTS
 from advnorm._core.records import read_json, writable_problems, write_figure
+from advnorm._core.shapes import check_record
 from advnorm.evaluation.audit_thresholds import LEAST_IMAGES, NONE_CLAIMED
-from advnorm.evaluation.evidence import Evidence, RungResult, VerdictName
-from advnorm.evaluation.results import check_format, describe_origin, label_of, render_table
+from advnorm.evaluation.evidence import Evidence, RungResult, VerdictName, Weight
+from advnorm.evaluation.results import CURE, describe_origin, label_of, read_from, render_table
 from advnorm.threat import ThreatModel
 
 if TYPE_CHECKING:
@@ -26,11 +27,40 @@ FIXED = "fixed "
 _DERIVED = {"format", "exit_code", "clean", "pgd10", "worst_case", "other_branches"}
 
 
+class EvidenceRecord(TypedDict):
+    """An :class:`Evidence` in a record, where None stands for NaN and infinity."""
+
+    name: str
+    value: float | None
+    expected: str
+    ok: bool
+    weight: Weight
+    text: str
+
+
+class AuditRecord(TypedDict):
+    """The entries of an audit's record that readers use."""
+
+    verdict: VerdictName
+    reasons: list[str]
+    advice: list[str]
+    threat: ThreatModel
+    route: str
+    images: int
+    ladder: list[RungResult]
+    evidence: list[EvidenceRecord]
+    eps_curve: list[tuple[float, float]]
+    chance: float
+    other_branches: dict[str, dict[str, float]]
+    about: NotRequired[dict[str, Any] | None]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Verdict:
     """The findings of an audit. ``verdict``: real, false, inconclusive, or none (no robustness, and none hidden)."""
 
     FORMAT: ClassVar[str] = "advnorm.audit/1"
+    SHAPE: ClassVar[type] = AuditRecord
 
     verdict: VerdictName
     reasons: tuple[str, ...]
@@ -135,13 +165,16 @@ class Verdict:
             "worst_case": self.worst_case,
             **plain,
             "other_branches": others,
-            **conditions,
+            **{key: value for key, value in conditions.items() if key != "digest"},
         }
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Verdict:
-        """Rebuild the verdict of :meth:`record`."""
-        check_format(record, cls.FORMAT)
+    def from_record(cls, record: Mapping[str, Any], source: object = "the record") -> Verdict:
+        """Rebuild the verdict of :meth:`record`; ``source`` names the record in errors."""
+        check_record(record, cls.SHAPE, source, CURE, cls.FORMAT)
+        if not any(rung["attack"] == "pgd10" and rung["alone"] is not None for rung in record["ladder"]):
+            message = "{field} must have an accuracy under pgd10"
+            raise ConfigError("damaged_file", message, field=f"{source}: ladder", hint=CURE)
         fields = {field.name for field in dataclasses.fields(cls)}
         values = {key: value for key, value in record.items() if key in fields}
         numbers = [math.nan if item["value"] is None else item["value"] for item in record["evidence"]]
@@ -149,18 +182,21 @@ class Verdict:
             "reasons": tuple(record["reasons"]),
             "advice": tuple(record["advice"]),
             "threat": ThreatModel(**record["threat"]),
-            "ladder": tuple(RungResult(**rung) for rung in record["ladder"]),
-            "evidence": tuple(Evidence(**{**e, "value": n}) for e, n in zip(record["evidence"], numbers)),
+            "ladder": tuple(RungResult(**_known(rung, RungResult)) for rung in record["ladder"]),
+            "evidence": tuple(
+                Evidence(**{**_known(item, Evidence), "value": number})
+                for item, number in zip(record["evidence"], numbers)
+            ),
             "eps_curve": tuple(tuple(point) for point in record["eps_curve"]),
             "others": record["other_branches"],
-            "conditions": {key: value for key, value in record.items() if key not in fields | _DERIVED},
+            "conditions": {k: v for k, v in record.items() if k not in fields | _DERIVED} | read_from(record),
         }
         return cls(**values)
 
     @classmethod
     def load(cls, path: Path | str) -> Verdict:
         """Read a record from disk."""
-        return cls.from_record(read_json(Path(path)))
+        return cls.from_record(read_json(Path(path)), path)
 
     def plot(self, path: Path | str) -> None:
         """Write a figure of the accuracy along the ladder and against eps."""
@@ -199,6 +235,11 @@ class Verdict:
             f"{self.verdict}: clean {self.clean:.0%}, PGD-10 {self.claimed:.0%}, worst {self.worst_case:.0%}"
         )
         write_figure(path, figure)
+
+
+def _known(entries: Mapping[str, Any], kind: type) -> dict[str, Any]:
+    """The entries that are fields of a dataclass; records of other versions may have more."""
+    return {field.name: entries[field.name] for field in dataclasses.fields(kind) if field.name in entries}
 
 
 def plot_problems(path: Path | str) -> list[Problem]:

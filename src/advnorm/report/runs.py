@@ -35,7 +35,9 @@ def build_runs_page(found: FolderResults) -> ReportPage:
     if damaged:
         tables.append({"title": "Not read", "columns": make_columns({"text": ["file and reason"]}), "rows": damaged})
     single = [{**row, "group": row["record"]} for row in evaluated]
-    records = [*rows, *(one["record"] for one in found["benchmarks"] + found["audits"])]
+    files = found["benchmarks"] + found["audits"]
+    records = [*rows, *(one["record"] for one in files)]
+    undigested = [one["file"] for one in files if one["record"].get("digest") == "none"]  # an edit would go unnoticed
     return {
         "title": f"Training runs in {found['folder']}",
         "about": "Accuracy in training is measured on the training images while the network learns; the accuracy of an "
@@ -49,7 +51,8 @@ def build_runs_page(found: FolderResults) -> ReportPage:
         "conditions": {
             what: ", ".join(dict.fromkeys(str(record[key]) for record in records if record.get(key))) or None
             for what, key in (("devices", "device"), ("torch", "torch"), ("commits", "commit"))
-        },
+        }
+        | {"records without digest": ", ".join(undigested) or None},
     }
 
 
