@@ -83,6 +83,12 @@ def test_an_option_of_another_type_is_an_error_before_any_work(tmp_path, monkeyp
         invoke("analyze", analysis, tmp_path, "--out", tmp_path / "out", "--set", option)
 
 
+@pytest.mark.parametrize(("options", "code"), [(["size=1", "size=2"], "conflict"), (["size"], "wrong_type")])
+def test_an_option_is_given_once_and_with_a_value(tmp_path, options, code):
+    with raises_problem(code):
+        invoke("analyze", "ligs", tmp_path, "--out", tmp_path / "out", "--set", *options)
+
+
 def test_a_place_that_cannot_be_written_is_an_error_before_any_work(tmp_path, monkeypatch):
     (tmp_path / "afile").write_text("")
     monkeypatch.setattr("advnorm.evaluation.target.open_run", lambda *_, **__: pytest.fail("it began"))

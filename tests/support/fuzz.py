@@ -34,7 +34,7 @@ import torch
 PATIENCE = 60
 KINDS = ("command", "file", "call")
 #: Exit statuses beside 0 and 2 that a verb documents.
-STATUSES = {"audit": {1, 3, 4}, "train": {75}, "demo": {75}, "study": {1, 75}}
+STATUSES = {"audit": {1, 3, 4}, "train": {1, 75}, "evaluate": {1}, "demo": {75}, "study": {1, 75}}
 
 
 @dataclass(frozen=True)
@@ -145,6 +145,9 @@ COMMANDS = tuple(
         "study A/table3/dual_bn/eps16 --dry-run --seeds 0 1",
         "report results --out page.html",
         "report runs --out page.html",
+        "report runs --format csv --out rows.csv",
+        "train small.yaml --sweep norm=bn,dual_bn --seeds 0 1 --set name=none epochs=1 --max-minutes 0 --device cpu",
+        "card runs/run-seed0 --out card",
         "bench norms bn --model small_cnn --batch-size 6 --rounds 1 --device cpu --json b.json",
         "bench train --model small_cnn --batch-size 2 --attack-steps 1 --mode plain --steps 1 --device cpu",
     )

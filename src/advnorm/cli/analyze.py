@@ -44,14 +44,14 @@ def analyze(
     from advnorm._core.settings import convert_options
     from advnorm.analysis import ANALYSES
     from advnorm.cli.listing import finding_table
-    from advnorm.config.text import parse_yaml
+    from advnorm.config.text import apply_overrides
     from advnorm.evaluation.target import open_run
 
     analysis = ANALYSES.get(name)
     parameters = analysis.options()
-    given = {key: parse_yaml(value) for key, _, value in (text.partition("=") for text in options or ())}
-    settings, problems = convert_options("", parameters, given)
-    problems += writable_problems(out / f"{name}.json")
+    given, problems = apply_overrides({}, options or (), {})
+    settings, found = convert_options("", parameters, given)
+    problems += found + writable_problems(out / f"{name}.json")
     if not analysis.several and len(runs) != 1:
         message = f"{name} takes one run"
         problems.append(Problem(code="wrong_number", message=message, field="runs", got=len(runs)))
@@ -93,4 +93,4 @@ def _file_name(analysis: str, targets: Sequence[EvaluationTarget], marks: Sequen
 
     networks = digest(*((target.name, model_fingerprint(target.model)) for target in targets))[:8]
     others = [f"and-{len(targets) - 1}-more"] if len(targets) > 1 else []
-    return "-".join([analysis, targets[0].name, *others, networks, *marks])
+    return "-".join([analysis, targets[0].name[:100], *others, networks, *marks])

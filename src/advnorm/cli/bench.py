@@ -34,8 +34,7 @@ def bench_norms(
     from advnorm.bench.norms import bench_norms as measure
     from advnorm.cli.bench_tables import norm_table
 
-    _check_writable(json)
-    with _measuring() as show:
+    with _measuring(json) as show:
         result = measure(
             norms or ("bn", "dual_bn"),
             model=model,
@@ -87,8 +86,7 @@ def bench_train(
     from advnorm.bench.train import bench_train as measure
     from advnorm.cli.bench_tables import train_tables
 
-    _check_writable(json)
-    with _measuring() as show:
+    with _measuring(json) as show:
         result = measure(
             models=model or ("resnet18",),
             norm=norm,
@@ -134,11 +132,10 @@ def bench_autoattack(
     from advnorm.bench.autoattack import load_network
     from advnorm.cli.bench_tables import autoattack_table
 
-    _check_writable(json)
-    model, x, y, threat, name = load_network(
-        weights, data_dir, images=images, eps=eps, seed=seed, precisions=precision or ()
-    )
-    with _measuring() as show:
+    with _measuring(json) as show:
+        model, x, y, threat, name = load_network(
+            weights, data_dir, images=images, eps=eps, seed=seed, precisions=precision or ()
+        )
         result = measure(
             model,
             x,
@@ -156,20 +153,16 @@ def bench_autoattack(
 
 
 @contextmanager
-def _measuring() -> Iterator[Callable[[str], None]]:
-    """Scope: yields a function that shows which row is being measured."""
+def _measuring(record: Path | None) -> Iterator[Callable[[str], None]]:
+    """Scope: the record can be written; yields a function that shows which row is being measured."""
+    from advnorm._core.errors import raise_problems
     from advnorm._core.progress import show_progress
+    from advnorm._core.records import writable_problems
 
+    raise_problems(writable_problems(record) if record else [])
     with show_progress() as display:
         task = display.task("measuring")
         yield lambda row: task.update(description=f"measuring {row}")
-
-
-def _check_writable(path: Path | None) -> None:
-    from advnorm._core.errors import raise_problems
-    from advnorm._core.records import writable_problems
-
-    raise_problems(writable_problems(path) if path else [])
 
 
 def _write(path: Path | None, record: dict[str, Any]) -> None:

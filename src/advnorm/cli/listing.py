@@ -21,7 +21,7 @@ from advnorm.studies.report_data import list_cell_statuses
 
 def norms(pattern: str) -> Table:
     """List norms with their banks and their papers."""
-    table = Table("norm", "what it is", "domains", "paper", title="norms", title_justify="left")
+    table = _table("norms", "norm", "what it is", "domains", "paper")
     for name in _matching(NORMS.names(pattern), pattern, "norm"):
         recipe = NORMS.get(name)
         table.add_row(name, recipe.summary, ", ".join(recipe.domains), recipe.paper)
@@ -30,34 +30,29 @@ def norms(pattern: str) -> Table:
 
 def models(pattern: str) -> Table:
     """List models with their number of parameters."""
-    table = Table("model", title="models", title_justify="left")
+    table = _table("models", "model", caption="10 classes; imagenet_*: 1000")
     table.add_column("parameters", justify="right")
     for name in _matching(list_models(pattern), pattern, "model"):
-        classes = 1000 if name.startswith("imagenet_") else 10
         with torch.device("meta"):
-            model = create_model(name, num_classes=classes)
+            model = create_model(name, num_classes=1000 if name.startswith("imagenet_") else 10)
         table.add_row(name, f"{sum(p.numel() for p in model.parameters()):,}")
-    table.caption = "10 classes; imagenet_*: 1000"
     return table
 
 
 def attacks(pattern: str) -> Table:
     """List attacks with their options; options are part of a name: ``pgd20-restarts5``."""
-    table = Table("attack", "what it is", "options", "paper", title="attacks", title_justify="left")
+    caption = "a number after the name sets the steps; options follow after '-', for example pgd20-restarts5-cw"
+    table = _table("attacks", "attack", "what it is", "options", "paper", caption=caption)
     for name in _matching(ATTACKS.names(pattern), pattern, "attack"):
         family = ATTACKS.get(name)
         options = ", ".join(f"{word}N" if option.parse else word for word, option in family.options.items())
         table.add_row(list_attacks(name)[0], family.summary, options, family.paper)
-    table.caption = "a number after the name sets the steps; options follow after '-', for example pgd20-restarts5-cw"
-    table.caption_justify = "left"
     return table
 
 
 def finding_table(name: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """Return the table of an analysis."""
-    table = Table(title=name, title_justify="left")
-    for column in head:
-        table.add_column(column, overflow="fold")
+    table = _table(name, *head)
     for row in rows:
         table.add_row(*row)
     return table
@@ -65,9 +60,8 @@ def finding_table(name: str, head: Sequence[str], rows: Sequence[Sequence[str]])
 
 def objectives(pattern: str) -> Table:
     """List objectives, and the second passes and regularizers that can be combined with each of them."""
-    table = Table(title="objectives", title_justify="left")
-    for column in ("objective", "what it is", "options", "paper"):
-        table.add_column(column, overflow="fold")  # a name is never cut
+    caption = "label_smoothing, running_epochs and mix (mixup, cutmix) are settings of the configuration"
+    table = _table("objectives", "objective", "what it is", "options", "paper", caption=caption)
     common = Objective.options()
     registries = {"": OBJECTIVES, "second_pass=": SECOND_PASSES, "regularizer=": REGULARIZERS}
     _matching([name for registry in registries.values() for name in registry.names(pattern)], pattern, "objective")
@@ -77,14 +71,12 @@ def objectives(pattern: str) -> Table:
             options = (f"{option}={p.default}" for option, p in kind.options().items() if option not in common)
             table.add_row(f"{setting}{name}", kind.summary, "\n".join(options), kind.paper)
         table.add_section()
-    table.caption = "label_smoothing, running_epochs and mix (mixup, cutmix) are settings of the configuration"
-    table.caption_justify = "left"
     return table
 
 
 def datasets(pattern: str) -> Table:
     """List data sets with their splits and options."""
-    table = Table("data set", "what it is", "splits", "options", title="data sets", title_justify="left")
+    table = _table("data sets", "data set", "what it is", "splits", "options")
     for name in _matching(DATASETS.names(pattern), pattern, "data set"):
         source = DATASETS.get(name)
         table.add_row(name, source.summary, ", ".join(source.splits), ", ".join(source.options))
@@ -93,17 +85,13 @@ def datasets(pattern: str) -> Table:
 
 def analyses(pattern: str) -> Table:
     """List analyses with their options and papers."""
-    table = Table(title="analyses", title_justify="left")
-    for column in ("analysis", "what it shows", "runs", "--set", "paper"):
-        table.add_column(column, overflow="fold", no_wrap=column == "analysis")
+    caption = "NS: normalization statistics, AP: affine parameters; the papers A to E are named in the README"
+    table = _table("analyses", "analysis", "what it shows", "runs", "--set", "paper", caption=caption)
+    table.columns[0].no_wrap = True
     for name in _matching(ANALYSES.names(pattern), pattern, "analysis"):
         analysis = ANALYSES.get(name)
-        several = "several" if analysis.several else "one"
-        table.add_row(
-            name, analysis.summary, several, ", ".join(sorted(analysis.options().keys() - {"progress"})), analysis.paper
-        )
-    table.caption = "NS: normalization statistics, AP: affine parameters; the papers A to E are named in the README"
-    table.caption_justify = "left"
+        options = ", ".join(sorted(analysis.options().keys() - {"progress"}))
+        table.add_row(name, analysis.summary, "several" if analysis.several else "one", options, analysis.paper)
     return table
 
 
@@ -112,12 +100,10 @@ def studies(pattern: str) -> Table:
     names = STUDIES.names(pattern)
     if pattern in STUDIES or not names:
         return cells(pattern)
-    table = Table("study", "cells", "claim", title="studies", title_justify="left")
+    table = _table("studies", "study", "cells", "claim", caption=f"cells of a study: advnorm ls studies {names[0]}")
     for name in names:
         found = STUDIES.get(name)
         table.add_row(name, str(len(found.by_name)), found.printed["claim"])
-    table.caption = f"cells of a study: advnorm ls studies {names[0]}"
-    table.caption_justify = "left"
     return table
 
 
@@ -126,9 +112,7 @@ def cells(pattern: str) -> Table:
     if not set(pattern) & set("*?["):
         found, one = find(pattern)
         pattern = pattern if one is not None else f"{found.name}/*"
-    table = Table(title="cells", title_justify="left")
-    table.add_column("cell", overflow="fold")
-    table.add_column("own settings")
+    table = _table("cells", "cell", "own settings")
     for name in STUDIES.names("/".join(pattern.split("/")[:2])):
         for state in list_cell_statuses(STUDIES.get(name).by_name.values(), None, ())[0]:
             if fnmatchcase(full := f"{name}/{state['name']}", pattern):
@@ -138,15 +122,15 @@ def cells(pattern: str) -> Table:
 
 
 #: A pattern with matches for each kind.
-_EXAMPLES = {
-    "norm": "*bn*",
-    "model": "resnet*",
-    "attack": "pgd*",
-    "objective": "apart*",
-    "data set": "cifar*",
-    "analysis": "*gap*",
-    "study": "A/*",
-}
+_EXAMPLES = {"norm": "*bn*", "model": "resnet*", "attack": "pgd*", "objective": "apart*", "data set": "cifar*"}
+_EXAMPLES |= {"analysis": "*gap*", "study": "A/*"}
+
+
+def _table(title: str, *columns: str, caption: str | None = None) -> Table:
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")  # a name is never cut
+    return table
 
 
 def _matching(names: list[str], pattern: str, kind: str) -> list[str]:
