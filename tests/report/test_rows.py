@@ -67,6 +67,14 @@ def test_a_record_without_its_run_keeps_the_settings_of_the_training(runs, tmp_p
     assert {(row["run"], row["norm"], row["record"]) for row in rows} == {("dual_bn-seed0", "dual_bn", "copy.json")}
 
 
+def test_a_damaged_record_without_a_run_is_one_row(runs, tmp_path):
+    record = json.loads((runs / "dual_bn-seed0" / "evaluation.json").read_text())
+    record["about"]["training"] = {"norm": "bn"}
+    (tmp_path / "copy.json").write_text(json.dumps(record))
+    (row,) = result_rows(collect_results(tmp_path))
+    assert row["record"] == "copy.json" and row["error"]
+
+
 def test_a_damaged_run_is_a_row_with_its_error(runs, tmp_path):
     shutil.copytree(runs, tmp_path / "runs")
     (tmp_path / "runs" / "bn-seed0" / "run.json").write_text("{")

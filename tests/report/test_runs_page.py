@@ -39,7 +39,10 @@ def test_every_run_evaluation_and_audit_is_on_the_page(runs, tmp_path):
     assert column(trained, "held out, last")[0] == f"{100 * held_out['clean']:.1f} / {100 * held_out['pgd10']:.1f}"
     record = json.loads((runs / "dual_bn-seed0" / "evaluation.json").read_text())
     assert headings(accuracy) == headings(evaluated) == ["dual_bn"]
-    assert "best checkpoint, digits, test, attacks in Linf, attacks with eps 0.1, 12 images" in accuracy["note"]
+    assert (
+        "best checkpoint, tested on digits, test, attacked in Linf, attacked with eps 0.1, 12 images"
+        in accuracy["note"]
+    )
     assert column(evaluated, "branch") == column(accuracy, "branch") == ["clean", "adv"]
     shares = [record["accuracy"][branch]["pgd2"] for branch in ("clean", "adv")]
     assert column(accuracy, "pgd2") == column(evaluated, "pgd2") == [f"{100 * share:.1f}" for share in shares]
@@ -86,7 +89,7 @@ def test_other_conditions_are_not_averaged(runs, tmp_path):
     record = json.loads((runs / "dual_bn-seed0" / "evaluation.json").read_text())
     rows = record_rows(record) + record_rows({**record, "threat": {"norm": "Linf", "eps": 8 / 255}})
     table = seed_table(rows)
-    assert headings(table) == ["dual_bn, attacks with eps 0.1", "dual_bn, attacks with eps 8/255"]
+    assert headings(table) == ["dual_bn, attacked with eps 0.1", "dual_bn, attacked with eps 8/255"]
     assert set(column(table, "seeds")) == {"1"}
 
 
@@ -124,6 +127,7 @@ DAMAGE = {
     "letters": lambda record: record["verdicts"]["clean"].update(pgd2="x"),
     "warnings": lambda record: record.update(warnings=3),
     "about": lambda record: record.update(about="a run"),
+    "training": lambda record: record["about"].update(training={"norm": "bn"}),
     "threat": lambda record: record.update(threat={"eps": -1}),
 }
 

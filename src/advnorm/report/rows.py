@@ -64,8 +64,8 @@ def result_rows(found: FolderResults) -> list[Row]:
         run = _owner(one, found["runs"])
         try:
             about = one["record"].get("about") or {}
-            rows = by_run.setdefault(run or about.get("run") or about.get("model") or one["file"], [])
-            rows += [row | {"record": one["file"]} for row in record_rows(one["record"])]
+            rows = [row | {"record": one["file"]} for row in record_rows(one["record"])]
+            by_run.setdefault(run or about.get("run") or about.get("model") or one["file"], []).extend(rows)
         except DAMAGED as error:
             damaged.append({"run": run, "record": one["file"], "error": f"{type(error).__name__}: {error}"})
     settings: dict[str, Row] = {}

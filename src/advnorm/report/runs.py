@@ -120,8 +120,16 @@ def _differs(name: str, rows: Iterable[Row]) -> bool:
 
 
 def _setting_text(name: str, value: object) -> str:
-    words = {"eps": "eps {}", "epochs": "{} epochs", "eval_eps": "attacks with eps {}", "images": "{} images"}
-    words |= {"checkpoint": "{} checkpoint", "eval_threat": "attacks in {}"}
+    words = {
+        "eps": "eps {}",
+        "threat": "trained in {}",
+        "epochs": "{} epochs",
+        "checkpoint": "{} checkpoint",
+        "eval_data": "tested on {}",
+        "eval_threat": "attacked in {}",
+        "eval_eps": "attacked with eps {}",
+        "images": "{} images",
+    }
     default = f"{name.removeprefix('config.')}={{}}" if name.startswith("config.") else "{}"
     return words.get(name, default).format(_eps_text(value) if isinstance(value, float) and "eps" in name else value)
 
