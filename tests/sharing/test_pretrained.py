@@ -128,10 +128,15 @@ def test_the_command_evaluates_a_saved_model_on_its_own_data_and_threat(run, sav
     for key in ("accuracy", "verdicts", "threat", "model"):
         assert before[key] == after[key]
     (saved / "model.safetensors").write_bytes(b"")
-    with raises_problem("wrong_digest", "model.safetensors"):
+    with raises_problem("wrong_digest", "model.safetensors") as caught:
         invoke("evaluate", saved, "--attacks", "fgsm", *CPU)
-    with raises_problem("conflict", "checkpoint"):
-        invoke("evaluate", saved, "--checkpoint", "last", *CPU)
+    assert len(caught.value.problems) == 1
+
+
+def test_a_saved_model_has_no_checkpoints_and_no_other_weights(saved):
+    for option in ("checkpoint", "weights"):
+        with raises_problem("conflict", option):
+            invoke("evaluate", saved, f"--{option}", "last", *CPU)
 
 
 # -- the card ----------------------------------------------------------------------------------------------------------
