@@ -97,7 +97,7 @@ def evaluate(
 
         rows = [row for result in results for row in record_rows(result.record())]
         console.print(to_rich_table(seed_table(rows)))
-    parents = {Path(target).parent for target in targets if Path(target).is_dir()}
+    parents = {Path(target).parent for target in targets if (Path(target) / "run.json").is_file()}
     if len(parents) == 1:
         print_command("all results on one page", "report", *parents)
     return status
@@ -152,16 +152,14 @@ def open_target(name: str, options: EvaluateOptions, problems: list[Problem]) ->
             )
     else:
         model = data = threat = None
-        training: dict[str, Any] = {}
+        training = dict(verify(name).get("training") or {}) if is_saved_model(name) else {}
         with collect_problems(problems):
             if options.checkpoint is not None:
                 message = "--checkpoint belongs to the folder of a run"
                 raise ConfigError("conflict", message, field="checkpoint", hint="use --weights")
-            if is_saved_model(name):
-                training = dict(verify(name).get("training") or {})
-                model = from_pretrained(name, device=resolve_device(options.device))
-            else:
-                model = load_user_model(name, options.weights, resolve_device(options.device))
+            place = resolve_device(options.device)
+            saved = is_saved_model(name)
+            model = from_pretrained(name, device=place) if saved else load_user_model(name, options.weights, place)
         with collect_problems(problems):
             length = options.eps or training.get("eps", "8/255")
             threat = ThreatModel(norm=threat_norm or training.get("threat", "Linf"), eps=length)  # pyright: ignore[reportArgumentType]
