@@ -3,7 +3,7 @@
 from advnorm import analysis, attacks, data, objectives, studies
 from advnorm._core.errors import AdvnormError, ConfigError, RouteError, SurgeryError
 from advnorm.config import Config, load_config
-from advnorm.evaluation import accuracy_against_eps, accuracy_against_steps, audit, benchmark
+from advnorm.evaluation import accuracy_against_eps, accuracy_against_steps, audit, benchmark, compare
 from advnorm.models import create_model, list_models
 from advnorm.norms import (
     Perturbation,
@@ -42,6 +42,7 @@ __all__ = [
     "audit",
     "benchmark",
     "checkpoint_context",
+    "compare",
     "convert_head",
     "convert_norm",
     "create_model",

@@ -107,7 +107,7 @@ def test_a_killed_demo_resumes_and_ends_with_the_same_numbers(finished, tmp_path
     assert len(before) == 2 and len(records(tmp_path)) == 1
     assert run(tmp_path, *QUICK)[0] == 0
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    assert [r["verdicts"] for r in records(tmp_path)] == [r["verdicts"] for r in records(finished[0])]
+    assert [r["outcomes"] for r in records(tmp_path)] == [r["outcomes"] for r in records(finished[0])]
 
 
 def test_a_preempted_demo_reports_that_it_stopped(tmp_path, monkeypatch):

@@ -70,11 +70,11 @@ def test_an_attack_with_a_route_of_its_own_is_transferred(dual, data):
 
 def test_a_model_in_train_mode_is_evaluated_in_eval_mode_and_restored(sound, data):
     model = nn.Sequential(nn.Dropout(), nn.BatchNorm2d(1), sound).eval()
-    expected = benchmark(model, first(data), THREAT, "pgd10").record()["verdicts"]
+    expected = benchmark(model, first(data), THREAT, "pgd10").record()["outcomes"]
     before = {name: value.clone() for name, value in model.state_dict().items()}
     model.train()
     sound.bn2.eval()
-    assert benchmark(model, first(data), THREAT, "pgd10").record()["verdicts"] == expected
+    assert benchmark(model, first(data), THREAT, "pgd10").record()["outcomes"] == expected
     assert [module for module in model.modules() if not module.training] == [sound.bn2]
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
@@ -158,8 +158,8 @@ def test_a_random_model_is_attacked_and_evaluated_with_different_draws(data):
         assert torch.equal(before, torch.get_rng_state())
         seen = [tuple(draw.flatten().tolist()) for draw in draws[1:]]
         assert len(set(seen)) == len(seen)  # no two forwards share draws
-    other = benchmark(model, first(data), THREAT, ["fgsm"], seed=1).record()["verdicts"]["default"]
-    assert records[0] == records[1] and records[0]["verdicts"]["default"]["clean"] != other["clean"]
+    other = benchmark(model, first(data), THREAT, ["fgsm"], seed=1).record()["outcomes"]["default"]
+    assert records[0] == records[1] and records[0]["outcomes"]["default"]["clean"] != other["clean"]
     assert result.warnings[0].startswith("the outputs are random")
     assert sum("random" in warning for warning in result.warnings) == 1
 

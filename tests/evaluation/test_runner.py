@@ -30,7 +30,7 @@ def test_a_slow_attack_is_saved_in_small_parts_with_the_same_result(sound, data,
     monkeypatch.setattr(PartialRecord, "save", lambda self, key, *rest: saved.append(key) or save(self, key, *rest))
     monkeypatch.setattr("advnorm.evaluation.runner.UNIT_SECONDS", 0.0)
     result = benchmark(sound, first(data), THREAT, ["pgd10", "apgd-ce-steps10"], batch_size=40)
-    assert result.record()["verdicts"] == expected.record()["verdicts"]
+    assert result.record()["outcomes"] == expected.record()["outcomes"]
     assert 8 <= len(saved) <= 10  # of 10 images each
     saved.clear()
     benchmark(sound, first(data), THREAT, "pgd10", batch_size=40, statistics="batch_frozen")

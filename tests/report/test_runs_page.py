@@ -123,8 +123,8 @@ def test_regularizer_second_pass_and_mixing_are_part_of_the_method(runs):
 
 
 DAMAGE = {
-    "verdicts": lambda record: record.pop("verdicts"),
-    "letters": lambda record: record["verdicts"]["clean"].update(pgd2="x"),
+    "outcomes": lambda record: record.pop("outcomes"),
+    "bits": lambda record: record["outcomes"]["clean"].update(pgd2="x"),
     "warnings": lambda record: record.update(warnings=3),
     "about": lambda record: record.update(about="a run"),
     "training": lambda record: record["about"].update(training={"norm": "bn"}),

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from advnorm.cli import analyze, audit, bench, card, demo, evaluate, ls, report, show, study, train
+from advnorm.cli import analyze, audit, bench, card, compare, demo, evaluate, ls, report, show, study, train
 from advnorm.cli.command import command, own_code, say
 
 app = typer.Typer(
@@ -17,7 +17,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Adversarial training in which normalization is the subject.",
 )
-for verb in (ls.ls, show.show, report.report, card.card, card.push):
+for verb in (ls.ls, show.show, compare.compare, report.report, card.card, card.push):
     command(app, computes=False)(verb)
 for verb in (train.train, evaluate.evaluate, audit.audit, analyze.analyze, study.study, demo.demo):
     command(app)(verb)

@@ -132,4 +132,5 @@ def _evaluate(runner: EvaluationRunner, identity: Mapping[str, Any]) -> Benchmar
         seconds=seconds,
         conditions={**plan.conditions(), **identity, "stages": stages},
         warnings=partial.warnings(),
+        rows=plan.index,
     )

@@ -67,7 +67,7 @@ def collect_results(folder: Path | str) -> FolderResults:
                 data = json.loads(read_bytes(path))
                 form = data.get("format") if isinstance(data, dict) else None
                 for kind, files in kinds:
-                    if form == kind.FORMAT:
+                    if form in kind.FORMATS:
                         result = kind.from_record(data, file)
                         record = result.record() | read_from(data)
                         files.append(EvaluationFile(file=file, threat=str(result.threat), record=record))

@@ -14,13 +14,15 @@ from torch import Tensor
 from advnorm._core.errors import ConfigError, unknown_name
 from advnorm._core.records import read_json
 from advnorm._core.shapes import check_record
+from advnorm.evaluation.outcomes import DEFAULT_ROUTE, OLD_DEFAULT_ROUTE, encode_rows, pack_bits, read_outcomes
+from advnorm.evaluation.statistics import format_accuracy
 from advnorm.threat import ThreatModel
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-#: Name in results and records of an evaluation without a given route.
-DEFAULT_ROUTE = "default"
+#: What the brackets in a table of accuracies mean.
+INTERVALS = "percent, in brackets the 95 % interval for other images (Wilson)"
 #: Columns of a table that is printed without a terminal.
 TEXT_WIDTH = 160
 #: What to do with a record that cannot be used.
@@ -32,7 +34,9 @@ class BenchmarkRecord(TypedDict):
 
     threat: ThreatModel
     attacks: dict[str, str]
-    verdicts: dict[str, dict[str, str]]
+    outcomes: NotRequired[dict[str, dict[str, str]]]
+    rows: NotRequired[list[Any]]
+    verdicts: NotRequired[dict[str, dict[str, str]]]  # version 1
     seconds: dict[str, dict[str, float]]
     warnings: list[str]
     model: dict[str, Any]
@@ -47,10 +51,13 @@ class BenchmarkRecord(TypedDict):
 class BenchmarkResult:
     """Results per image and their conditions. A robust image is classified correctly clean and under the attack.
 
-    ``clean[route]`` and ``robust[route][attack]`` are boolean tensors in the order of the data.
+    ``clean[route]`` and ``robust[route][attack]`` are boolean tensors. ``rows`` are the places of the images in their
+    data set.
     """
 
-    FORMAT: ClassVar[str] = "advnorm.benchmark/1"
+    FORMAT: ClassVar[str] = "advnorm.benchmark/2"
+    #: Formats that can be read. Version 1 has strings of 0 and 1.
+    FORMATS: ClassVar[tuple[str, ...]] = (FORMAT, "advnorm.benchmark/1")
     SHAPE: ClassVar[type] = BenchmarkRecord
 
     threat: ThreatModel
@@ -59,7 +66,13 @@ class BenchmarkResult:
     robust: Mapping[str, Mapping[str, Tensor]]
     seconds: Mapping[str, Mapping[str, float]]
     conditions: Mapping[str, Any]
+    rows: Tensor
     warnings: tuple[str, ...] = ()
+
+    @property
+    def outcomes(self) -> dict[str, dict[str, Tensor]]:
+        """All results per image, by route and attack; ``clean`` is the result without an attack."""
+        return {route: {"clean": clean, **self.robust[route]} for route, clean in self.clean.items()}
 
     @property
     def routes(self) -> tuple[str, ...]:
@@ -116,11 +129,12 @@ class BenchmarkResult:
         least = max(len(title) + 2, 78 if self.warnings else 60)  # room for the caption
         columns = {route: row.values() for route, row in self.accuracies.items()}
         names = ("clean", *self.attacks, "union")
-        table = _accuracy_table("", title, names, columns, least if width is None else min(least, width))
+        least = least if width is None else min(least, width)
+        table = _accuracy_table("", title, names, columns, least, self.images)
         seconds = sum(sum(row.values()) for row in self.seconds.values())
         c = self.conditions
         caption = [f"{c['model'].get('class')}, seed {c['seed']}, {c['device']}, strict float32, {seconds:.1f} s"]
-        caption += describe_origin(c)
+        caption += [INTERVALS, *describe_origin(c)]
         if scopes := c.get("scopes"):
             caption.append(f"inside the scopes: {', '.join(' '.join(item) for item in scopes.items())}")
         caption += [f"note: {warning}" for warning in self.warnings]
@@ -132,7 +146,7 @@ class BenchmarkResult:
         return render_table(self.table(TEXT_WIDTH))
 
     def record(self) -> dict[str, Any]:
-        """Return plain data for JSON; the results per image are strings of 0 and 1."""
+        """Return plain data for JSON; the results per image are packed bits."""
         return {
             "format": self.FORMAT,
             "accuracy": self.accuracies,
@@ -143,31 +157,32 @@ class BenchmarkResult:
             **{key: value for key, value in self.conditions.items() if key != "digest"},
             "warnings": list(self.warnings),
             "seconds": {route: dict(row) for route, row in self.seconds.items()},
-            "verdicts": {
-                route: {name: to_letters(values) for name, values in {"clean": clean, **self.robust[route]}.items()}
-                for route, clean in self.clean.items()
+            "rows": encode_rows(self.rows),
+            "outcomes": {
+                route: {name: pack_bits(values) for name, values in row.items()} for route, row in self.outcomes.items()
             },
         }
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], source: object = "the record") -> BenchmarkResult:
         """Rebuild the result of :meth:`record`; ``source`` names the record in errors."""
-        check_record(record, cls.SHAPE, source, CURE, cls.FORMAT)
-        rows = record["verdicts"].values()
-        if len({len(letters) for row in rows for letters in row.values()}) != 1 or not all(map(_is_complete, rows)):
-            message = "{field} must have 0 or 1 for each image of each attack, and of clean"
-            raise ConfigError("damaged_file", message, field=f"{source}: verdicts", hint=CURE)
+        form = record.get("format") if isinstance(record, Mapping) else None
+        check_record(record, cls.SHAPE, source, CURE, form if form in cls.FORMATS else cls.FORMAT)
+        try:
+            rows, robust = read_outcomes(record)
+        except (ConfigError, LookupError, TypeError, ValueError) as error:
+            message = "{field} must have a bit for each image of each attack, and of clean"
+            raise ConfigError("damaged_file", message, field=f"{source}: outcomes", hint=CURE) from error
         known = ("format", "accuracy", "threat", "attacks", "routes", "images", "warnings", "seconds", "verdicts")
-        robust = {
-            route: {name: from_letters(letters).bool() for name, letters in row.items()}
-            for route, row in record["verdicts"].items()
-        }
+        known += ("rows", "outcomes")
+        seconds = {DEFAULT_ROUTE if key == OLD_DEFAULT_ROUTE else key: row for key, row in record["seconds"].items()}
         return cls(
             threat=ThreatModel(**record["threat"]),
             attacks=record["attacks"],
             clean={route: row.pop("clean") for route, row in robust.items()},
             robust=robust,
-            seconds=record["seconds"],
+            seconds=seconds,
+            rows=rows,
             conditions={key: value for key, value in record.items() if key not in known} | read_from(record),
             warnings=tuple(record["warnings"]),
         )
@@ -196,7 +211,8 @@ class Curve:
         """Return a table for the terminal with a row per value and a column per route."""
         title = f"robust accuracy against {self.parameter}, {self.result.images} images, {self.result.threat.norm}"
         columns = {r: (self.result.accuracy(route=r), *self.robust_accuracies(r)) for r in self.result.routes}
-        return _accuracy_table(self.parameter, title, ("clean", *self.labels), columns, len(title) + 2)
+        names = ("clean", *self.labels)
+        return _accuracy_table(self.parameter, title, names, columns, len(title) + 2, self.result.images)
 
     def __str__(self) -> str:
         return render_table(self.table())
@@ -207,9 +223,9 @@ class Curve:
 
 
 def _accuracy_table(
-    head: str, title: str, names: Sequence[str], columns: Mapping[str, Collection[float]], min_width: int
+    head: str, title: str, names: Sequence[str], columns: Mapping[str, Collection[float]], min_width: int, images: int
 ) -> Table:
-    """A table of percentages with a row per name and a column per route."""
+    """A table of percentages and their intervals, with a row per name and a column per route."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", min_width=min_width)
@@ -217,17 +233,13 @@ def _accuracy_table(
     for route in columns:
         table.add_column(label_of(route), justify="right")
     for name, row in zip(names, zip(*columns.values())):
-        table.add_row(name, *(f"{100 * value:.2f}" for value in row))
+        table.add_row(name, *(format_accuracy(value, images, 2) for value in row))
     return table
 
 
 def label_of(route: str) -> str:
     """Return the name of a route in tables."""
     return "default route" if route == DEFAULT_ROUTE else route
-
-
-def _is_complete(row: Mapping[str, str]) -> bool:
-    return bool(row.get("clean")) and not set("".join(row.values())) - set("01")
 
 
 def read_from(record: Mapping[str, Any]) -> dict[str, str]:

@@ -30,3 +30,43 @@ def wilson_interval(successes: int, n: int, confidence: float = 0.95) -> tuple[f
     low = 0.0 if successes == 0 else centre - half  # exact: rounding would leave 1e-17
     high = 1.0 if successes == n else centre + half
     return low, high
+
+
+def accuracy_interval(accuracy: float, n: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Return Wilson's interval of a fraction of ``n`` images; a mean over seeds counts as the nearest whole number."""
+    return wilson_interval(round(accuracy * n), n, confidence)
+
+
+def format_interval(percent: float, low: float, high: float, decimals: int = 1) -> str:
+    """``45.5 (44.6–46.5)``: an accuracy in percent with its interval."""
+    return f"{percent:.{decimals}f} ({low:.{decimals}f}–{high:.{decimals}f})"
+
+
+def format_accuracy(accuracy: float, n: int, decimals: int = 1) -> str:
+    """``45.5 (44.6–46.5)``: a fraction of ``n`` images in percent, with Wilson's 95 % interval."""
+    low, high = accuracy_interval(accuracy, n)
+    return format_interval(100 * accuracy, 100 * low, 100 * high, decimals)
+
+
+def mcnemar_p_value(only_first: int, only_second: int) -> float:
+    """Return the exact two-sided p-value of equal accuracies, from the images that only one of two classifies right.
+
+    Given their number, each side has half of them in expectation (McNemar 1947, binomial form).
+    """
+    from scipy.stats import binomtest
+
+    n = only_first + only_second
+    return float(binomtest(only_first, n).pvalue) if n else 1.0
+
+
+def paired_interval(total: float, squares: float, n: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Return the interval of a mean difference per image, from the sum of the differences and of their squares.
+
+    This is the Wald interval with half an observation added to each of the four outcomes of a pair (Agresti and Min
+    2005): two images are added, one with difference 0, and one split into the differences 1 and -1.
+    """
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    count, spread = n + 2, squares + 1
+    centre = total / count
+    half = z * sqrt(max(spread - total * total / count, 0.0)) / count
+    return max(centre - half, -1.0), min(centre + half, 1.0)

@@ -60,6 +60,7 @@ class Verdict:
     """The findings of an audit. ``verdict``: real, false, inconclusive, or none (no robustness, and none hidden)."""
 
     FORMAT: ClassVar[str] = "advnorm.audit/1"
+    FORMATS: ClassVar[tuple[str, ...]] = (FORMAT,)
     SHAPE: ClassVar[type] = AuditRecord
 
     verdict: VerdictName

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from advnorm._core.devices import resolve_device
 from advnorm._core.records import read_json
@@ -14,6 +14,8 @@ from advnorm.analysis import ANALYSES, extract_features
 from advnorm.analysis.images import create_attack
 from advnorm.data import add_split, load
 from advnorm.evaluation.benchmark import benchmark
+from advnorm.evaluation.outcomes import PackedOutcomes, encode_rows, pack_bits
+from advnorm.evaluation.results import fraction
 from advnorm.evaluation.target import EvaluationTarget, open_run
 from advnorm.studies.study import ANALYSIS_IMAGES, Measure
 from advnorm.studies.task import Task
@@ -24,21 +26,40 @@ from advnorm.training.run import Run
 NOT_VALUES = ("conditions", "per_image", "images", "seed", "severities", "size")
 
 
+class Measured(NamedTuple):
+    """Values by name, accuracies in percent, and the results per image of those that a benchmark measured."""
+
+    values: dict[str, float]
+    outcomes: list[PackedOutcomes]
+
+
+def measure_run(run: Run, measure: Measure, task: Task, *, progress: bool = False) -> Measured:
+    """Take a measurement."""
+    if measure.checkpoint == "along":
+        found = Measured({}, [])
+        for epoch, which in run.snapshots.items():
+            values, outcomes = measure_run(run, replace(measure, checkpoint=which), task, progress=progress)
+            found.values.update({f"{epoch}/{name}": value for name, value in values.items()})
+            for part in outcomes:
+                bits = {f"{epoch}/{name}": bits for name, bits in part["bits"].items()}
+                found.outcomes.append({"rows": part["rows"], "bits": bits})
+        return found
+    if measure.name == "benchmark":
+        path = run.folder / "measures" / f"{measure.key}.json"
+        return _run_benchmark(run, measure, task, path, progress=progress)
+    return Measured(_analysis_values(run, measure, task), [])
+
+
 def take_measurement(run: Run, measure: Measure, task: Task, *, progress: bool = False) -> dict[str, float]:
     """Return the values of a measurement by name, accuracies in percent."""
-    if measure.checkpoint == "along":
-        snapshots = {epoch: replace(measure, checkpoint=which) for epoch, which in run.snapshots.items()}
-        return {
-            f"{epoch}/{name}": value
-            for epoch, one in snapshots.items()
-            for name, value in take_measurement(run, one, task, progress=progress).items()
-        }
+    return measure_run(run, measure, task, progress=progress).values
+
+
+def _analysis_values(run: Run, measure: Measure, task: Task) -> dict[str, float]:
     if measure.name == "metrics":
         rows = run.metrics()
         return {f"{row['epoch']}/{name}": measure.scale * value for row in rows for name, value in _numbers(row)}
     path = run.folder / "measures" / f"{measure.key}.json"
-    if measure.name == "benchmark":
-        return _run_benchmark(run, measure, task, path, progress=progress)
     if not path.exists():
         _run_analysis(run, measure, task, path)
     return {name: measure.scale * value for name, value in _numbers(read_json(path))}
@@ -51,7 +72,7 @@ def _open_target(
     return whole.sample(limit)
 
 
-def _run_benchmark(run: Run, measure: Measure, task: Task, path: Path, *, progress: bool) -> dict[str, float]:
+def _run_benchmark(run: Run, measure: Measure, task: Task, path: Path, *, progress: bool) -> Measured:
     options, device = measure.options, resolve_device(task.device)
     target = _open_target(run, measure, task, limit=options.get("limit"))
     threat = ThreatModel(norm=options.get("threat", run.config.threat), eps=options.get("eps", run.config.eps))
@@ -61,12 +82,16 @@ def _run_benchmark(run: Run, measure: Measure, task: Task, path: Path, *, progre
     routes = options.get("route") or None
     data = target.images, target.labels
     result = benchmark(target.model, data, threat, attacks, routes, seed=task.seed, record=path, progress=progress)
-    return {
-        f"{'shared' if routes is None else branch}/{name}": 100 * value
-        for branch, accuracy in result.accuracies.items()
-        for name, value in accuracy.items()
-        if name != "union"
+    outcomes = {
+        f"{'shared' if routes is None else branch}/{name}": results
+        for branch, row in result.outcomes.items()
+        for name, results in row.items()
     }
+    rows = result.rows if target.rows is None else target.rows[result.rows]
+    order = rows.argsort()  # images of a folder are shuffled
+    bits = {name: pack_bits(results[order]) for name, results in outcomes.items()}
+    values = {name: 100 * fraction(results) for name, results in outcomes.items()}
+    return Measured(values, [{"rows": encode_rows(rows[order]), "bits": bits}])
 
 
 def _run_analysis(run: Run, measure: Measure, task: Task, path: Path) -> None:

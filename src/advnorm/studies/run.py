@@ -22,7 +22,8 @@ from advnorm._core.progress import show_progress
 from advnorm._core.provenance import environment
 from advnorm._core.records import writable_problems
 from advnorm.data import data_problems
-from advnorm.studies.measurement import describe_measure, take_measurement, write_features
+from advnorm.evaluation.outcomes import PackedOutcomes
+from advnorm.studies.measurement import describe_measure, measure_run, write_features
 from advnorm.studies.record import FORMAT, CellRecord
 from advnorm.studies.store import RecordStore
 from advnorm.studies.task import Task
@@ -168,16 +169,20 @@ def run_task(task: Task, store: RecordStore | None = None, *, progress: bool = F
         hint = "run the same command to resume"
         raise TrainingStopped("stopped", f"{cell.name} was stopped before its end", field=cell.name, hint=hint)
     values: dict[str, float] = {}
+    outcomes: list[PackedOutcomes] = []
     for measure in cell.measures:
         with show_progress(progress, stream=sys.stdout) as display:  # closed again: a benchmark opens its own
             display.print(f"{cell.name}: {describe_measure(asdict(measure))}")
-        values |= take_measurement(run, measure, task, progress=progress)
+        measured = measure_run(run, measure, task, progress=progress)
+        values |= measured.values
+        outcomes += measured.outcomes
     record = {
         "format": FORMAT,
         **asdict(task),
         "data_dir": None,
         "out": None,
         "values": values,
+        "outcomes": outcomes,
         "measures": [asdict(measure) for measure in cell.measures],
         "run": {key: value for key, value in run.record.items() if key != "format"},
         **environment(resolve_device(task.device)),
