@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from statistics import fmean, stdev
+from statistics import fmean
 
 from rich.box import SIMPLE
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from advnorm.report.studies import printed_decimals
+from advnorm.report.studies import MARKS, describe_clause, printed_decimals
 from advnorm.studies import Study
-from advnorm.studies.claims import Values
+from advnorm.studies.decision import Conclusion
 from advnorm.studies.report_data import short_name
 from advnorm.studies.results import values_read_by_check
 from advnorm.studies.store import RecordStore
-from advnorm.studies.study import Conclusion
 from advnorm.studies.task import Task
+from advnorm.studies.uncertainty import MeasuredValues
 from advnorm.training.cost import training_flops
 
 #: Maximum number of figure values in the terminal.
@@ -61,14 +62,14 @@ def _cost(left: Sequence[float | None], rates: Mapping[str, float]) -> str:
 
 def study_table(
     found: Study,
-    values: Values | None = None,
+    values: MeasuredValues | None = None,
     protocol: str = "",
     *,
     conclusion: Conclusion | None = None,
     cell: str | None = None,
     width: int = 80,
 ) -> Group | Text:
-    """Return the printed table with the measured numbers beside it: mean and spread over seeds.
+    """Return the printed table with the measured numbers beside it: mean with interval, and spread over seeds.
 
     ``cell`` restricts it to one cell. ``conclusion`` is the verdict, by default that of the values; each part of the
     claim has its own line. A figure without printed numbers shows its claim and the verdict.
@@ -77,19 +78,20 @@ def study_table(
     if protocol == "smoke":
         said = "A smoke test shows that the study runs; its numbers mean nothing and are not kept."
     elif values is not None:
-        verdict, clauses, _ = conclusion or found.evaluate_claim(values)
-        parts = [f"✓ {clause.text}" if clause.held else f"✗ fails: {clause.text}" for clause in clauses]
-        said = "\n".join([f"{said} {verdict.capitalize()}.", *parts])
+        conclusion = conclusion or found.evaluate_claim(values)
+        needs = f" ({conclusion.needs} would decide)" if conclusion.needs else ""
+        parts = [f"{MARKS[clause.verdict]} {describe_clause(clause)}" for clause in conclusion.clauses]
+        said = "\n".join([f"{said} {conclusion.verdict.capitalize()}{needs}.", *parts])
     title = f"{found.name}{'' if cell is None else f'/{cell}'} {protocol}".rstrip()
     rows: dict[str, dict[str, str]] = {}
     numbers = [number for number in found.numbers if cell in (None, number.cell)]
     decimals = printed_decimals(number.printed for number in numbers) or 1
     for number in numbers:
         text = "–" if number.printed is None else f"{number.printed:g}"
-        ours = (values or {}).get((number.cell, number.value))
-        if ours:
-            spread = f" ± {stdev(ours):.{decimals}f} (n={len(ours)})" if len(ours) > 1 else ""  # as in the report
-            text += f" | {fmean(ours):.{decimals}f}{spread}"
+        key = number.cell, number.value
+        if values is not None and (ours := values.samples.get(key)):
+            spread = "" if ours.spread is None else f" ± {ours.spread:.{decimals}f} (n={len(ours.values)})"
+            text += f" | {values.estimate(key, ours.mean):.{decimals}f}{spread}"
         elif values is not None:
             text += " | not run"
         rows.setdefault(number.row, {})[number.column] = text
@@ -117,7 +119,7 @@ def _fitted(rows: Mapping[str, Mapping[str, str]], columns: Sequence[str], width
     least, whole = {}, {}
     for column in columns:
         texts = [row.get(column, "") for row in rows.values()]
-        least[column] = max(map(len, [*column.split(), *(text.partition(" ±")[0] for text in texts)]))
+        least[column] = max(map(len, [*column.split(), *(re.split(r" [±(]", text)[0] for text in texts)]))
         whole[column] = max(map(len, [column, *texts]))
 
     def room(blocks: Sequence[Sequence[str]], gap: int) -> int:

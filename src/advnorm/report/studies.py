@@ -13,6 +13,7 @@ from advnorm.report.tables import MISSING, CellValue, ReportTable, make_columns
 
 if TYPE_CHECKING:  # a summary is plain data, so the page does not need torch
     from advnorm.studies import report_data
+    from advnorm.studies.decision import ClauseResult
 
 PROTOCOLS = {
     "paper": "the schedule as printed",
@@ -20,8 +21,7 @@ PROTOCOLS = {
     "1,000 images; not the paper's",
     "smoke": "two steps on synthetic images: shows that the parts work together, but nothing about the claim",
 }
-PARTLY = "partly run"
-MARKS = {"confirmed": "✓", "not confirmed": "✗", PARTLY: "◐", "not run": "○"}
+MARKS = {"supported": "✓", "contradicted": "✗", "undecided": "◐", "not run": "○"}
 NONE = "–"
 #: Limits of the page: an analysis may have thousands of numbers. The records have all.
 MOST_ENTRIES, MOST_FIGURES, LINES_PER_FIGURE = 60, 8, 4
@@ -49,20 +49,31 @@ def render_studies_page(summary: report_data.StudiesSummary) -> str:
 
 def count_verdicts(summary: report_data.StudiesSummary) -> dict[str, int]:
     """Count the studies by verdict. A study with several protocols counts once, with its most informative verdict."""
-    order = ("confirmed", "not confirmed"), (PARTLY,), ("not run",)
-
-    def most_informative(study: report_data.StudySummary) -> str:
-        verdicts = [_verdict(result) for result in study["results"]]
-        return next((verdict for rank in order for verdict in verdicts if verdict in rank), "not run")
-
-    found = Counter(map(most_informative, summary["studies"]))
+    found = Counter(most_informative(study)["verdict"] for study in summary["studies"])
     return {verdict: found[verdict] for verdict in MARKS}
 
 
-def _verdict(result: report_data.ProtocolResult) -> str:
-    """The verdict, or "partly run" if only some cells have records. Smoke tests do not count."""
-    partly = result["protocol"] != "smoke" and any(cell["seeds"] for cell in result["cells"])
-    return PARTLY if result["verdict"] == "not run" and partly else result["verdict"]
+def most_informative(study: report_data.StudySummary) -> report_data.ProtocolResult:
+    """The result that decides the claim; the paper's protocol comes first."""
+    order = ("supported", "contradicted"), ("undecided",), ("not run",)
+    return next(result for rank in order for result in study["results"] if result["verdict"] in rank)
+
+
+def describe_clause(clause: ClauseResult) -> str:
+    """The clause with its numbers; an undecided or failing one says so."""
+    text, held, verdict, one_network = clause
+    if one_network:
+        return f"{'holds' if held else 'fails'} on one network: {text}"
+    if verdict == "undecided":
+        return f"undecided, {'holds' if held else 'fails'} as measured: {text}"
+    return text if held else f"fails: {text}"
+
+
+def describe_verdict(result: report_data.ProtocolResult) -> str:
+    """``undecided (2 more seeds would decide)``, ``supported``; with the number of networks."""
+    needs = f" ({result['needs']} would decide)" if result["needs"] else ""
+    count = result["networks"]
+    return f"{result['verdict']}{needs}" + (f", on {count} network{'s' if count > 1 else ''}" if count else "")
 
 
 def format_cost(minutes: Mapping[str, float]) -> str | None:
@@ -98,6 +109,7 @@ def _result_data(study: report_data.StudySummary, result: report_data.ProtocolRe
         "cells": f"{len(done)} of {len(result['cells'])} run",
         **({"outdated records": ", ".join(result["outdated"])} if result["outdated"] else {}),
         "measured": "; ".join(result["measures"]) or None,
+        **({"no results per image": f"{result['without_outcomes']} records"} if result["without_outcomes"] else {}),
         "training cost": format_cost(result["minutes"]),
         "hardware": ", ".join(result["minutes"]) or None,
         "precision": ", ".join(result["precision"]) or None,
@@ -107,9 +119,11 @@ def _result_data(study: report_data.StudySummary, result: report_data.ProtocolRe
     return {
         "protocol": protocol,
         "about": "" if protocol is None else PROTOCOLS[protocol],
-        "verdict": _verdict(result),
-        "clauses": result["clauses"],
-        "failed": [text for text, held in result["clauses"] if not held],
+        "verdict": result["verdict"],
+        "needs": result["needs"],
+        "networks": result["networks"],
+        "clauses": [(clause[2], describe_clause(clause)) for clause in result["clauses"]],
+        "failed": [text for text, _, verdict, _ in result["clauses"] if verdict == "contradicted"],
         "done": f"{len(done)} of {len(result['cells'])} cells{_seed_counts(done)}"
         + (f", {len(result['outdated'])} outdated" if result["outdated"] else ""),
         "table": _number_table(shown) if shown else None,
@@ -149,11 +163,13 @@ def _format_number(value: float, decimals: int | None, sign: str = "") -> str:
 
 
 def _format_ours(entry: report_data.ComparedNumber, decimals: int | None) -> str | None:
-    """The mean and the spread."""
+    """The mean, its interval and the spread."""
     if entry["ours"] is None:
         return None
+    bounds = [_format_number(bound, decimals) for bound in entry["interval"] or ()]
+    interval = f" ({'–'.join(bounds)})" if bounds else ""
     spread = "" if entry["spread"] is None else f" ± {_format_number(entry['spread'], decimals)}"
-    return f"{_format_number(entry['ours'], decimals)}{spread}"
+    return f"{_format_number(entry['ours'], decimals)}{interval}{spread}"
 
 
 def _number_table(entries: Sequence[report_data.ComparedNumber]) -> ReportTable:
@@ -170,7 +186,7 @@ def _number_table(entries: Sequence[report_data.ComparedNumber]) -> ReportTable:
             )
             rows.append([entry["column"], *(ours if decimals is None else [paper, *ours, difference])])
     labels = ["ours", "n"] if decimals is None else ["paper", "ours", "n", "difference"]
-    note = "Ours: mean ± standard deviation over n seeds. "
+    note = "Ours: mean (95 % interval of an accuracy for other images) ± standard deviation over n seeds. "
     compared = f"Difference: ours minus paper. {NONE}: a number is missing."
     return {
         "title": "Numbers",

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
+from advnorm.studies.uncertainty import MeasuredValues
+
 #: Measured numbers by cell and name, each a list over seeds.
 Values = Mapping[tuple[str, str], Sequence[float]]
 #: Accuracies this close are "comparable", "similar" or "nearly the same". A "slight" loss is at most this, a "large"
@@ -32,7 +34,8 @@ DEFINITIONS = {
 def mean(values: Values, cell: str, value: str) -> float:
     """Return the mean of a value over seeds; raise KeyError if it was not measured."""
     found = values[cell, value]
-    return sum(found) / len(found)
+    average = sum(found) / len(found)
+    return values.estimate((cell, value), average) if isinstance(values, MeasuredValues) else average
 
 
 def epochs_of(values: Values, cell: str, value: str) -> list[int]:

@@ -17,8 +17,9 @@ from advnorm.evaluation.benchmark import benchmark
 from advnorm.evaluation.outcomes import PackedOutcomes, encode_rows, pack_bits
 from advnorm.evaluation.results import fraction
 from advnorm.evaluation.target import EvaluationTarget, open_run
-from advnorm.studies.study import ANALYSIS_IMAGES, Measure
+from advnorm.studies.study import Measure
 from advnorm.studies.task import Task
+from advnorm.studies.uncertainty import ANALYSIS_IMAGES
 from advnorm.threat import ThreatModel
 from advnorm.training.run import Run
 

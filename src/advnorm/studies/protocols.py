@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from advnorm.config import Config, Named
-from advnorm.studies.study import ANALYSIS_IMAGES, Cell, Measure, Protocol
+from advnorm.studies.study import Cell, Measure, Protocol
+from advnorm.studies.uncertainty import ANALYSIS_IMAGES
 
 #: The shortened schedule: epochs, batch size, norm at which the whole gradient is clipped.
 FAST_EPOCHS, FAST_BATCH, FAST_CLIP = 30, 512, 1.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
@@ -10,13 +9,22 @@ from typing import Any, TypedDict, get_args
 
 from advnorm._core.errors import ConfigError, Problem
 from advnorm.studies.claims import DEFINITIONS
+from advnorm.studies.decision import ClaimVerdict, ClauseResult, Conclusion
 from advnorm.studies.measurement import describe_measure
 from advnorm.studies.protocols import plan_cell
 from advnorm.studies.record import CellRecord, flatten_settings, outdated_settings, with_defaults
 from advnorm.studies.registry import PAPERS, STUDIES
-from advnorm.studies.results import current_records, shown_records, values_by_cell, values_read_by_check
+from advnorm.studies.results import (
+    count_networks,
+    current_records,
+    missing_numbers,
+    shown_records,
+    training_key,
+    values_read_by_check,
+)
 from advnorm.studies.store import RecordStore, select_for_study
-from advnorm.studies.study import Cell, ClaimVerdict, PrintedNumber, Protocol, Study, Values
+from advnorm.studies.study import Cell, PrintedNumber, Protocol, Study
+from advnorm.studies.uncertainty import Key, MeasuredValues, collect_samples
 
 #: Folders that the runner keeps beside the records.
 WORKING_FOLDERS = ("runs", "features")
@@ -25,7 +33,8 @@ WORKING_FOLDERS = ("runs", "features")
 class ComparedNumber(TypedDict):
     """A printed number and its measured mean over seeds; None if one of them is missing.
 
-    ``spread`` is the standard deviation over at least two seeds, with n - 1 in the denominator.
+    ``interval`` is the 95 % interval of an accuracy for other images. ``spread`` is the standard deviation over at
+    least two seeds, with n - 1 in the denominator. ``images`` is the number of images, None if it is unknown.
     """
 
     row: str
@@ -34,6 +43,8 @@ class ComparedNumber(TypedDict):
     value: str
     paper: float | None
     ours: float | None
+    interval: tuple[float, float] | None
+    images: int | None
     spread: float | None
     n: int
     difference: float | None
@@ -71,7 +82,10 @@ class ProtocolResult(TypedDict):
 
     protocol: Protocol | None
     verdict: ClaimVerdict
-    clauses: list[tuple[str, bool]]  # the clauses that could be evaluated, and whether each holds
+    needs: str  # what would decide an undecided claim
+    networks: int  # independent trainings that the verdict rests on
+    clauses: list[ClauseResult]  # the clauses that could be evaluated
+    without_outcomes: int  # records without results per image
     entries: list[ComparedNumber]
     series: list[NumberSeries]
     cells: list[CellStatus]
@@ -151,19 +165,23 @@ def _summarize_protocol(
     study: Study, protocol: Protocol | None, records: Sequence[CellRecord], problems: list[Problem]
 ) -> ProtocolResult:
     cells = study.by_name
-    values = values_by_cell(shown_records(records, cells))
+    values, current = collect_samples(shown_records(records, cells)), current_records(records, cells)
     statuses, settings = list_cell_statuses(cells.values(), protocol, records)
-    verdict, clauses, problem = study.evaluate_claim(values_by_cell(current_records(records, cells)))
-    problems += [problem] if problem else []
-    if protocol == "smoke":  # two steps on synthetic images give no evidence for a claim
-        verdict, clauses = "not run", ()
+    conclusion = Conclusion("not run")
+    if protocol not in (None, "smoke"):  # two steps on synthetic images give no evidence for a claim
+        conclusion = study.evaluate_claim(collect_samples(current))
+        problems += missing_numbers(study, current, conclusion)
+    problems += [conclusion.problem] if conclusion.problem else []
     entries, series = [compare_number(values, number) for number in study.numbers], []
     if not entries:  # a figure without printed numbers
         entries, series = arrange_numbers(values, values_read_by_check(study, values))
     return ProtocolResult(
         protocol=protocol,
-        verdict=verdict,
-        clauses=[(clause.text, clause.held) for clause in clauses],
+        verdict=conclusion.verdict,
+        needs=conclusion.needs,
+        networks=count_networks(study, current) if conclusion.clauses else 0,
+        clauses=list(conclusion.clauses),
+        without_outcomes=sum(not r.get("outcomes") and _is_benchmark(r) for r in records),
         entries=entries,
         series=series,
         cells=statuses,
@@ -204,10 +222,10 @@ def list_cell_statuses(
     return statuses, common
 
 
-def compare_number(values: Values, number: PrintedNumber) -> ComparedNumber:
+def compare_number(values: MeasuredValues, number: PrintedNumber) -> ComparedNumber:
     """Return a printed number with the measured one."""
-    sample, paper = values.get((number.cell, number.value), ()), number.printed
-    ours = statistics.fmean(sample) if sample else None
+    sample, paper = values.samples.get((number.cell, number.value)), number.printed
+    ours = sample.mean if sample else None
     return ComparedNumber(
         row=number.row,
         column=number.column,
@@ -215,13 +233,15 @@ def compare_number(values: Values, number: PrintedNumber) -> ComparedNumber:
         value=number.value,
         paper=paper,
         ours=ours,
-        spread=statistics.stdev(sample) if len(sample) > 1 else None,
-        n=len(sample),
+        interval=sample.interval if sample else None,
+        images=sample.images if sample else None,
+        spread=sample.spread if sample else None,
+        n=len(sample.values) if sample else 0,
         difference=None if ours is None or paper is None else ours - paper,
     )
 
 
-def arrange_numbers(values: Values, first: Set[tuple[str, str]]) -> tuple[list[ComparedNumber], list[NumberSeries]]:
+def arrange_numbers(values: MeasuredValues, first: Set[Key]) -> tuple[list[ComparedNumber], list[NumberSeries]]:
     """Separate single numbers from series: ``accuracy/0``, ``accuracy/1`` or ``1/loss``, ``2/loss``.
 
     Layers form a series too: ``layers/AP/bn1/total``, ``layers/AP/layer1.0.bn1/total``. The numbers in ``first`` come
@@ -262,13 +282,17 @@ def short_name(name: str) -> str:
     return name.replace("networks/run/", "")
 
 
+def _is_benchmark(record: CellRecord) -> bool:
+    return any(measure.get("name", "benchmark") == "benchmark" for measure in record["measures"])
+
+
 def _minutes_by_device(records: Iterable[CellRecord]) -> dict[str, float]:
     """Sum the minutes of training over all processes. A run that several records share counts once."""
     minutes: dict[str, float] = {}
     seen = set()
     for record in records:
         run = record["run"]
-        key = json.dumps([run["config"], record["seed"], run["seconds"]], sort_keys=True)
+        key = training_key(record)
         if key not in seen:
             seen.add(key)
             device = str(run.get("device"))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from advnorm._core.errors import ConfigError, Problem
@@ -12,20 +13,23 @@ from advnorm.studies.record import CellRecord, outdated_settings
 from advnorm.studies.registry import STUDIES
 from advnorm.studies.store import RecordStore
 from advnorm.studies.study import Cell, Conclusion, Protocol, Study, Values
+from advnorm.studies.uncertainty import MeasuredValues, collect_samples
 from advnorm.training.cost import training_flops
 
 
 def evaluate_study(
     study: Study, store: RecordStore, *, protocol: Protocol, seeds: Iterable[int] | None = None
-) -> tuple[Values, Conclusion, list[Problem]]:
+) -> tuple[MeasuredValues, Conclusion, list[Problem]]:
     """Return the measured values of a study, the conclusion on its claim, and the problems with its records.
 
     A cell without any current record contributes its outdated ones, which never decide the claim.
     """
     records, problems = store.read_study(study, protocol, seeds)
-    conclusion = study.evaluate_claim(values_by_cell(current_records(records, study.by_name)))
+    current = current_records(records, study.by_name)
+    conclusion = study.evaluate_claim(collect_samples(current))
     problems += [conclusion.problem] if conclusion.problem else []
-    return values_by_cell(shown_records(records, study.by_name)), conclusion, problems
+    problems += missing_numbers(study, current, conclusion)
+    return collect_samples(shown_records(records, study.by_name)), conclusion, problems
 
 
 def current_records(records: Sequence[CellRecord], cells: Mapping[str, Cell]) -> list[CellRecord]:
@@ -40,25 +44,39 @@ def shown_records(records: Sequence[CellRecord], cells: Mapping[str, Cell]) -> l
     return [record for record in records if record["cell"] not in known] + current
 
 
-def values_by_cell(records: Iterable[CellRecord]) -> dict[tuple[str, str], list[float]]:
-    """Return numbers by cell and name, each a list over seeds."""
-    values: dict[tuple[str, str], list[float]] = {}
-    for record in records:
-        for name, value in record["values"].items():
-            values.setdefault((record["cell"], name), []).append(float(value))
-    return values
+def missing_numbers(study: Study, records: Sequence[CellRecord], conclusion: Conclusion) -> list[Problem]:
+    """Report records without a number that the printed table shows or that the check of the claim reads."""
+    wanted = {(number.cell, number.value) for number in study.numbers}
+    wanted |= {conclusion.missing} if conclusion.missing else set()
+    return [
+        Problem(
+            code="missing_value",
+            message=f"{{field}} lacks {', '.join(lacking)}",
+            field=f"records/{record.get('measured_for', record['study'])}/{record['cell']}/"
+            f"{record['protocol']}-seed{record['seed']}.json",
+            hint="delete the file, then the same command measures the cell again",
+        )
+        for record in records
+        if (lacking := sorted(name for cell, name in wanted if cell == record["cell"] and name not in record["values"]))
+    ]
 
 
-class _ReadLog(dict[tuple[str, str], Sequence[float]]):
+class _ReadLog(Mapping[tuple[str, str], Sequence[float]]):
     """Values that log which of them were read."""
 
     def __init__(self, values: Values) -> None:
-        super().__init__(values)
+        self._values = values
         self.read: set[tuple[str, str]] = set()
 
     def __getitem__(self, key: tuple[str, str]) -> Sequence[float]:
         self.read.add(key)
-        return super().__getitem__(key)
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
 
 
 def values_read_by_check(study: Study, values: Values) -> set[tuple[str, str]]:
@@ -66,6 +84,17 @@ def values_read_by_check(study: Study, values: Values) -> set[tuple[str, str]]:
     log = _ReadLog(values)
     study.evaluate_claim(log)
     return log.read
+
+
+def count_networks(study: Study, records: Sequence[CellRecord]) -> int:
+    """Count the independent trainings, by settings and seed, whose numbers the check of the claim reads."""
+    cells = {cell for cell, _ in values_read_by_check(study, collect_samples(records))}
+    return len({training_key(record) for record in records if record["cell"] in cells})
+
+
+def training_key(record: CellRecord) -> str:
+    """Identify the training of a record, which several records may share."""
+    return json.dumps([record["run"]["config"], record["seed"], record["run"]["seconds"]], sort_keys=True)
 
 
 def training_rates(study: Study, store: RecordStore) -> dict[str, float]:

@@ -8,30 +8,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib.resources import files
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from advnorm._core.errors import ConfigError, Problem, first_line, raise_problems, unknown_name
+from advnorm._core.errors import ConfigError, raise_problems, unknown_name
 from advnorm._core.records import digest
 from advnorm.config import Config
-from advnorm.studies.claims import Clause, Values
+from advnorm.studies.claims import Values
+from advnorm.studies.decision import Check, ClaimVerdict, Conclusion, decide
 
 #: The printed schedule, a shortened one, or two steps on synthetic images.
 Protocol = Literal["paper", "fast", "smoke"]
-ClaimVerdict = Literal["confirmed", "not confirmed", "not run"]
-#: Number of images of an analysis whose measure names no ``limit``.
-ANALYSIS_IMAGES = 1000
-#: Yields the clauses of a claim in order; raises KeyError or IndexError if a number was not measured.
-Check = Callable[[Values], Iterable[Clause]]
 #: Maps a row label and a column of the printed table to a cell and a value name; None for derived numbers.
 Locate = Callable[[Mapping[str, Any], str], tuple[str, str] | None]
-
-
-class Conclusion(NamedTuple):
-    """The verdict on a claim, the clauses that could be evaluated, and the problem with the values, if any."""
-
-    verdict: ClaimVerdict
-    clauses: Sequence[Clause] = ()
-    problem: Problem | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,23 +115,8 @@ class Study:
         return self.evaluate_claim(values).verdict
 
     def evaluate_claim(self, values: Values) -> Conclusion:
-        """Evaluate the clauses in order, up to the first that needs a missing number. One clause that fails decides."""
-        clauses: list[Clause] = []
-        complete, problem = False, None
-        try:
-            for clause in self.check(values):
-                clauses.append(Clause(*clause))  # clauses before an error are kept
-            complete = bool(clauses)
-        except (KeyError, IndexError):
-            pass
-        except ArithmeticError as error:  # a spread or a smoothness of 0
-            clauses.append(Clause(f"the networks have not collapsed ({first_line(error)})", False))
-        except (ValueError, TypeError, AttributeError) as error:
-            text = f"the check of {{field}} cannot read the recorded values: {first_line(error)}"
-            problem = Problem(code="damaged_file", message=text, field=self.name)
-        if not all(clause.held for clause in clauses):
-            return Conclusion("not confirmed", clauses, problem)
-        return Conclusion("confirmed" if complete else "not run", clauses, problem)
+        """Evaluate the claim; see :func:`decide`."""
+        return decide(self.name, self.check, values, self.by_name)
 
 
 def _located_numbers(study: Study) -> Iterator[PrintedNumber]:
