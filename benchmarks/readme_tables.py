@@ -7,7 +7,13 @@ python benchmarks/readme_tables.py --check    # exit status 1 where it would cha
 import json
 import re
 import sys
+from functools import cache
 from pathlib import Path
+
+from advnorm.evaluation.statistics import format_accuracy
+from advnorm.report.results import outcome_sentence, results_markdown
+from advnorm.studies.report_data import summarize_studies
+from advnorm.studies.uncertainty import TEST_IMAGES
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
@@ -30,14 +36,15 @@ def norms():
 def autoattack():
     """AutoAttack in each precision and the official code, beside what ran first on the same network and images."""
     rows = [
-        "| AutoAttack standard | images | seconds | speed-up | robust accuracy | agreement |",
+        "| AutoAttack standard | images | seconds | speed-up | robust accuracy, % | agreement |",
         "|---|---|---|---|---|---|",
     ]
     conditions = []
     for path in sorted(RECORDS.glob("autoattack_*.json")):
         record = json.loads(path.read_text())
         for name, row in record["rows"].items():
-            beside = [f"{row['speedup']:.2f}×", f"{row['robust']:.2%}", f"{row['agreement']:.2%}"]
+            robust = format_accuracy(row["robust"], record["images"], 2)
+            beside = [f"{row['speedup']:.2f}×", robust, f"{row['agreement']:.2%}"]
             rows.append(f"| {name} | {record['images']:,} | {row['seconds']:.1f} | {' | '.join(beside)} |")
         conditions.append(
             f"The first N CIFAR-10 test images, {record['model']}, {record['threat']}, {record['device']}, seed "
@@ -63,7 +70,8 @@ def cifar10():
         values, config = record["values"], record["run"]["config"]
         norm = f"`{config['norm']}`" + (" + KL" if config["objective"].get("kl_weight") else "")
         for branch in dict.fromkeys(name.split("/")[0] for name in values):
-            accuracies = [f"{values[f'{branch}/{attack}']:.1f}" for attack in ("clean", "pgd10", "autoattack")]
+            shares = (values[f"{branch}/{attack}"] / 100 for attack in ("clean", "pgd10", "autoattack"))
+            accuracies = [format_accuracy(share, TEST_IMAGES[config["data"]["name"]]) for share in shares]
             rows.append(f"| {config['eps']} | {norm} | {branch} | {' | '.join(accuracies)} |")
     run = records[0]["run"]
     config = run["config"]
@@ -71,8 +79,8 @@ def cifar10():
         [
             *rows,
             "",
-            f"Accuracy in percent: CIFAR-10, {config['model']['name']}, {config['epochs']} epochs at batch "
-            f"{config['batch_size']} (a shortened schedule), all test images, seed {config['seed']},",
+            f"Accuracy in percent (95 % interval): CIFAR-10, {config['model']['name']}, {config['epochs']} epochs at "
+            f"batch {config['batch_size']} (a shortened schedule), all test images, seed {config['seed']},",
             f"{run['precision']} on one {run['device']}.",
         ]
     )
@@ -91,14 +99,15 @@ def distances():
         record = json.loads(path.read_text())
         found.append((record["run"]["config"], record["measures"][0]["options"]["limit"], record["values"]))
     rows = [
-        "| network | training | images | clean / PGD / AutoAttack | clean – PGD | clean – AutoAttack "
+        "| network | training | images | clean / PGD / AutoAttack, % | clean – PGD | clean – AutoAttack "
         "| PGD – AutoAttack |",
         "|---" * 7 + "|",
     ]
     for config, images, values in sorted(found, key=lambda each: -each[-1]["sums/clean-adv"]):
         objective = " ".join(str(value) for value in config["objective"].values())
         trained = f"{objective}, {config['eps']}, {config['epochs']} epochs, seed {config['seed']}"
-        accuracies = " / ".join(f"{values[f'accuracy/{kind}']:.1%}" for kind in ("clean", "adv", "autoattack"))
+        kinds = ("clean", "adv", "autoattack")
+        accuracies = " / ".join(format_accuracy(values[f"accuracy/{kind}"], images) for kind in kinds)
         cells = [f"{values[f'sums/{pair}']:.3g} ({values[f'relative_sums/{pair}']:.4g})" for pair in pairs]
         network = f"{config['model']['name']}, `{config['norm']}`"
         rows.append(f"| {network} | {trained} | {images:,} | {accuracies} | {' | '.join(cells)} |")
@@ -241,8 +250,39 @@ def default_words(default):
     return f"`{str(default).lower() if isinstance(default, bool) else default}`"
 
 
+@cache
+def studies():
+    return summarize_studies(RESULTS)
+
+
+def table3():
+    """A/table3 by the paper's protocol, with intervals; a cell without a record is missing."""
+    (study,) = (study for study in studies()["studies"] if study["name"] == "A/table3")
+    results = {result["protocol"]: result for result in study["results"]}
+    found = {}
+    for entry in results["paper" if "paper" in results else next(iter(results))]["entries"]:
+        shown = "not run"
+        if "paper" in results and entry["ours"] is not None:
+            shown = f"{entry['ours']:.1f} ({entry['interval'][0]:.1f}–{entry['interval'][1]:.1f})"
+            shown += "" if entry["spread"] is None else f" ± {entry['spread']:.1f}"
+        paper = "–" if entry["paper"] is None else f"{entry['paper']:.1f}"
+        found.setdefault(entry["row"], {})[entry["column"]] = f"{paper} / {shown}"
+    columns = list(dict.fromkeys(column for row in found.values() for column in row))
+    lines = [f"| printed / ours | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    lines += [f"| {row} | {' | '.join(cells.get(c, '–') for c in columns)} |" for row, cells in found.items()]
+    note = "Percent, in brackets the 95 % interval for other images, ± the standard deviation over seeds."
+    return "\n".join([*lines, "", f"A/table3 by the paper's schedule. {note}"])
+
+
 PAGES = {
-    "README.md": {"cifar10": cifar10, "epochs": epochs, "norms": norms, "autoattack": autoattack},
+    "docs/results.md": {"results": lambda: results_markdown(studies()), "table3": table3},
+    "README.md": {
+        "outcome": lambda: outcome_sentence(studies()),
+        "cifar10": cifar10,
+        "epochs": epochs,
+        "norms": norms,
+        "autoattack": autoattack,
+    },
     "docs/configuration.md": {"settings": settings},
     "docs/analysis_statistics.md": {"distances": distances},
     "docs/speed.md": {"train": lambda: trained(training("train_*.json")), "parts": parts, "growth": growth},

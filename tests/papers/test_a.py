@@ -63,10 +63,10 @@ def test_the_check_of_table_7_needs_no_lost_number(as_printed):
         ("A/table7", "dual_linear/eps16", "clean/pgd10", 28.0),
     ],
 )
-def test_a_number_that_contradicts_the_claim_is_not_confirmed(as_printed, name, cell, value, other):
+def test_a_number_that_contradicts_the_claim_is_contradicted(as_printed, name, cell, value, other):
     values = as_printed(name)
     assert (cell, value) in values
-    assert STUDIES.get(name).verdict({**values, (cell, value): [other]}) == "not confirmed"
+    assert STUDIES.get(name).verdict({**values, (cell, value): [other]}) == "contradicted"
 
 
 @pytest.mark.parametrize(("missing", "left"), [("setup1/eps16", "8"), ("dual_bn/eps8", "16"), ("single/eps16", "8")])
@@ -75,7 +75,7 @@ def test_one_eps_is_evaluated_even_if_a_cell_of_the_other_is_missing(as_printed,
     study, alone = STUDIES.get("A/table3"), f"single/eps{left}"
     assert study.verdict(values) == "not run"
     found = study.evaluate_claim({**values, (alone, "shared/autoattack"): [47.0]})
-    assert found.verdict == "not confirmed"
+    assert found.verdict == "contradicted"
     assert any(f"far above a single BN at {left}/255" in clause.text and not clause.held for clause in found.clauses)
 
 
@@ -102,10 +102,10 @@ NO_ROBUSTNESS = [("", "shared/autoattack", 0.0), ("dual_affine_", "adv/autoattac
         ("A/table8", {("single/eps16", "shared/pgd10"): 60.0, ("single/eps16", "shared/autoattack"): 23.6}),
     ],
 )
-def test_half_of_a_claim_is_not_confirmed(as_printed, name, changes):
+def test_half_of_a_claim_is_contradicted(as_printed, name, changes):
     values = as_printed(name)
     assert changes.keys() <= values.keys()
-    assert STUDIES.get(name).verdict(values | {place: [other] for place, other in changes.items()}) == "not confirmed"
+    assert STUDIES.get(name).verdict(values | {place: [other] for place, other in changes.items()}) == "contradicted"
 
 
 # The figures print no numbers: each check gets made-up ones that hold the claim, and a change that breaks it. Two seeds
@@ -157,9 +157,9 @@ GAPS = {
 )
 def test_only_numbers_that_fit_the_claim_of_a_figure_confirm_it(name, values, change):
     study = STUDIES.get(name)
-    assert study.verdict(values) == "confirmed"
+    assert study.verdict(values) == "supported"
     assert change.keys() <= values.keys()
-    assert study.verdict({**values, **change}) == "not confirmed"
+    assert study.verdict({**values, **change}) == "contradicted"
 
 
 # -- really run --------------------------------------------------------------------------------------------------------

@@ -51,10 +51,10 @@ ONE_LARGE_GAIN = {
         ),  # no better trade-off
     ],
 )
-def test_numbers_that_contradict_the_claim_are_not_confirmed(name, changed, as_printed):
+def test_numbers_that_contradict_the_claim_are_contradicted(name, changed, as_printed):
     values = as_printed(name)
     assert changed.keys() <= values.keys()
-    assert STUDIES.get(name).verdict({**values, **{key: [v] for key, v in changed.items()}}) == "not confirmed"
+    assert STUDIES.get(name).verdict({**values, **{key: [v] for key, v in changed.items()}}) == "contradicted"
 
 
 # The figures print no numbers of cells: each check gets made-up ones that hold the claim, and a change that breaks it.
@@ -108,13 +108,13 @@ FIG5 |= {f"{LARGE}/mat_cat_{gamma:g}": (90.0, 33.0, 4.0) for gamma in (0.3, 0.4,
 def test_only_curves_that_fit_the_claim_confirm_it(name, points, changed):
     study = STUDIES.get(name)
     assert {cell.name for cell in study.cells()} <= points.keys()
-    assert study.verdict(accuracies(points)) == "confirmed"
-    assert study.verdict(accuracies({**points, **changed})) == "not confirmed"
+    assert study.verdict(accuracies(points)) == "supported"
+    assert study.verdict(accuracies({**points, **changed})) == "contradicted"
 
 
 def test_falsely_robust_points_are_not_part_of_a_trade_off():
     false = {f"{LARGE}/mat_cat_{gamma:g}": (94.0, 33.0, 4.0) for gamma in (0.3, 0.4, 0.5, 0.75)}
-    assert STUDIES.get("C/fig2").verdict(accuracies({**FIG2, **false})) == "confirmed"
+    assert STUDIES.get("C/fig2").verdict(accuracies({**FIG2, **false})) == "supported"
 
 
 def plane(cell, centres):
@@ -135,10 +135,10 @@ PAIRED_PLANE = plane(f"{LARGE}/mat_cat_0.5_kl_0.4", {"clean": -1.0, "adv": 1.0, 
 @pytest.mark.parametrize(
     ("values", "verdict"),
     [
-        (FALSE_PLANE | PAIRED_PLANE, "confirmed"),
+        (FALSE_PLANE | PAIRED_PLANE, "supported"),
         (FALSE_PLANE, "not run"),
-        (FALSE_PLANE | plane(f"{LARGE}/mat_cat_0.5_kl_0.4", {"clean": -9.0, "adv": 9.0}), "not confirmed"),
-        (plane(f"{LARGE}/mat_cat_0.5", {"clean": -5.0, "adv": 5.0, "autoattack": 9.0}) | PAIRED_PLANE, "not confirmed"),
+        (FALSE_PLANE | plane(f"{LARGE}/mat_cat_0.5_kl_0.4", {"clean": -9.0, "adv": 9.0}), "contradicted"),
+        (plane(f"{LARGE}/mat_cat_0.5", {"clean": -5.0, "adv": 5.0, "autoattack": 9.0}) | PAIRED_PLANE, "contradicted"),
     ],
 )
 def test_the_projection_compares_the_distance_of_domains_and_the_points_between(values, verdict):
@@ -148,13 +148,13 @@ def test_the_projection_compares_the_distance_of_domains_and_the_points_between(
 @pytest.mark.parametrize(
     ("sequential", "concatenated", "verdict"),
     [
-        ((2, 20, 4, 15), (3, 2, 1.5, 1), "confirmed"),
-        ((1, 1, 1, 10), (3, 2, 1.5, 1), "not confirmed"),  # shoots up once
-        ((20, 20, 20, 20), (3, 2, 1.5, 1), "not confirmed"),  # never does
-        ((2, 20, 4, 15), (2, 1.9, 1.8, 1.5), "not confirmed"),  # comes hardly nearer
-        ((2, 20, 4, 15), (3, 1, 2.5, 1), "not confirmed"),  # not steadily
-        ((2, 8, 2, 8), (3, 2, 1.5, 1), "not confirmed"),  # not to zero, beside the other
-        ((1, 2, 1, 12), (40, 9, 3, 1), "not confirmed"),  # the smaller ones on the whole
+        ((2, 20, 4, 15), (3, 2, 1.5, 1), "supported"),
+        ((1, 1, 1, 10), (3, 2, 1.5, 1), "contradicted"),  # shoots up once
+        ((20, 20, 20, 20), (3, 2, 1.5, 1), "contradicted"),  # never does
+        ((2, 20, 4, 15), (2, 1.9, 1.8, 1.5), "contradicted"),  # comes hardly nearer
+        ((2, 20, 4, 15), (3, 1, 2.5, 1), "contradicted"),  # not steadily
+        ((2, 8, 2, 8), (3, 2, 1.5, 1), "contradicted"),  # not to zero, beside the other
+        ((1, 2, 1, 12), (40, 9, 3, 1), "contradicted"),  # the smaller ones on the whole
         ((2, 20, 4, 15), (), "not run"),
     ],
 )

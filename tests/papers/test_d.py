@@ -19,7 +19,7 @@ from support.study_records import collect_values
 def test_a_claim_on_small_images_needs_no_imagenet(as_printed):
     study = STUDIES.get("D/table1")
     small = {place: value for place, value in as_printed("D/table1").items() if not place[0].startswith("imagenet")}
-    assert study.verdict(small) == "confirmed"
+    assert study.verdict(small) == "supported"
     del small["svhn/vgg16/bn", "shared/cw l2 0.25"]
     assert study.verdict(small) == "not run"
 
@@ -191,7 +191,7 @@ MADE_UP = {
 def test_a_claim_about_the_whole_training_is_checked_at_every_moment(cell):
     values = {place: [value] for place, value in less_robust("bn").items()}
     values[cell, f"20/{LIGS.format('gaussian')}"] = [0.8]  # above none's 0.6, and below 0.9
-    assert STUDIES.get("D/fig4").verdict(values) == "not confirmed"
+    assert STUDIES.get("D/fig4").verdict(values) == "contradicted"
 
 
 @pytest.mark.parametrize(("name", "worse"), [("gaussian_noise", -50), ("fog", 50), ("speckle_noise", -50)])
@@ -199,11 +199,11 @@ def test_the_claim_covers_corruptions_after_adversarial_training(name, worse):
     values = fig1()
     study = STUDIES.get("D/fig1")
     assert all(name in cell.measures[0].options["corruptions"] for cell in study.cells())
-    assert study.verdict({place: [value] for place, value in values.items()}) == "confirmed"
+    assert study.verdict({place: [value] for place, value in values.items()}) == "supported"
     there = {place for place in values if place[0] == "robust/gn" and f"/{name}/" in place[1]}
     assert there
     changed = {place: [value + worse * (place in there)] for place, value in values.items()}
-    assert study.verdict(changed) == "not confirmed"
+    assert study.verdict(changed) == "contradicted"
     assert study.verdict({place: [value] for place, value in values.items() if place not in there}) == "not run"
 
 
@@ -211,11 +211,11 @@ def test_ligs_with_bn_must_be_lower_at_every_moment():
     values = {place: [value] for place, value in fig2().items()}
     between = {(cell, f"75/{LIGS.format('fgsm')}"): [value] for cell, value in (("none", 0.8), ("bn", 0.5))}
     study = STUDIES.get("D/fig2")
-    assert study.verdict(values | between) == "confirmed"
-    assert study.verdict(values | between | {("bn", f"75/{LIGS.format('fgsm')}"): [0.81]}) == "not confirmed"
+    assert study.verdict(values | between) == "supported"
+    assert study.verdict(values | between | {("bn", f"75/{LIGS.format('fgsm')}"): [0.81]}) == "contradicted"
 
 
-@pytest.mark.parametrize(("gain", "verdict"), [(7.5, "confirmed"), (20.0, "confirmed"), (0.5, "not confirmed")])
+@pytest.mark.parametrize(("gain", "verdict"), [(7.5, "supported"), (20.0, "supported"), (0.5, "contradicted")])
 def test_the_boost_by_adapted_statistics_may_be_larger_than_printed(as_printed, gain, verdict):
     values = as_printed("D/table7")
     (before,) = values["vgg16", "networks/run/mean"]
@@ -234,9 +234,9 @@ def test_values_that_fit_the_paper_confirm_the_claim_and_opposite_values_do_not(
     values = MADE_UP[name]()
     cells = {cell.name for cell in study.cells()}
     assert {cell for cell, _ in values} <= cells
-    assert study.verdict({place: [value, value] for place, value in values.items()}) == "confirmed"
+    assert study.verdict({place: [value, value] for place, value in values.items()}) == "supported"
     upside_down = {place: [300 - 99 * value] for place, value in values.items()}
-    assert study.verdict(upside_down) == "not confirmed"
+    assert study.verdict(upside_down) == "contradicted"
 
 
 # -- smoke -------------------------------------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ def test_conflicting_features_are_made_learned_and_measured(tmp_path):
     values, _ = collect_values(study, protocol="smoke", out=tmp_path)
     robust, other = (f"1/aligned_with_{kind}_features/0" for kind in ("robust", "non_robust"))
     assert 0 <= mean(values, "D_conflict/bn", robust) + mean(values, "D_conflict/bn", other) <= 100
-    assert study.verdict(values) in ("confirmed", "not confirmed")
+    assert study.verdict(values) in ("supported", "contradicted")
     by_recipe = {
         folder.name.split("-")[-1 if folder.name.endswith("D_R") else -2]: folder for folder in features(tmp_path)
     }

@@ -68,7 +68,7 @@ def test_the_numbers_of_table_7_and_of_the_text_confirm_the_claims_of_figures(na
     values["clean/resnet338", "shared/clean"] = [78.9 + 0.5]  # sec. 5
     values["adv_to_clean", "shared/clean"] = [73]  # sec. 4.4
     values["clean_to_adv", "shared/pgd2000"] = [0]
-    assert STUDIES.get(name).verdict(values) == "confirmed"
+    assert STUDIES.get(name).verdict(values) == "supported"
 
 
 def statistics(cell, series):
@@ -89,11 +89,11 @@ def test_only_larger_adversarial_statistics_confirm_figure_5():
     def verdict(clean, adv):
         return study.verdict(statistics("mbn_hybrid/pgd30", {"NS^clean_running": clean, "NS^adv_running": adv}))
 
-    assert verdict(small, large) == "confirmed"
-    assert verdict(large, small) == verdict(small, {**large, "std": small["std"]}) == "not confirmed"
+    assert verdict(small, large) == "supported"
+    assert verdict(large, small) == verdict(small, {**large, "std": small["std"]}) == "contradicted"
 
 
-def test_figure_6_is_confirmed_if_variances_differ_more_than_means():
+def test_figure_6_is_supported_if_variances_differ_more_than_means():
     stored = {"mean": [0.0, 1.0], "std": [1.0, 2.0]}
     other_variance = {"mean": [0.01, 1.0], "std": [1.0, 2.5]}
     other_mean = {"mean": [0.5, 1.0], "std": [1.0, 2.0]}
@@ -102,14 +102,14 @@ def test_figure_6_is_confirmed_if_variances_differ_more_than_means():
     def verdict(batch):
         return study.verdict(statistics("adv/pgd30", {"running": stored, "batch 1": stored, "batch 2": batch}))
 
-    assert verdict(other_variance) == "confirmed"
-    assert verdict(other_mean) == "not confirmed"
-    assert verdict({"mean": [0.5, 1.0], "std": [1.0, 4.0]}) == "not confirmed"  # the means are not the same either
+    assert verdict(other_variance) == "supported"
+    assert verdict(other_mean) == "contradicted"
+    assert verdict({"mean": [0.5, 1.0], "std": [1.0, 4.0]}) == "contradicted"  # the means are not the same either
     kinds = {"running": stored, "batch 1": stored, "batch 2": {"mean": [0.4, 1.0], "std": [1.0, 4.0]}}
     up, down = (statistics("adv/pgd30", kinds) for _ in range(2))
     down["adv/pgd30", "statistics/batch 2/mean/0"] = [-0.4]
     both = {place: [*up[place], *down[place]] for place in up}
-    assert study.verdict(up) == study.verdict(down) == study.verdict(both) == "not confirmed"  # not their mean, 0
+    assert study.verdict(up) == study.verdict(down) == study.verdict(both) == "contradicted"  # not their mean, 0
 
 
 def test_claims_are_refuted_by_numbers_that_contradict_them(as_printed):
@@ -121,7 +121,7 @@ def test_claims_are_refuted_by_numbers_that_contradict_them(as_printed):
     values["mbn_alp/pgd30", "clean/clean"] = [50.0]
     flat = {"E/fig3", "E/fig5", "E/fig6"}
     for name in set(NAMES) - flat:
-        assert STUDIES.get(name).verdict(values) == "not confirmed", name
+        assert STUDIES.get(name).verdict(values) == "contradicted", name
 
 
 @pytest.mark.parametrize("name", [*TABLES, "E/fig1", "E/fig2", "E/fig3", "E/fig7", "E/sec4.4"])
@@ -129,7 +129,7 @@ def test_networks_without_robustness_confirm_no_claim(name, as_printed):
     """Under attack a fiftieth of what is printed is left, and clean accuracy is as it was."""
     values = as_printed(name)
     weak = {place: [found[0] / (50 if "/pgd" in place[1] else 1)] for place, found in values.items()}
-    assert STUDIES.get(name).verdict(weak) == "not confirmed"
+    assert STUDIES.get(name).verdict(weak) == "contradicted"
 
 
 @pytest.mark.parametrize(
@@ -146,10 +146,10 @@ def test_networks_without_robustness_confirm_no_claim(name, as_printed):
         ("E/sec4.4", ("clean_to_adv", "shared/pgd2000"), 3.0),
     ],
 )
-def test_a_number_that_contradicts_the_claim_is_not_confirmed(name, place, other, as_printed):
+def test_a_number_that_contradicts_the_claim_is_contradicted(name, place, other, as_printed):
     values = as_printed(name)
     assert place in values
-    assert STUDIES.get(name).verdict({**values, place: [other]}) == "not confirmed"
+    assert STUDIES.get(name).verdict({**values, place: [other]}) == "contradicted"
 
 
 def test_norms_are_tuned_from_the_weights_of_another_cell(tmp_path):

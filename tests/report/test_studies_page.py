@@ -65,7 +65,7 @@ def study(name, results, **more):
 
 DONE = result(
     protocol="fast",
-    verdict="confirmed",
+    verdict="supported",
     entries=[
         entry("Dual BN", "clean", "dual_bn/eps16", 61.84, 60.5, 0.75, 3),
         entry("Dual BN", "autoattack", "dual_bn/eps16", None, 21.0, None, 1),
@@ -80,7 +80,7 @@ DONE = result(
 )
 CURVES = result(
     protocol="paper",
-    verdict="not confirmed",
+    verdict="contradicted",
     clauses=[("the loss <falls>: 3 and 1", False), ("it is finite", True)],
     entries=[entry("bn", f"v{i}", "bn", None, 0.00012, None, 1) for i in range(MOST_ENTRIES + 5)],
     series=[{"cell": "bn", "value": "loss", "over": "epoch", "x": [1, 2, 3], "ours": [-1.0, 250.0, 3.0]}],
@@ -122,13 +122,11 @@ def test_the_clauses_of_a_claim_are_listed_and_failures_marked():
 def test_the_overview_has_every_study_with_its_verdict_protocol_and_claim():
     text = Reader(render_studies_page(SUMMARY)).text
     assert "A: A title" in text and "D: Another" in text
-    assert "A/table2 ✓ confirmed protocol fast, 1 of 2 cells, 3 seeds claim <of> A/table2" in text
+    assert "A/table2 ✓ supported protocol fast, 1 of 2 cells, 3 seeds claim <of> A/table2" in text
     assert "one clause that fails decides. In a claim, near is within <3> points, far is beyond, unless" in text
     assert "A/table4 ○ not run claim <of> A/table4" in text
-    assert (
-        "D/fig4 ✗ not confirmed protocol paper, 1 of 1 cells, 1 seed claim <of> D/fig4 paper, fails: the loss" in text
-    )
-    assert "✓ 1 confirmed ✗ 1 not confirmed ○ 1 not run" in text
+    assert "D/fig4 ✗ contradicted protocol paper, 1 of 1 cells, 1 seed claim <of> D/fig4 paper, fails: the loss" in text
+    assert "✓ 1 supported ✗ 1 contradicted ○ 1 not run" in text
     assert "Training took 12.3 GPU minutes (NVIDIA H200), 1.0 CPU minutes" in text
 
 
@@ -268,8 +266,8 @@ def test_a_study_that_lacks_cells_is_partly_run_and_a_smoke_test_runs_nothing_of
 
 def test_a_study_under_two_protocols_shows_both_and_counts_once():
     both = copy.deepcopy(SUMMARY)
-    both["studies"][1]["results"] = [result(protocol="paper"), result(protocol="fast", verdict="confirmed")]
-    assert count_verdicts(both) == {"confirmed": 2, "not confirmed": 1, "partly run": 0, "not run": 0}
+    both["studies"][1]["results"] = [result(protocol="paper"), result(protocol="fast", verdict="supported")]
+    assert count_verdicts(both) == {"supported": 2, "contradicted": 1, "partly run": 0, "not run": 0}
     text = Reader(section(render_studies_page(both), "A-table4")).text
     assert "Protocol paper: the schedule as printed" in text and "Protocol fast: a shortened schedule" in text
 
@@ -332,7 +330,7 @@ def test_the_command_writes_the_page_and_reports_problems(tmp_path):
     broken.parent.mkdir(parents=True)
     broken.write_text("{")
     code, text = run_report(tmp_path / "results", tmp_path / "deep" / "report.html")
-    assert code == 0 and "fast-seed0.json is skipped" in text and "0 confirmed, 0 not confirmed" in text
+    assert code == 0 and "fast-seed0.json is skipped" in text and "0 supported, 0 contradicted" in text
     html = (tmp_path / "deep" / "report.html").read_text(encoding="utf-8")
     assert "fast-seed0.json is skipped" in Reader(html).text and "Nothing was run yet" in html
 

@@ -184,10 +184,10 @@ def test_a_row_is_named_by_its_label_with_keys_of_numbers_and_flags():
 @pytest.mark.parametrize("name", TABLES)
 def test_the_printed_numbers_confirm_the_printed_claim_and_their_opposite_does_not(name, as_printed):
     study, values = STUDIES.get(name), as_printed(name)
-    assert study.verdict(values) == ("not run" if name in SOME_NUMBERS else "confirmed")
+    assert study.verdict(values) == ("not run" if name in SOME_NUMBERS else "supported")
     turned = {place: [100 - value for value in found] for place, found in values.items()}
     if name not in {*FLAT, *SOME_NUMBERS}:
-        assert study.verdict(turned) == "not confirmed"
+        assert study.verdict(turned) == "contradicted"
 
 
 @pytest.mark.parametrize("name", ["C/fig5", "E/fig1", "E/fig2", "E/fig3", "E/fig7", "E/sec4.4"])

@@ -46,7 +46,7 @@ def test_one_seed_has_no_spread(tmp_path):
     assert {(entry["n"], entry["spread"]) for entry in result["entries"]} == {(1, None)}
 
 
-@pytest.mark.parametrize(("cross", "verdict"), [(22.0, "confirmed"), (2.0, "not confirmed")])
+@pytest.mark.parametrize(("cross", "verdict"), [(22.0, "supported"), (2.0, "contradicted")])
 def test_the_summary_has_the_verdict_of_the_study(tmp_path, cross, verdict):
     write_table2(tmp_path, cross=cross)
     (result,) = study_in(summarize_studies(tmp_path), "A/table2")["results"]
@@ -65,8 +65,8 @@ def test_protocols_are_separate_and_a_smoke_run_gives_no_verdict(tmp_path):
     results = study_in(summarize_studies(tmp_path), "A/table2")["results"]
     assert [bool(result["clauses"]) for result in results] == [True, True, False]
     assert [(result["protocol"], result["verdict"]) for result in results] == [
-        ("paper", "not confirmed"),
-        ("fast", "confirmed"),
+        ("paper", "contradicted"),
+        ("fast", "supported"),
         ("smoke", "not run"),
     ]
 
@@ -208,7 +208,7 @@ def test_layers_form_a_series_and_values_that_the_check_reads_come_first(tmp_pat
         "x": [0, 1, 2],
         "ours": [0.0, 1.0, 2.0],
     }
-    assert result["verdict"] == "confirmed"
+    assert result["verdict"] == "supported"
     assert [entry["value"] for entry in result["entries"]] == ["sums/adv-noise"]
     assert result["series"] == [
         {

@@ -113,7 +113,7 @@ def test_an_outdated_record_never_decides_a_verdict(tmp_path):
     record["values"] = dict.fromkeys(record["values"], 0.0)
     write_json(one.record_path, record)
     (result,) = study_in(summarize_studies(tmp_path), "A/table2")["results"]  # the other seed's stands
-    assert result["verdict"] == "confirmed" and entry_in(result, "cross_bn/eps16", "adv/autoattack")["ours"] == 22.0
+    assert result["verdict"] == "supported" and entry_in(result, "cross_bn/eps16", "adv/autoattack")["ours"] == 22.0
     make_task(tmp_path, "cross_bn/eps16").record_path.unlink()
     (result,) = study_in(summarize_studies(tmp_path), "A/table2")["results"]
     assert result["verdict"] == "not run" and entry_in(result, "cross_bn/eps16", "adv/autoattack")["ours"] == 0.0

@@ -16,10 +16,10 @@ def test_a_failing_clause_decides_even_if_later_numbers_are_missing():
 
     study = Study(name="A/table9", cells=list, locate=lambda *_: None, check=check)
     for values, verdict in (
-        ((1, 1), "confirmed"),
-        ((1, -1), "not confirmed"),
+        ((1, 1), "supported"),
+        ((1, -1), "contradicted"),
         ((1,), "not run"),
-        ((-1,), "not confirmed"),
+        ((-1,), "contradicted"),
     ):
         found = study.evaluate_claim({("cell", name): [value] for name, value in zip(("one", "two"), values)})
         assert found == (verdict, [Clause(name, value > 0) for name, value in zip(("one", "two"), values)], None)
@@ -32,7 +32,7 @@ def test_for_each_evaluates_every_item_even_if_one_lacks_numbers():
         yield Clause("whole", True)
 
     study = Study(name="A/table9", cells=list, locate=lambda *_: None, check=check)
-    for two, three, verdict in ((1, 1, "confirmed"), (None, 1, "not run"), (None, -1, "not confirmed")):
+    for two, three, verdict in ((1, 1, "supported"), (None, 1, "not run"), (None, -1, "contradicted")):
         values = {("cell", name): [value] for name, value in (("one", 1), ("two", two), ("three", three)) if value}
         found = study.evaluate_claim(values)
         assert found.verdict == verdict and (("whole", True) in found.clauses) == (two is not None)
@@ -45,15 +45,15 @@ def test_for_each_evaluates_every_item_even_if_one_lacks_numbers():
         (lambda values: [], "not run", [], None),
         (lambda values: True, "not run", [], "'bool' object is not iterable"),
         (lambda values: [("one", True, 3)], "not run", [], "positional arguments"),
-        (lambda values: [("one", True)], "confirmed", [Clause("one", True)], None),
+        (lambda values: [("one", True)], "supported", [Clause("one", True)], None),
         (
             lambda values: (Clause(f"{place}", place < 0) for place in (1, math.log(0))),
             "not run",
             [],
             "math domain error",
         ),
-        (lambda values: (Clause(f"{1 / place}", place > 1) for place in (1, 0)), "not confirmed", None, None),
-        (lambda values: (Clause("so", int(text) > 1) for text in ("1", "x")), "not confirmed", None, "invalid literal"),
+        (lambda values: (Clause(f"{1 / place}", place > 1) for place in (1, 0)), "contradicted", None, None),
+        (lambda values: (Clause("so", int(text) > 1) for text in ("1", "x")), "contradicted", None, "invalid literal"),
     ],
 )
 def test_a_conclusion_reports_whatever_a_check_returns_or_raises(check, verdict, clauses, problem):

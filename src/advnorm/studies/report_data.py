@@ -117,6 +117,7 @@ class StudiesSummary(TypedDict):
     definitions: dict[str, str]
     studies: list[StudySummary]
     minutes: dict[str, float]
+    networks: int
     problems: list[str]
     others: dict[str, int]
 
@@ -134,6 +135,7 @@ def summarize_studies(out: Path | str) -> StudiesSummary:
         definitions=DEFINITIONS,
         studies=studies,
         minutes=_minutes_by_device(records),
+        networks=len({training_key(record) for record in records if record["protocol"] != "smoke"}),
         problems=list(map(str, problems)),
         others=_count_other_files(out),
     )

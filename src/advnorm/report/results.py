@@ -1,0 +1,91 @@
+"""The page of results as Markdown: the outcome in one sentence, and every claim with its verdict and evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from advnorm.report.studies import (
+    MARKS,
+    PROTOCOLS,
+    count_verdicts,
+    describe_clause,
+    describe_verdict,
+    format_cost,
+    most_informative,
+)
+
+if TYPE_CHECKING:
+    from advnorm.studies import report_data
+
+
+def outcome_sentence(summary: report_data.StudiesSummary) -> str:
+    """``Of 63 claims, 2 are supported, …, on 40 networks and 2.1 GPU hours``."""
+    counts = count_verdicts(summary)
+    hours = sum(minutes for device, minutes in summary["minutes"].items() if device != "cpu") / 60
+    verdicts = ", ".join(f"{counts[verdict]} {verdict}" for verdict in MARKS)
+    return (
+        f"Of {sum(counts.values())} claims of the five papers: {verdicts}. The records come from "
+        f"{summary['networks']} trained networks and {hours:.1f} GPU hours of training."
+    )
+
+
+def results_markdown(summary: report_data.StudiesSummary) -> str:
+    """Every claim with verdict, clauses, number of networks, cost and deviations; claims without a record come last."""
+    tried = [study for study in summary["studies"] if _is_tried(study)]
+    blocks = [outcome_sentence(summary), _verdict_table(summary)]
+    blocks += [_study_block(study) for study in tried]
+    blocks.append("## Not run")
+    blocks.append(
+        "\n".join(
+            f"- **{study['name']}**: {study['printed']['claim']}"
+            for study in summary["studies"]
+            if not _is_tried(study)
+        )
+    )
+    return "\n\n".join(blocks)
+
+
+def _is_tried(study: report_data.StudySummary) -> bool:
+    return any(result["protocol"] not in (None, "smoke") for result in study["results"])
+
+
+def _verdict_table(summary: report_data.StudiesSummary) -> str:
+    rows = ["| study | protocol | verdict | cells | GPU minutes |", "|---|---|---|---|---|"]
+    for study in filter(_is_tried, summary["studies"]):
+        result = most_informative(study)
+        done = sum(bool(cell["seeds"]) for cell in result["cells"])
+        minutes = sum(value for device, value in result["minutes"].items() if device != "cpu")
+        name = study["name"]
+        rows.append(
+            f"| [{name}](#{_anchor(name)}) | {result['protocol']} | {MARKS[result['verdict']]} "
+            f"{describe_verdict(result)} | {done} of {len(result['cells'])} | {minutes:.1f} |"
+        )
+    return "\n".join(rows)
+
+
+def _anchor(name: str) -> str:
+    return name.lower().replace("/", "").replace(".", "")
+
+
+def _study_block(study: report_data.StudySummary) -> str:
+    lines = [f"## {study['name']}", "", f"> {study['printed']['claim']}", ""]
+    for result in study["results"]:
+        if result["protocol"] not in (None, "smoke"):
+            lines += [*_result_lines(result), ""]
+    return "\n".join([*lines, f"Printed: {study['printed']['where']}. {study['printed']['notes']}".rstrip()])
+
+
+def _result_lines(result: report_data.ProtocolResult) -> Sequence[str]:
+    protocol = str(result["protocol"])
+    done = [cell for cell in result["cells"] if cell["seeds"]]
+    facts = [f"{len(done)} of {len(result['cells'])} cells", format_cost(result["minutes"]) or ""]
+    facts += [f"{result['without_outcomes']} records without results per image"] if result["without_outcomes"] else []
+    facts += [f"outdated: {', '.join(result['outdated'])}"] if result["outdated"] else []
+    clauses = [f"- {MARKS[clause[2]]} {describe_clause(clause)}" for clause in result["clauses"]]
+    return [
+        f"**{describe_verdict(result).capitalize()}** by `{protocol}` ({PROTOCOLS[protocol]}). "
+        f"{'; '.join(filter(None, facts))}.",
+        "",
+        *clauses,
+    ]
