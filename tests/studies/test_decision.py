@@ -1,0 +1,150 @@
+"""Verdicts on claims: resampled values, rules on hand-made cases, and what would decide."""
+
+import json
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import t
+
+from advnorm.studies.claims import Clause, mean
+from advnorm.studies.decision import decide
+from advnorm.studies.uncertainty import RESAMPLES, SEED_DEVIATION, SEED_FREEDOM, MeasuredValues, Sample, collect_samples
+
+RECORDS = Path(__file__).parents[2] / "results" / "records"
+ACCURACIES = st.floats(0, 100).map(lambda value: round(value, 2))
+
+
+def measured(*, images=10_000, unit=100.0, **accuracies):
+    """Values of the cell ``cell``, each over one or several seeds."""
+    lists = {name: value if isinstance(value, tuple) else (value,) for name, value in accuracies.items()}
+    return MeasuredValues({("cell", name): Sample(found, unit, images) for name, found in lists.items()})
+
+
+def higher(values):
+    yield Clause.higher("one is higher", mean(values, "cell", "one"), mean(values, "cell", "other"))
+
+
+def high_and_comparable(values):
+    one, other = mean(values, "cell", "one"), mean(values, "cell", "other")
+    yield Clause.robust("one is robust", one)
+    yield Clause.far_higher("one is far higher", one, other)
+    yield Clause.significantly_higher("significantly", one, other)
+    yield Clause.almost_no_robustness("the other has none", other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "verdict"),
+    [
+        (50.0, 40.0, "supported"),
+        (40.0, 50.0, "contradicted"),
+        (50.0, 49.5, "undecided"),
+        (49.5, 50.0, "undecided"),
+        ((50.0, 50.2, 49.9), (47.0, 47.1, 47.2), "supported"),
+        ((55.0, 40.0, 50.0), (47.0, 47.1, 47.2), "undecided"),  # the seeds disagree
+    ],
+)
+def test_a_clause_is_decided_if_it_holds_for_other_images_and_seeds(one, other, verdict):
+    assert decide("A/table9", higher, measured(one=one, other=other)).verdict == verdict
+
+
+def test_few_images_leave_a_claim_undecided_that_many_decide():
+    verdicts = [decide("x", higher, measured(images=n, one=52.0, other=48.0)).verdict for n in (100, 1000, 10_000)]
+    assert verdicts == ["undecided", "undecided", "supported"]
+
+
+def test_an_undecided_claim_says_what_would_decide():
+    needs = decide("x", higher, measured(images=1_000_000, one=50.0, other=49.2)).needs
+    assert needs.endswith(("more seed", "more seeds"))
+    assert "more than 10 seeds" in decide("x", higher, measured(images=1000, one=50.0, other=49.2)).needs
+
+    def both(values):
+        yield from higher(values)
+        yield Clause("another cell", mean(values, "missing", "one") > 0)
+
+    found = decide("x", both, measured(one=50.0, other=40.0), cells=["cell", "missing", "third"])
+    assert (found.verdict, found.needs, found.missing) == ("undecided", "2 more cells", ("missing", "one"))
+    assert decide("x", both, measured(one=40.0, other=50.0)).verdict == "contradicted"
+    assert decide("x", both, MeasuredValues({})).verdict == "not run"
+
+
+def test_numbers_of_one_network_without_an_interval_decide_nothing():
+    values = measured(unit=None, images=None, one=5.0, other=1.0)
+    (clause,) = (found := decide("x", higher, values)).clauses
+    assert found.verdict == "undecided" and found.needs == "1 more seed" and clause.one_network and clause.held
+    several = measured(unit=None, images=None, one=(5.0, 5.1), other=(1.0, 1.1))
+    assert decide("x", higher, several).verdict == "supported"
+
+    def mixed(values):
+        distance = mean(values, "cell", "distance")
+        yield Clause(f"accuracy: {mean(values, 'cell', 'one'):.1f}", mean(values, "cell", "one") > 10)
+        yield Clause(f"distance: {distance:.3g}", distance > 1)
+
+    both = MeasuredValues({**measured(one=50.0).samples, ("cell", "distance"): Sample((3.0,))})
+    assert [clause.one_network for clause in decide("x", mixed, both).clauses] == [False, True]
+
+
+@settings(max_examples=40, deadline=None)
+@given(ACCURACIES, ACCURACIES, st.floats(0, 30), st.sampled_from([100, 1000, 10_000]))
+def test_a_number_that_moves_away_never_turns_a_verdict_into_supported(one, other, step, images):
+    for check in (higher, high_and_comparable):
+        before = decide("x", check, measured(images=images, one=one, other=other)).verdict
+        for moved in ({"one": max(one - step, 0.0), "other": other}, {"one": one, "other": min(other + step, 100.0)}):
+            after = decide("x", check, measured(images=images, **moved)).verdict
+            assert after != "supported" or before == "supported"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(0, 100), st.floats(0, 100), st.integers(1, 20_000))
+def test_a_larger_number_gives_larger_resampled_numbers(one, other, images):
+    low, high = (Sample((value,), 100.0, images).resampled_means(("c", "v")) for value in sorted((one, other)))
+    assert (low <= high + 1e-9).all() and ((low >= 0) & (high <= 100)).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(0, 100), st.integers(1, 1000), st.integers(2, 50))
+def test_more_images_never_widen_an_interval(accuracy, images, factor):
+    few, many = (Sample((accuracy,), 100.0, n).interval for n in (images * 100, images * 100 * factor))
+    assert many[1] - many[0] <= few[1] - few[0] + 1e-9
+
+
+def test_the_resampled_accuracies_cover_the_true_one():
+    draw = np.random.default_rng(0)
+    truth, images, covered = 0.3, 500, 0
+    for trial in range(300):
+        network = truth + draw.normal() * SEED_DEVIATION / 100
+        found = 100 * draw.binomial(images, network) / images
+        means = Sample((found,), 100.0, images).resampled_means(("c", str(trial)))[:RESAMPLES]
+        low, high = np.quantile(means, [0.025, 0.975])
+        covered += low <= 100 * truth <= high
+    assert 0.92 <= covered / 300 <= 0.985
+
+
+def test_numbers_over_seeds_have_students_interval():
+    values = (3.0, 4.0, 3.5)
+    means = Sample(values).resampled_means(("c", "v"))[:RESAMPLES]
+    at = (0.5 / RESAMPLES, 1 - 0.5 / RESAMPLES)
+    expected = statistics.fmean(values) + t.ppf(at, 2) * statistics.stdev(values) / 3**0.5
+    assert (means.min(), means.max()) == pytest.approx(tuple(expected))
+
+
+def test_the_declared_deviation_between_seeds_is_that_of_the_records():
+    paths = sorted((RECORDS / "A/table3/single/eps16").glob("fast-seed*.json"))[:3]
+    samples = collect_samples([json.loads(path.read_text()) for path in paths]).samples.values()
+    pooled = statistics.fmean(sample.spread**2 for sample in samples) ** 0.5
+    assert {len(sample.values) for sample in samples} == {3} and 2 * len(samples) == SEED_FREEDOM
+    assert round(pooled, 1) == SEED_DEVIATION
+
+
+def test_the_images_of_old_records_follow_from_their_measurements():
+    def kinds(name):
+        values = collect_samples([json.loads((RECORDS / name / "fast-seed0.json").read_text())])
+        return {(sample.unit, sample.images) for sample in values.samples.values()}
+
+    assert kinds("A/table3/dual_bn/eps16") == {(100.0, 10_000)}
+    assert kinds("A/table5/dual_bn/eps16") == {(100.0, 1000)}
+    assert kinds("A/fig4/dual_bn/eps16") == {(None, None)}
+    assert (1.0, 1000) in kinds("C/table2/cifar10/eps16/mat_cat_0.5")
