@@ -14,6 +14,7 @@ import pytest
 import advnorm
 from advnorm._core.errors import ConfigError
 from advnorm.report import draw_figure, render_studies_page
+from advnorm.report.results import results_markdown
 from advnorm.report.studies import MOST_ENTRIES, count_verdicts, format_cost
 from support.command import invoke
 from support.page_reader import Reader
@@ -25,7 +26,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 def entry(row, column, cell, paper, ours, spread=None, n=0):
     difference = None if paper is None or ours is None else ours - paper
     keys = {"row": row, "column": column, "cell": cell, "value": f"adv/{column}", "paper": paper, "ours": ours}
-    return {**keys, "spread": spread, "n": n, "difference": difference}
+    interval = None if ours is None or paper is None else (ours - 1, ours + 1)
+    return {**keys, "interval": interval, "images": 10_000, "spread": spread, "n": n, "difference": difference}
 
 
 def cell(name, seeds, minutes, **settings):
@@ -43,6 +45,9 @@ def result(**changes):
     return {
         "protocol": None,
         "verdict": "not run",
+        "needs": "",
+        "networks": 0,
+        "without_outcomes": 0,
         "clauses": [],
         "entries": [],
         "series": [],
@@ -81,7 +86,9 @@ DONE = result(
 CURVES = result(
     protocol="paper",
     verdict="contradicted",
-    clauses=[("the loss <falls>: 3 and 1", False), ("it is finite", True)],
+    networks=1,
+    without_outcomes=1,
+    clauses=[("the loss <falls>: 3 and 1", False, "contradicted", False), ("it is finite", True, "supported", False)],
     entries=[entry("bn", f"v{i}", "bn", None, 0.00012, None, 1) for i in range(MOST_ENTRIES + 5)],
     series=[{"cell": "bn", "value": "loss", "over": "epoch", "x": [1, 2, 3], "ours": [-1.0, 250.0, 3.0]}],
     cells=[cell("bn", [0], 1.0)],
@@ -96,6 +103,7 @@ SUMMARY = {
         study("D/fig4", [CURVES], printed=[{"what": "LIGS, close to", "value": 1}]),
     ],
     "minutes": {"NVIDIA H200": 12.34, "cpu": 1.0},
+    "networks": 4,
     "problems": ["records/x.json is skipped: it is <damaged>"],
     "others": {"bench": 5},
     "definitions": {"near": "within <3> points", "far": "beyond"},
@@ -123,17 +131,17 @@ def test_the_overview_has_every_study_with_its_verdict_protocol_and_claim():
     text = Reader(render_studies_page(SUMMARY)).text
     assert "A: A title" in text and "D: Another" in text
     assert "A/table2 ✓ supported protocol fast, 1 of 2 cells, 3 seeds claim <of> A/table2" in text
-    assert "one clause that fails decides. In a claim, near is within <3> points, far is beyond, unless" in text
+    assert "(97.5 % of resampled numbers). In a claim, near is within <3> points, far is beyond, unless" in text
     assert "A/table4 ○ not run claim <of> A/table4" in text
-    assert "D/fig4 ✗ contradicted protocol paper, 1 of 1 cells, 1 seed claim <of> D/fig4 paper, fails: the loss" in text
-    assert "✓ 1 supported ✗ 1 contradicted ○ 1 not run" in text
+    assert "D/fig4 ✗ contradicted protocol paper, 1 of 1 cells, 1 seed, 1 independent network claim <of> D/fig4 paper, fails: the loss" in text
+    assert "✓ 1 supported ✗ 1 contradicted ◐ 0 undecided ○ 1 not run" in text
     assert "Training took 12.3 GPU minutes (NVIDIA H200), 1.0 CPU minutes" in text
 
 
 def test_the_table_shows_paper_ours_with_spread_and_n_and_the_difference():
     found = rows(section(render_studies_page(SUMMARY), "A-table2"))
     assert ["", "paper", "ours", "n", "difference"] in found
-    assert ["clean", "61.84", "60.50 ± 0.75", "3", "−1.34"] in found
+    assert ["clean", "61.84", "60.50 (59.50–61.50) ± 0.75", "3", "−1.34"] in found
     assert ["autoattack", "–", "21.00", "1", "–"] in found
     assert ["Dual BN"] in found and ["Cross <BN>"] in found
 
@@ -176,7 +184,7 @@ def test_pointing_at_a_number_of_the_figure_shows_its_conditions():
     html = section(render_studies_page(SUMMARY), "A-table2")
     hints = [unescape(hint) for hint in re.findall(r'<g class="row" tabindex="0"><title>(.*?)</title>', html)]
     assert hints[0] == (
-        "Dual BN, clean: paper 61.84, ours 60.50 ± 0.75 · n = 3, protocol fast, seeds 0, 1, 2 · NVIDIA H200 · "
+        "Dual BN, clean: paper 61.84, ours 60.50 (59.50–61.50) ± 0.75 · n = 3, protocol fast, seeds 0, 1, 2 · NVIDIA H200 · "
         "cell dual_bn/eps16 · value adv/clean"
     )
     assert hints[2] == "Cross <BN>, clean: paper 59.56, ours not run · cell cross_bn/eps16 · value adv/clean"
@@ -252,22 +260,37 @@ def test_the_page_follows_light_and_dark_and_the_width_of_a_phone():
     assert "prefers-color-scheme: dark" in html and 'name="viewport" content="width=device-width' in html
 
 
-def test_a_study_that_lacks_cells_is_partly_run_and_a_smoke_test_runs_nothing_of_it():
+def test_an_undecided_claim_says_what_would_decide_and_which_clauses_are_open():
     some = copy.deepcopy(SUMMARY)
+    clauses = [("a: 1 and 2", True, "undecided", False), ("b: 3", False, "undecided", True)]
     cells = [cell("bn/eps8", [0], 1.0), cell("bn/eps16", [], None)]
-    for protocol, text in (
-        ("fast", "◐ partly run protocol fast, 1 of 2 cells, 1 seed"),
-        ("smoke", "○ not run protocol smoke"),
-    ):
-        some["studies"][1]["results"] = [result(protocol=protocol, cells=cells)]
-        assert text in Reader(render_studies_page(some)).text
-        assert count_verdicts(some)["partly run"] == (protocol == "fast") == 1 - count_verdicts(some)["not run"]
+    open_claim = {"verdict": "undecided", "needs": "1 more cell", "networks": 2, "clauses": clauses}
+    some["studies"][1]["results"] = [result(protocol="fast", cells=cells, **open_claim)]
+    text = Reader(render_studies_page(some)).text
+    assert "◐ undecided protocol fast, 1 of 2 cells, 1 seed, 2 independent networks; 1 more cell would decide" in text
+    assert "undecided, holds as measured: a: 1 and 2" in text and "fails on one network: b: 3" in text
+    assert count_verdicts(some)["undecided"] == 1 - count_verdicts(some)["not run"]
+
+
+def test_records_without_results_per_image_are_counted():
+    text = Reader(section(render_studies_page(SUMMARY), "D-fig4")).text
+    assert "no results per image 1 records" in text
+    assert "no results per image" not in Reader(section(render_studies_page(SUMMARY), "A-table2")).text
+
+
+def test_the_markdown_page_lists_every_claim_with_its_evidence():
+    text = results_markdown(SUMMARY)
+    assert text.startswith("Of 3 claims of the five papers: 1 supported, 1 contradicted, 0 undecided, 1 not run.")
+    assert "from 4 trained networks and 0.2 GPU hours" in text
+    assert "- ✗ fails: the loss <falls>: 3 and 1" in text and "1 records without results per image" in text
+    assert "**Contradicted, on 1 network** by `paper`" in text
+    assert text.index("## Not run") < text.index("- **A/table4**: claim <of> A/table4")
 
 
 def test_a_study_under_two_protocols_shows_both_and_counts_once():
     both = copy.deepcopy(SUMMARY)
     both["studies"][1]["results"] = [result(protocol="paper"), result(protocol="fast", verdict="supported")]
-    assert count_verdicts(both) == {"supported": 2, "contradicted": 1, "partly run": 0, "not run": 0}
+    assert count_verdicts(both) == {"supported": 2, "contradicted": 1, "undecided": 0, "not run": 0}
     text = Reader(section(render_studies_page(both), "A-table4")).text
     assert "Protocol paper: the schedule as printed" in text and "Protocol fast: a shortened schedule" in text
 
@@ -330,7 +353,7 @@ def test_the_command_writes_the_page_and_reports_problems(tmp_path):
     broken.parent.mkdir(parents=True)
     broken.write_text("{")
     code, text = run_report(tmp_path / "results", tmp_path / "deep" / "report.html")
-    assert code == 0 and "fast-seed0.json is skipped" in text and "0 supported, 0 contradicted" in text
+    assert code == 0 and "fast-seed0.json is skipped" in text and "0 supported, 0 contradicted, 0 undecided" in text
     html = (tmp_path / "deep" / "report.html").read_text(encoding="utf-8")
     assert "fast-seed0.json is skipped" in Reader(html).text and "Nothing was run yet" in html
 
