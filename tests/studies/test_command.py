@@ -64,7 +64,7 @@ def test_a_figure_without_printed_numbers_is_listed_in_lines():
     text = study_table(study, sums, "fast").plain
     assert (
         text.startswith("C/fig4 fast\nclaim: ")
-        and "Not supported.\n✗ fails: " in text
+        and "Contradicted.\n✗ fails: " in text
         and "`advnorm report` shows ours" in text
     )
     read = sorted(values_read_by_check(study, sums))

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from advnorm.report.studies import MARKS, describe_clause, printed_decimals
 from advnorm.studies import Study
+from advnorm.studies.claims import Values
 from advnorm.studies.decision import Conclusion
 from advnorm.studies.report_data import short_name
 from advnorm.studies.results import values_read_by_check
@@ -62,7 +63,7 @@ def _cost(left: Sequence[float | None], rates: Mapping[str, float]) -> str:
 
 def study_table(
     found: Study,
-    values: MeasuredValues | None = None,
+    values: Values | None = None,
     protocol: str = "",
     *,
     conclusion: Conclusion | None = None,
@@ -82,6 +83,7 @@ def study_table(
         needs = f" ({conclusion.needs} would decide)" if conclusion.needs else ""
         parts = [f"{MARKS[clause.verdict]} {describe_clause(clause)}" for clause in conclusion.clauses]
         said = "\n".join([f"{said} {conclusion.verdict.capitalize()}{needs}.", *parts])
+    measured = None if values is None else MeasuredValues.wrap(values)
     title = f"{found.name}{'' if cell is None else f'/{cell}'} {protocol}".rstrip()
     rows: dict[str, dict[str, str]] = {}
     numbers = [number for number in found.numbers if cell in (None, number.cell)]
@@ -89,9 +91,9 @@ def study_table(
     for number in numbers:
         text = "–" if number.printed is None else f"{number.printed:g}"
         key = number.cell, number.value
-        if values is not None and (ours := values.samples.get(key)):
+        if measured is not None and (ours := measured.samples.get(key)):
             spread = "" if ours.spread is None else f" ± {ours.spread:.{decimals}f} (n={len(ours.values)})"
-            text += f" | {values.estimate(key, ours.mean):.{decimals}f}{spread}"
+            text += f" | {measured.estimate(key, ours.mean):.{decimals}f}{spread}"
         elif values is not None:
             text += " | not run"
         rows.setdefault(number.row, {})[number.column] = text

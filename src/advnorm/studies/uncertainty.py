@@ -103,8 +103,13 @@ class MeasuredValues(Mapping[Key, Sequence[float]]):
     def __init__(self, samples: Mapping[Key, Sample]) -> None:
         self.samples = dict(samples)
 
+    @classmethod
+    def wrap(cls, values: Mapping[Key, Sequence[float]]) -> MeasuredValues:
+        """Return plain values as numbers of which nothing else is known."""
+        return values if isinstance(values, MeasuredValues) else cls({k: Sample(tuple(v)) for k, v in values.items()})
+
     def __getitem__(self, key: Key) -> Sequence[float]:
-        return self.samples[key].values
+        return list(self.samples[key].values)
 
     def __iter__(self) -> Iterator[Key]:
         return iter(self.samples)
