@@ -187,8 +187,8 @@ def test_pointing_at_a_number_of_the_figure_shows_its_conditions():
     html = section(render_studies_page(SUMMARY), "A-table2")
     hints = [unescape(hint) for hint in re.findall(r'<g class="row" tabindex="0"><title>(.*?)</title>', html)]
     assert hints[0] == (
-        "Dual BN, clean: paper 61.84, ours 60.50 (59.50–61.50) ± 0.75 · n = 3, protocol fast, seeds 0, 1, 2 · NVIDIA H200 · "
-        "cell dual_bn/eps16 · value adv/clean"
+        "Dual BN, clean: paper 61.84, ours 60.50 (59.50–61.50) ± 0.75 · n = 3, protocol fast, seeds 0, 1, 2 · "
+        "NVIDIA H200 · cell dual_bn/eps16 · value adv/clean"
     )
     assert hints[2] == "Cross <BN>, clean: paper 59.56, ours not run · cell cross_bn/eps16 · value adv/clean"
 

@@ -40,6 +40,13 @@ def test_a_number_is_the_mean_over_seeds_with_its_deviation_beside_the_printed_o
     assert missing["ours"] is missing["spread"] is missing["difference"] is None and missing["paper"] == 22.4
 
 
+def test_a_record_that_lacks_a_number_is_reported(tmp_path):
+    write_table2(tmp_path)
+    write_record(make_task(tmp_path, "dual_bn/eps16"), {"adv/clean": 60.0, "adv/pgd10": 30.0})
+    (problem,) = summarize_studies(tmp_path)["problems"]
+    assert problem.startswith("records/A/table2/dual_bn/eps16/fast-seed0.json lacks adv/autoattack")
+
+
 def test_one_seed_has_no_spread(tmp_path):
     write_table2(tmp_path)
     (result,) = study_in(summarize_studies(tmp_path), "A/table2")["results"]

@@ -150,7 +150,7 @@ def test_a_record_with_outdated_measurements_is_reported(tmp_path):
 )
 def test_strict_autoattack_replaces_the_fast_search_but_nothing_else_does(tmp_path, protocol, search, matches):
     one = make_task(tmp_path, "single/eps16", protocol=protocol)
-    record = write_record(one, {"shared/clean": 90.0})
+    record = write_record(one, {f"shared/{name}": 90.0 for name in ("clean", "pgd10", "autoattack")})
     record["measures"][0]["options"]["attacks"]["autoattack"] = search
     write_json(one.record_path, record)
     planned = {"fast": "autoattack-bf16", "paper": "autoattack"}[protocol]

@@ -45,19 +45,21 @@ def shown_records(records: Sequence[CellRecord], cells: Mapping[str, Cell]) -> l
 
 
 def missing_numbers(study: Study, records: Sequence[CellRecord], conclusion: Conclusion) -> list[Problem]:
-    """Report records without a number that the printed table shows or that the check of the claim reads."""
+    """Report the study's own records without a number that its table prints or that the check of its claim reads."""
     wanted = {(number.cell, number.value) for number in study.numbers}
     wanted |= {conclusion.missing} if conclusion.missing else set()
     return [
         Problem(
             code="missing_value",
             message=f"{{field}} lacks {', '.join(lacking)}",
-            field=f"records/{record.get('measured_for', record['study'])}/{record['cell']}/"
-            f"{record['protocol']}-seed{record['seed']}.json",
+            field=f"records/{study.name}/{record['cell']}/{record['protocol']}-seed{record['seed']}.json",
             hint="delete the file, then the same command measures the cell again",
         )
         for record in records
-        if (lacking := sorted(name for cell, name in wanted if cell == record["cell"] and name not in record["values"]))
+        if record["measured_for"] == study.name
+        and (
+            lacking := sorted(name for cell, name in wanted if cell == record["cell"] and name not in record["values"])
+        )
     ]
 
 
