@@ -34,6 +34,9 @@ test-gpu: ## run the tests for a CUDA device with the current python
 fuzz: $(STAMP) ## run thousands of bad commands, damaged files and bad calls, for at most 15 minutes
 	cd tests && $(abspath $(BIN))/python -m support.fuzz --cases 1000 --seconds 900
 
+docs: $(STAMP) ## build the documentation site, run its tutorials, check its links
+	$(BIN)/python docs/_site/build.py
+
 lint: $(STAMP) ## check the style
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -46,6 +49,6 @@ format: $(STAMP) ## rewrite files to the style
 	$(BIN)/ruff format .
 
 clean: ## remove the environment and caches
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .cache build site
 
-.PHONY: help install demo test test-all test-gpu fuzz lint types format clean
+.PHONY: help install demo test test-all test-gpu fuzz docs lint types format clean

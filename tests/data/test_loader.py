@@ -76,7 +76,11 @@ def test_flip_mirrors_half_of_the_images_and_moves_none(make_data):
 
 def test_augmentation_differs_between_epochs_and_seeds(make_data):
     data = make_data(16, (3, 32, 32))
-    views = [by_index(ResidentLoader(data, batch_size=16, seed=seed), epoch) for seed in (0, 1) for epoch in (0, 1)]
+    views = [
+        by_index(ResidentLoader(data, batch_size=16, seed=seed, augment="crop_flip"), epoch)
+        for seed in (0, 1)
+        for epoch in (0, 1)
+    ]
     assert [sorted(view) for view in views[:2]] == [list(range(16)), list(range(16, 32))]
     pictures = [torch.stack([view[i] for i in sorted(view)]) for view in views]
     for one in range(4):
@@ -168,9 +172,16 @@ def test_all_problems_are_reported_at_once(make_data):
 def test_loaders_do_not_touch_the_global_random_state(make_data, picture_folder):
     pictures = load("imagefolder", "train", picture_folder, image_size=8)
     before = torch.get_rng_state()
-    for loader in (make_loader(make_data(8), batch_size=4), make_loader(pictures, batch_size=4, workers=0)):
+    options = {"batch_size": 4, "augment": "crop_flip"}
+    for loader in (make_loader(make_data(8), **options), make_loader(pictures, workers=0, **options)):
         assert len(list(loader.epoch(0))) == loader.steps
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_images_are_not_augmented_by_default_as_in_a_configuration(make_data):
+    data = make_data(8)
+    batch = next(make_loader(data, batch_size=8).epoch(0))
+    assert torch.equal(batch.x, data.pixels(batch.index))
 
 
 def test_make_loader_chooses_by_the_kind_of_data(make_data, picture_folder):
@@ -197,7 +208,7 @@ def test_images_on_disk_do_not_depend_on_workers_ranks_or_the_start(picture_fold
 def test_images_on_disk_are_cropped_resized_and_flipped_as_by_hand(picture_folder):
     data = load("imagefolder", "train", picture_folder, image_size=8)
     changed = 0
-    for batch in WorkerLoader(data, batch_size=6, workers=0, seed=7).epoch(0):
+    for batch in WorkerLoader(data, batch_size=6, workers=0, seed=7, augment="crop_flip").epoch(0):
         noise = ImageNoise(7, batch.index).fold("augment")
         flips, draws = noise.integers(2, draw="flip"), noise.uniform((10, 4), draw="crop").tolist()
         for row, index in enumerate(batch.index.tolist()):

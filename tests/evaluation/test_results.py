@@ -85,3 +85,11 @@ def test_a_record_without_digest_is_still_checked_by_its_shape(dual, data, chang
 def test_the_committed_records_are_read():
     paths = list(RESULTS.glob("evaluations/**/*.json"))
     assert paths and all("record without digest" in str(BenchmarkResult.load(path)) for path in paths)
+
+
+def test_printing_a_result_in_a_notebook_displays_nothing_else(dual, data, monkeypatch):
+    shown = []
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.jupyter.display", lambda *args: shown.append(args))
+    assert "adv" in str(benchmark(dual, first(data, 8), THREAT, "fgsm", ["adv"]))
+    assert shown == []

@@ -134,8 +134,8 @@ def test_the_overview_has_every_study_with_its_verdict_protocol_and_claim():
     assert "(97.5 % of resampled numbers). In a claim, near is within <3> points, far is beyond, unless" in text
     assert "A/table4 ○ not run claim <of> A/table4" in text
     assert (
-        "D/fig4 ✗ contradicted protocol paper, 1 of 1 cells, 1 seed, 1 independent network claim <of> D/fig4 paper, fails: the loss"
-        in text
+        "D/fig4 ✗ contradicted protocol paper, 1 of 1 cells, 1 seed, 1 independent network "
+        "claim <of> D/fig4 paper, fails: the loss" in text
     )
     assert "✓ 1 supported ✗ 1 contradicted ◐ 0 undecided ○ 1 not run" in text
     assert "Training took 12.3 GPU minutes (NVIDIA H200), 1.0 CPU minutes" in text

@@ -17,7 +17,7 @@ from torch import nn
 import advnorm
 from advnorm.config.fields import OptimizerName, ScheduleName
 from advnorm.data import load, make_loader, split_held_out
-from advnorm.objectives import OBJECTIVES
+from advnorm.objectives import OBJECTIVES, Objective, ObjectiveOutput, register_objective
 from advnorm.training import loop as loop_module
 from advnorm.training.averaging import EMA
 from advnorm.training.build import build_model, data_properties
@@ -53,6 +53,22 @@ def test_standard_training_equals_a_loop_by_hand(tmp_path):
         assert (row["epoch"], row["step"], row["lr"]) == (epoch + 1, 4 * epoch + 4, optimizer.param_groups[0]["lr"])
     trained = run.model("last").state_dict()
     assert all(torch.equal(trained[name], value) for name, value in model.state_dict().items())
+
+
+def test_an_objective_of_the_user_trains_also_with_a_second_pass(tmp_path, monkeypatch):
+    monkeypatch.setattr(OBJECTIVES, "_entries", dict(OBJECTIVES._entries))
+
+    @register_objective("own")
+    class Own(Objective):
+        domains = ("adv",)
+
+        def compute_loss(self, batch, execution):  # as documented: the execution is always given
+            logits = self.domain_logits({"adv": batch.x_adv}, execution=execution)
+            loss = self.cross_entropy(logits["adv"], batch.y)
+            return ObjectiveOutput(loss, logits, {"own": loss.detach()}, {"adv": batch.y})
+
+    run = train(small(objective="own", second_pass="sam", epochs=1), tmp_path)
+    assert run.finished and run.metrics()[0]["own"] > 0
 
 
 def an_epoch_by_hand(objective, data, *, seed):

@@ -27,7 +27,7 @@ class Config(TrainingSettings):
     """One training run. Making a wrong configuration raises one error that lists every problem.
 
     ``model``, ``data`` and ``objective`` accept a name, ``Named("trades", beta=6)`` or the mapping
-    ``{"name": "trades", "beta": 6}``. The page docs/configuration.md lists every setting.
+    ``{"name": "trades", "beta": 6}``. The page docs/reference/configuration.md lists every setting.
     """
 
     def __post_init__(self) -> None:

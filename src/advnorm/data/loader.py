@@ -46,7 +46,7 @@ class Loader(ABC):
         *,
         batch_size: int,
         seed: int = 0,
-        augment: str = "crop_flip",
+        augment: str = "none",
         device: torch.device | str = "cpu",
         rank: int = 0,
         world: int = 1,

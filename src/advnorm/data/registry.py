@@ -71,7 +71,7 @@ def load(
     """Read one split of a registered data set; ``root`` is the folder of its files or the parent of that folder.
 
     Without ``root`` the environment variable ``ADVNORM_DATA`` names the folder. ``download=True`` fetches missing files
-    from the official address into ``root``. docs/data.md lists the options of each data set, for example
+    from the official address into ``root``. docs/reference/data_sets.md lists the options of each data set, for example
     ``load("cifar10c", "test", root, corruption="fog", severity=3)``.
     """
     source = DATASETS.get(name)

@@ -265,7 +265,8 @@ def render_table(table: Table) -> str:
     """Render a table as plain text."""
     from rich.console import Console
 
-    console = Console(width=TEXT_WIDTH, color_system=None, force_terminal=False, markup=False, emoji=False)
+    off: dict[str, Any] = dict.fromkeys(("force_terminal", "force_jupyter", "markup", "emoji"), False)
+    console = Console(width=TEXT_WIDTH, color_system=None, **off)
     with console.capture() as capture:
         console.print(table)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())

@@ -124,7 +124,7 @@ def route(model: nn.Module, route: Route, *, forwarded: Mapping[str, int] | None
     ``forwarded`` samples come before those of the route and only provide the statistics of their banks. A norm that
     crosses domains normalizes them by their own statistics and scales them like the samples that their bank normalizes
     (paper A, sec. 3); other norms treat them like all samples of their domain. Without forwarded samples, crossed
-    samples use each other's moments at every norm, which does not train a deep network (docs/norms.md).
+    samples use each other's moments at every norm, which does not train a deep network (docs/reference/norms.md).
 
     >>> with route(model, "adv"): ...
     >>> with route(model, {"clean": 128, "adv": 128}): ...

@@ -105,7 +105,7 @@ class SecondPass(Wrapper):
     def run_forwards(self, batch: CraftedBatch) -> None:
         """Run the forwards of the second pass, for the errors of a network that cannot take its images."""
         with statistics(self.model, groups=self.groups) if self.groups > 1 else nullcontext():
-            self.innermost.compute_loss(self._subset(batch))
+            self.innermost.compute_loss(self._subset(batch), EAGER)
 
     def _subset(self, batch: CraftedBatch) -> CraftedBatch:
         """N images in random order, drawn by their identities (algorithm 1, lines 6 and 7)."""

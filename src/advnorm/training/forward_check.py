@@ -13,6 +13,7 @@ from advnorm.config import Config
 from advnorm.data import FolderData, ImageData
 from advnorm.norms import Scope, domains, routed_modules
 from advnorm.objectives import CraftedBatch
+from advnorm.objectives.execution import EAGER
 from advnorm.objectives.second_pass import SecondPass
 from advnorm.training.ranks import Ranks
 from advnorm.training.step_program import StepProgram, autocast
@@ -50,7 +51,7 @@ def check_forwards(program: StepProgram, config: Config, ranks: Ranks, data: Ima
             with predicting(model, statistics="batch_frozen"), ExitStack() as stack:
                 if routed_modules(model):  # over all processes, as in training
                     stack.enter_context(Scope(model, {"local": False}))
-                objective.compute_loss(batch)
+                objective.compute_loss(batch, EAGER)
                 if config.second_pass is not None:
                     assert isinstance(program.objective, SecondPass)
                     field, tried = "second_pass", f"second_pass {config.second_pass.name} cannot take {count} images"

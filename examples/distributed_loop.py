@@ -1,0 +1,28 @@
+"""Hybrid training in your own loop and several processes: torchrun --nproc-per-node 2 examples/distributed_loop.py"""
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import advnorm
+
+dist.init_process_group("gloo")  # "nccl" on GPUs
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)  # the same weights in every process
+model = advnorm.create_model("small_cnn", norm="bn", in_channels=1, normalize=False)
+advnorm.convert_norm(model, "dual_bn", sync=True)
+
+attack = advnorm.attacks.PGD(threat=advnorm.ThreatModel(eps=0.2), steps=5)
+objective = DistributedDataParallel(advnorm.objectives.Hybrid(model, attack))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+loader = advnorm.data.make_loader(advnorm.data.load("digits", "train"), batch_size=128, rank=rank, world=world)
+
+for epoch in range(2):
+    for batch in loader.epoch(epoch):
+        step = objective(batch.x, batch.y, index=batch.index)
+        optimizer.zero_grad()
+        step.loss.backward()
+        optimizer.step()
+    if rank == 0:
+        print(epoch, {name: round(value.item(), 3) for name, value in step.terms.items()})
+dist.destroy_process_group()
