@@ -161,7 +161,7 @@ def test_no_module_is_named_utils_or_helpers():
     "program",
     [
         "from advnorm.report import to_rich_table, ReportTable; import advnorm.report.studies",
-        "from advnorm.cli.app import app, main",
+        "from advnorm.cli.app import app",
         "import advnorm; advnorm.__version__",
     ],
 )

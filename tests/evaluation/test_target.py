@@ -109,11 +109,11 @@ def test_data_that_cannot_be_loaded_is_reported(data, tmp_path):
             load_test_data(str(tmp_path / name) if name.endswith("npz") else name)
 
 
-def test_an_empty_text_and_zero_do_not_stand_for_the_default(run):
-    assert open_run(run, eps=0, device="cpu").threat.eps == 0
+def test_an_empty_text_and_zero_do_not_stand_for_the_default(run, folder):
+    assert open_run(run, data_dir=folder, eps=0, device="cpu").threat.eps == 0
     for name, problem in (("eps", "eps"), ("threat_norm", "norm"), ("attack", "attack")):
         with raises_problem("wrong_type" if name == "eps" else "unknown_name", problem):
-            open_run(run, **{name: ""}, device="cpu")
+            open_run(run, data_dir=folder, **{name: ""}, device="cpu")
 
 
 def test_all_problems_of_a_run_come_in_one_error(run):

@@ -125,7 +125,7 @@ def test_the_command_evaluates_a_saved_model_on_its_own_data_and_threat(run, sav
     assert out.exit_code == 0, out.output
     (again,) = saved.glob("evaluation-saved-*.json")
     before, after = (json.loads(path.read_text()) for path in (record, again))
-    for key in ("accuracy", "verdicts", "threat", "model"):
+    for key in ("accuracy", "outcomes", "threat", "model"):
         assert before[key] == after[key]
     (saved / "model.safetensors").write_bytes(b"")
     with raises_problem("wrong_digest", "model.safetensors") as caught:

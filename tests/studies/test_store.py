@@ -33,7 +33,7 @@ BAD = {
     "a study that is a list": (lambda record: json.dumps({**record, "study": ["A"]}), "it claims to be"),
     "a seed that is text": (lambda record: json.dumps({**record, "seed": "0"}), "it claims to be"),
     "no values": (lambda record: json.dumps({**record, "values": None}), "values must be"),
-    "NaN": (lambda record: json.dumps({**record, "values": {"shared/clean": float("nan")}}), "values must be"),
+    "NaN": (lambda record: json.dumps({**record, "values": {"shared/clean": float("nan")}}), "it is damaged"),
     "a huge number": (lambda record: json.dumps({**record, "values": {"shared/clean": 10**400}}), "values must be"),
     "no run": (lambda record: json.dumps({**record, "run": 3}), "run must contain"),
     "no seconds": (lambda record: json.dumps({**record, "run": {"config": {}}}), "run must contain"),

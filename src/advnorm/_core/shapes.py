@@ -67,11 +67,11 @@ def _problems(value: Any, hint: Any, where: str) -> Iterator[Problem]:
             elif not optional and not has_default.get(name):
                 yield Problem(code="damaged_file", message="{field} is missing", field=_join(where, name))
         return
-    elif (origin is dict and isinstance(value, dict)) or (origin is list and isinstance(value, list)):
+    elif (origin is dict and isinstance(value, dict)) or (origin is list and isinstance(value, list | tuple)):
         for name, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _problems(item, members[-1], _join(where, name))
         return
-    elif origin is tuple and isinstance(value, list):  # JSON has lists for tuples
+    elif origin is tuple and isinstance(value, list | tuple):  # JSON has lists for tuples
         fits = len(value) == len(members)
         for place, (item, member) in enumerate(zip(value, members)):
             yield from _problems(item, member, _join(where, place))

@@ -58,7 +58,12 @@ def result_rows(found: FolderResults) -> list[Row]:
     damaged: list[Row] = []
     for one in found["problems"]:  # a run.json stands for its folder
         folder, _, name = one["file"].rpartition("/")
-        damaged.append({"run": folder if name == "run.json" else None, "record": one["file"], "error": one["error"]})
+        owner = (
+            folder
+            if name == "run.json"
+            else next((run["name"] for run in found["runs"] if run["folder"] == folder), None)
+        )
+        damaged.append({"run": owner, "record": one["file"], "error": one["error"]})
     by_run: dict[str, list[Row]] = {run["name"]: [] for run in found["runs"]}
     for one in found["benchmarks"] + found["audits"]:
         run = _owner(one, found["runs"])

@@ -120,7 +120,7 @@ class Study:
 
 
 def _located_numbers(study: Study) -> Iterator[PrintedNumber]:
-    entry = study.printed
+    entry = printed_entries().get(study.name, {})  # a study of one's own prints none
     base: dict[str, float | None] = {}  # the row that rows of differences, such as "+3.0", are relative to
     for row in entry.get("rows", ()):
         relative = row["label"].get("relative") is True
