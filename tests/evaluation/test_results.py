@@ -51,7 +51,7 @@ def test_an_edited_record_is_rejected_and_one_without_digest_is_shown_as_such(du
     done = benchmark(dual, first(data, 8), THREAT, "fgsm", "adv", record=path)
     record = json.loads(path.read_text())
     edited = json.loads(json.dumps(record))
-    edited["verdicts"]["adv"]["fgsm"] = "1" * 8
+    edited["outcomes"]["adv"]["fgsm"] = "/w=="  # eight robust images
     path.write_text(json.dumps(edited))
     with raises_problem("damaged_file", f"{path}: digest"):
         BenchmarkResult.load(path)
@@ -65,11 +65,15 @@ def test_an_edited_record_is_rejected_and_one_without_digest_is_shown_as_such(du
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"verdicts": None}, "verdicts"),
-        ({"verdicts": {}}, "verdicts"),
-        ({"verdicts": {"adv": {"clean": "11", "fgsm": "1"}}}, "verdicts"),
-        ({"verdicts": {"adv": {"fgsm": "11"}}}, "verdicts"),
-        ({"verdicts": {"adv": {"clean": "1x"}}}, "verdicts"),
+        ({"outcomes": None}, "outcomes"),
+        ({"outcomes": {}}, "outcomes"),
+        ({"outcomes": {"adv": {"clean": "/w==", "fgsm": "//8="}}}, "outcomes"),
+        ({"outcomes": {"adv": {"fgsm": "/w=="}}}, "outcomes"),
+        ({"outcomes": {"adv": {"clean": "no bits"}}}, "outcomes"),
+        ({"verdicts": {}}, "outcomes"),
+        ({"verdicts": {"adv": {"clean": "11", "fgsm": "1"}}}, "outcomes"),
+        ({"verdicts": {"adv": {"fgsm": "11"}}}, "outcomes"),
+        ({"verdicts": {"adv": {"clean": "1x"}}}, "outcomes"),
         ({"threat": {"norm": "L3", "eps": 1}}, "threat.norm"),
         ({"seconds": {"adv": {"fgsm": "x"}}}, "seconds.adv.fgsm"),
         ({"warnings": 3}, "warnings"),
@@ -78,6 +82,8 @@ def test_an_edited_record_is_rejected_and_one_without_digest_is_shown_as_such(du
 )
 def test_a_record_without_digest_is_still_checked_by_its_shape(dual, data, change, field):
     record = {**benchmark(dual, first(data, 4), THREAT, "fgsm", "adv").record(), **change}
+    if "verdicts" in change:  # version 1
+        del record["outcomes"]
     with raises_problem("damaged_file", f"the record: {field}"):
         BenchmarkResult.from_record(record)
 

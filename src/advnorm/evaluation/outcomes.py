@@ -83,8 +83,10 @@ def read_outcomes(record: Mapping[str, Any]) -> tuple[Tensor, dict[str, dict[str
             }
             for route, row in record["verdicts"].items()
         }
-        rows = torch.arange(len(next(iter(outcomes.values()))["clean"]))
-    if not all("clean" in row and all(len(one) == len(rows) for one in row.values()) for row in outcomes.values()):
+        rows = torch.arange(len(next(iter(outcomes.values()), {"clean": ()})["clean"]))
+    if not outcomes or not all(
+        "clean" in row and all(len(one) == len(rows) for one in row.values()) for row in outcomes.values()
+    ):
         raise ValueError("each route needs a result of each image without an attack")
     return rows, outcomes
 
