@@ -102,7 +102,7 @@ def test_the_ordinary_test_images_are_added_to_the_files_of_a_run(digits, tmp_pa
 
 
 def test_the_commands_of_the_page_work_in_order(tmp_path, monkeypatch):
-    page = (Path(__file__).parents[2] / "docs" / "analysis_features.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "analyze_features.md").read_text()
     (flow,) = (block for block in re.findall(r"^```console\n(.*?)^```", page, re.M | re.S) if "data=features" in block)
     monkeypatch.chdir(tmp_path)
     for line in flow.splitlines():
