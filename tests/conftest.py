@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from advnorm.models.libraries import prepare_torchvision
+
 pytest_plugins = ["support.networks", "support.printed_tables"]
 torch.set_num_threads(1)
+prepare_torchvision()  # tests and pages import timm, torchvision and transformers themselves
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # shells start background jobs like this
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.pop("ADVNORM_DATA", None)
