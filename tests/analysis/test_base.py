@@ -7,7 +7,7 @@ import torch
 
 import advnorm
 from advnorm._core.registry import keywords
-from advnorm.analysis import ANALYSES, landscape, ligs, list_analyses, perturbed_accuracy
+from advnorm.analysis import ANALYSES, landscape, ligs, list_analyses, perturbed_accuracy, reporting_progress
 from advnorm.analysis.banks import Distance
 from advnorm.analysis.base import to_record
 from advnorm.analysis.images import even_slices
@@ -35,6 +35,16 @@ def test_a_record_has_json_types_only():
 
 def test_analyses_are_listed_by_pattern():
     assert "ligs" in list_analyses("l*")
+
+
+def test_an_analysis_without_progress_of_its_own_reports_to_the_enclosing_scope(digits):
+    outer, own = [], []
+    analysis, targets = ANALYSES.get("ligs"), [digits.target("bn", digits.x[:8], digits.y[:8])]
+    with reporting_progress(lambda *at: outer.append(at)):
+        analysis.run(targets)
+        seen = len(outer)
+        analysis.run(targets, progress=lambda *at: own.append(at))
+    assert seen > 0 and len(own) == seen == len(outer)
 
 
 def test_an_unknown_option_raises(digits):

@@ -151,7 +151,7 @@ def main(folder: Path) -> None:
 def state(run: Run) -> dict[str, Any]:
     """All that must not depend on deaths: tensors as bytes, numbers, and the metrics as they are written."""
     found: dict[str, Any] = {"metrics": (run.folder / "metrics.jsonl").read_text()}
-    for name in ("last", "best"):
+    for name in sorted(path.stem for path in run.checkpoints.glob("*.json")):
         tensors, meta = checkpoint.load(run.checkpoints, name)
         found[name] = {key: value.numpy().tobytes() for key, value in tensors.items()}
         found[f"{name}_meta"] = {key: value for key, value in meta.items() if key not in ("clock", "pieces")}

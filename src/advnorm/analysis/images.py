@@ -32,8 +32,11 @@ PROGRESS: ContextVar[Progress | None] = ContextVar("progress", default=None)
 
 @contextmanager
 def reporting_progress(progress: Progress | None) -> Iterator[None]:
-    """Scope: the loops of analyses call ``progress`` with the amount of finished work and the total amount."""
-    token = PROGRESS.set(progress)
+    """Scope: the loops of analyses call ``progress`` with the amount of finished work and the total amount.
+
+    With None, an enclosing scope stays in effect.
+    """
+    token = PROGRESS.set(progress or PROGRESS.get())
     try:
         yield
     finally:
