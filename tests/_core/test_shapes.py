@@ -52,6 +52,8 @@ def test_a_sound_record_comes_back(tmp_path):
         ({"rows": [{"epoch": 1}]}, "rows.0.loss"),
         ({"rows": [{"epoch": True, "loss": 1}]}, "rows.0.epoch"),
         ({"rows": [{"epoch": 1, "loss": 1, "held_out": {"clean": "x"}}]}, "rows.0.held_out.clean"),
+        ({"rows": [{"epoch": 10**400, "loss": 1}]}, "rows.0.epoch"),
+        ({"rows": [{"epoch": 1, "loss": 10**400}]}, "rows.0.loss"),
         ({"best": {"epoch": "1", "loss": 1}}, "best"),
         ({"about": []}, "about"),
         ({"format": "a/2"}, "format"),

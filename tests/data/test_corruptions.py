@@ -149,6 +149,10 @@ def test_all_problems_are_reported_at_once():
         ("wrong_shape", "images"),
         ("wrong_shape", "index"),
     ]
+    with raises_problem("unknown_name", "corruption"):
+        corrupt(torch.rand(1, 3, 8, 8), {"name": "fog"}, 1)
+    with raises_problem("wrong_shape", "images"):
+        corrupt(torch.tensor(0.5), "fog", 1, index=torch.arange(1))
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ MOST = 2**31
 #: Numbers of this size overflow float32, in which networks compute.
 LARGEST = 2.0**127
 #: Values that each scalar type accepts. NaN and infinity fail the comparison.
-_ACCEPTS: Mapping[Any, Callable[[Any], bool]] = {
+ACCEPTS: Mapping[Any, Callable[[Any], bool]] = {
     bool: lambda value: isinstance(value, bool),
     int: lambda value: isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63,
     float: lambda value: isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST,
@@ -105,8 +105,8 @@ def _convert(label: str, hint: Any, value: Any) -> Any:
     elif origin in (tuple, Sequence):
         if isinstance(value, list | tuple):
             return tuple(convert(label, members[0], item) for item in value)
-    elif hint in _ACCEPTS:
-        if _ACCEPTS[hint](value):
+    elif hint in ACCEPTS:
+        if ACCEPTS[hint](value):
             return hint(value)
     elif hint is Named:
         return _named(label, value)

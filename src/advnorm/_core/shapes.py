@@ -12,7 +12,7 @@ from typing import Any, Literal, NotRequired, Union, get_args, get_origin, get_t
 
 from advnorm._core.errors import ConfigError, Problem, raise_problems
 from advnorm._core.records import digest, read_json
-from advnorm._core.settings import type_words
+from advnorm._core.settings import ACCEPTS, type_words
 
 #: Problems of one file that are reported.
 MOST_PROBLEMS = 5
@@ -78,7 +78,7 @@ def _problems(value: Any, hint: Any, where: str) -> Iterator[Problem]:
     elif origin is Literal:
         fits = isinstance(value, str) and value in members
     elif hint in (int, float):
-        fits = isinstance(value, int if hint is int else (int, float)) and not isinstance(value, bool)
+        fits = ACCEPTS[hint](value)
     else:
         fits = hint is Any or (hint in (str, bool, NoneType, dict, list) and isinstance(value, hint))
     if not fits:

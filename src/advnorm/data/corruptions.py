@@ -49,7 +49,7 @@ def corrupt(images: Tensor, corruption: str, severity: int, *, seed: int = 0, in
         hint = f"read it from CIFAR-10-C: load('cifar10c', 'test', root, corruption={corruption!r}, severity=...)"
         message = f"{corruption} is not computed here"
         problems.append(Problem(code="not_supported", message=message, field="corruption", hint=hint))
-    elif corruption not in GENERATED:
+    elif not isinstance(corruption, str) or corruption not in GENERATED:
         problems.append(unknown_name("corruption", corruption, GENERATED))
     if images.dtype != torch.float32:
         message, got = "{field} must be float32 in [0, 1], such as data.pixels()", Description(images.dtype)
@@ -58,7 +58,7 @@ def corrupt(images: Tensor, corruption: str, severity: int, *, seed: int = 0, in
         message = f"{{field}} must have shape (N, 1 or 3, H, W) with sides of at least {MIN_SIDE}"
         problems.append(Problem(code="wrong_shape", message=message, field="images", got=tuple(images.shape)))
     if index is not None and index.shape != images.shape[:1]:
-        message = f"{{field}} must have shape ({len(images)},), one integer for each image"
+        message = "{field} must have shape (N,), one integer for each image"
         problems.append(Problem(code="wrong_shape", message=message, field="index", got=tuple(index.shape)))
     raise_problems(problems, "bad corruption")
     if index is None:

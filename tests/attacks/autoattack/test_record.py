@@ -141,6 +141,16 @@ def test_a_finished_record_returns_its_result_without_an_attack(linf, tmp_path):
         assert getattr(first, field) == getattr(again, field)
 
 
+def test_a_fifo_in_place_of_a_batch_raises_at_once(linf, tmp_path):
+    attack, folder = quick(linf.threat, batch_size=12), tmp_path / "record"
+    interrupted(attack, linf, folder, 3)
+    batch = next(folder.glob("batch-*"))
+    batch.unlink()
+    os.mkfifo(batch)
+    with raises_problem("damaged_file", "record"):
+        attack.evaluate(linf.model, *linf.first(30), record=folder)
+
+
 def test_a_foreign_or_damaged_record_raises(linf, tmp_path):
     x, y = linf.first(30)
     attack, folder = quick(linf.threat, batch_size=12), tmp_path / "record"

@@ -15,7 +15,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from advnorm._core.errors import ConfigError
-from advnorm._core.records import digest, interrupted_write, write_atomic, write_json
+from advnorm._core.records import digest, interrupted_write, require_regular, write_atomic, write_json
 from advnorm._core.shapes import read_record, with_digest
 from advnorm.attacks.autoattack.settings import AutoAttackSettings
 from advnorm.attacks.search import SearchResult
@@ -207,7 +207,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str
 
 def _read_tensors(path: Path, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(require_regular(path), framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             header = file.metadata()
         if json.loads(header["digests"]) != {name: digest(value) for name, value in tensors.items()}:
