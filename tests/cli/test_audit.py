@@ -1,9 +1,13 @@
 """``advnorm audit``: verdict, exit status, record, figure, surrogate."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import save_file
 
 import advnorm
@@ -45,8 +49,64 @@ def test_a_surrogate_has_its_own_weights(own_model, sound):
     surrogate = ("--surrogate", "own_model:build")
     result = invoke("audit", *common, *surrogate, "--surrogate-weights", "w.safetensors")
     assert "from surrogate" in result.output
-    with pytest.raises(advnorm.AdvnormError) as caught:  # the weights of the model do not fit
-        invoke("audit", *common, *surrogate)
+    save_file({"a": torch.zeros(1)}, "other.safetensors")
+    with pytest.raises(advnorm.AdvnormError) as caught:
+        invoke("audit", *common, *surrogate, "--surrogate-weights", "other.safetensors")
     assert caught.value.problems[0].field.startswith("surrogate")
     with raises_problem("conflict", "surrogate_weights"):
         invoke("audit", *common, "--surrogate-weights", "w.safetensors")
+
+
+THIRD_PARTY = """\
+import torch
+
+class Net(torch.nn.Module):  # expects normalized images, as most published networks do
+    def __init__(self):
+        super().__init__()
+        self.features = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 32), torch.nn.ReLU())
+        self.fc = torch.nn.Linear(32, 10)
+
+    def forward(self, x):
+        return self.fc(self.features(x))
+"""
+
+
+def test_a_published_network_is_audited_by_one_command(tmp_path):
+    """A ``.pt`` file with a state dict inside, saved from DataParallel, for normalized images."""
+    (tmp_path / "third_party.py").write_text(THIRD_PARTY)
+    scope: dict = {}
+    exec(THIRD_PARTY, scope)
+    torch.manual_seed(0)
+    net = scope["Net"]()
+    saved = torch.nn.DataParallel(net)
+    torch.save({"state_dict": saved.state_dict(), "epoch": 3, "best_acc": 0.9}, tmp_path / "published.pt")
+    command = "audit third_party.py:Net --weights published.pt --mean 0.3 --std 0.4 --data digits --eps 0.1"
+    options = "--budget quick --limit 30 --device cpu --json verdict.json"
+    words = [sys.executable, "-m", "advnorm", *command.split(), *options.split()]
+    done = subprocess.run(words, cwd=tmp_path, env=os.environ, capture_output=True, text=True, check=False)
+    record = json.loads((tmp_path / "verdict.json").read_text())
+    assert done.returncode == record["exit_code"], done.stderr
+    assert "took 'state_dict'" in done.stdout and "removed the prefix 'module.'" in done.stdout
+    threat = advnorm.ThreatModel(eps=0.1)
+    model = advnorm.models.Normalized(net, 0.3, 0.4)
+    expected = advnorm.audit(model, advnorm.data.load("digits", "test"), threat, budget="quick", limit=30)
+    assert [record[key] for key in ("clean", "pgd10", "worst_case")] == [
+        expected.clean,
+        expected.claimed,
+        expected.worst_case,
+    ]
+    assert record["about"]["mean"] == [0.3] and "module." in record["about"]["weights"]
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "field"),
+    [
+        ("--mean 0.5", "conflict", "std"),
+        ("--std 0.5", "conflict", "mean"),
+        ("--mean 0.5 --std 0", "out_of_range", "std"),
+        ("--mean 0.5 0.5 0.5 --std 0.5 0.5", "wrong_shape", "std"),
+    ],
+)
+def test_a_wrong_normalization_is_an_error_before_any_work(own_model, options, code, field):
+    with raises_problem(code, field):
+        invoke("audit", "own_model.py:build", *QUICK, *options.split())

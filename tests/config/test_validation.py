@@ -34,7 +34,6 @@ def test_the_cases_cover_every_setting():
         ("model", {"width": 2}, "wrong_type"),
         ("model", None, "wrong_type"),
         ("norm", "dualbn", "unknown_name"),
-        ("weights", "w.pth", "not_supported"),
         ("data", "digit", "unknown_name"),
         ("data", "cifar10c", "not_supported"),
         ("held_out", -1, "out_of_range"),

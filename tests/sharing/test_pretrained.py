@@ -13,8 +13,8 @@ import advnorm
 from advnorm._core.records import model_fingerprint
 from advnorm.data import digits
 from advnorm.evaluation.statistics import wilson_interval
+from advnorm.models.weights import save_weights
 from advnorm.sharing.card import read_header
-from advnorm.training.checkpoint import save_weights
 from support.command import invoke
 from support.problems import raises_problem
 

@@ -26,14 +26,12 @@ from torch import nn
 import advnorm
 from advnorm._core.errors import AdvnormError, ConfigError
 from advnorm.config.fields import OptimizerName, TrainingSettings
+from advnorm.models.weights import restore_model
 from advnorm.training import checkpoint
 from advnorm.training.checkpoint import (
     CheckpointError,
     flatten_optimizer,
-    load_weights,
-    restore_model,
     restore_optimizer,
-    save_weights,
 )
 from advnorm.training.optimizer import make_optimizer
 from support.problems import raises_problem
@@ -448,101 +446,6 @@ def test_a_state_of_another_optimizer_is_rejected_and_nothing_changes():
         with raises_problem("wrong_tensors"):
             restore_optimizer(other, names_of(model), tensors, meta)
         assert not other.state
-
-
-# -- weights -----------------------------------------------------------------------------------------------------------
-
-
-def test_weights_come_back_with_their_meta(tmp_path):
-    model = advnorm.create_model("small_cnn", norm="dual_bn").to(memory_format=torch.channels_last)
-    path = save_weights(tmp_path / "deep" / "w.safetensors", model, {"accuracy": 0.5})
-    torch.manual_seed(1)
-    other = advnorm.create_model("small_cnn", norm="dual_bn").to(memory_format=torch.channels_last)
-    addresses = [value.data_ptr() for value in other.state_dict().values()]
-    assert load_weights(other, path) == {"accuracy": 0.5}
-    assert same(other.state_dict(), model.state_dict())
-    assert [value.data_ptr() for value in other.state_dict().values()] == addresses
-    assert other.conv2.weight.is_contiguous(memory_format=torch.channels_last)
-    assert same(safetensors.torch.load_file(path), model.state_dict())  # any tool reads it
-    assert files(path.parent) == ["w.safetensors"]
-
-
-def test_shared_layers_and_foreign_files_load(tmp_path):
-    shared = nn.BatchNorm1d(3)
-    model = nn.Sequential(nn.Linear(3, 3), shared, nn.Linear(3, 3), shared)
-    model(torch.rand(4, 3))
-    save_weights(tmp_path / "w.safetensors", model, {})
-    other_norm = nn.BatchNorm1d(3)
-    other = nn.Sequential(nn.Linear(3, 3), other_norm, nn.Linear(3, 3), other_norm)
-    load_weights(other, tmp_path / "w.safetensors")
-    assert same(other.state_dict(), model.state_dict()) and other[1] is other[3]
-    unshared = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3))
-    load_weights(unshared, tmp_path / "w.safetensors")
-    assert same(unshared.state_dict(), model.state_dict())
-    for metadata in (None, {"format": "pt"}):
-        safetensors.torch.save_file(unshared.state_dict(), tmp_path / "foreign.safetensors", metadata)
-        assert load_weights(other, tmp_path / "foreign.safetensors") == {}
-
-
-def test_compiled_models_save_and_load_under_the_plain_names(tmp_path):
-    model = nn.Linear(2, 2)
-    path = save_weights(tmp_path / "w.safetensors", torch.compile(model), {})
-    other = torch.compile(nn.Linear(2, 2))
-    load_weights(other, path)
-    assert torch.equal(other.weight, model.weight)
-
-
-def test_all_that_does_not_fit_a_model_comes_in_one_error(tmp_path):
-    path = save_weights(tmp_path / "w.safetensors", nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)), {})
-    model = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(ConfigError) as caught:
-        load_weights(model, path)
-    for part in (
-        "w.safetensors does not fit",
-        "1.running_mean is missing in the file",
-        "0.weight is (2, 3) in the file",
-    ):
-        assert part in str(caught.value)
-    assert same(model.state_dict(), before)
-
-
-def test_files_that_are_no_weights_are_refused_with_the_cure(tmp_path):
-    model = nn.Linear(2, 2)
-    with raises_problem("not_supported", "weights"):
-        load_weights(model, tmp_path / "w.pt")
-    with raises_problem("missing_file", "weights"):
-        load_weights(model, tmp_path / "w.safetensors")
-    path = save_weights(tmp_path / "w.safetensors", model, {})
-    whole = path.read_bytes()
-    header = b'{"__metadata__":{"advnorm":"[]"}}'
-    for data in (b"", b"nonsense that is no header", whole[:-1], len(header).to_bytes(8, "little") + header):
-        path.write_bytes(data)
-        with raises_problem("damaged_file", "weights"):
-            load_weights(model, path)
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, torch.bool])
-def test_weights_of_another_kind_of_numbers_are_not_cast(tmp_path, dtype):
-    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).half()
-    state = model.state_dict()
-    safetensors.torch.save_file({**state, "0.weight": torch.ones(3, 2).to(dtype)}, tmp_path / "w.safetensors")
-    with raises_problem("wrong_tensors"):
-        load_weights(model, tmp_path / "w.safetensors")
-    safetensors.torch.save_file(
-        {name: value.double() if name != "1.num_batches_tracked" else value.int() for name, value in state.items()},
-        tmp_path / "w.safetensors",
-    )
-    load_weights(model, tmp_path / "w.safetensors")
-
-
-def test_weights_that_cannot_be_written_leave_nothing_behind(tmp_path):
-    (tmp_path / "file").write_text("")
-    (tmp_path / "folder.safetensors").mkdir()
-    for path in (tmp_path / "file" / "w.safetensors", tmp_path / "folder.safetensors"):
-        with raises_problem("not_writable", kind=CheckpointError):
-            save_weights(path, nn.Linear(2, 2), {})
-    assert files(tmp_path) == ["file", "folder.safetensors"]
 
 
 if __name__ == "__main__":

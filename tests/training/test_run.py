@@ -14,6 +14,7 @@ import advnorm
 from advnorm import ConfigError
 from advnorm.cli.app import app
 from advnorm.data import load
+from advnorm.models.weights import save_weights
 from advnorm.training import checkpoint, entry_point
 from advnorm.training.build import build_model, data_properties
 from advnorm.training.optimizer import norm_parameters
@@ -89,7 +90,7 @@ def test_a_run_that_died_before_its_snapshot_was_kept_keeps_it_then(tmp_path, mo
 
 def test_weights_come_from_a_run_or_a_file_and_must_fit(tmp_path):
     start = train(small(norm="dual_bn", epochs=1), tmp_path)
-    file = checkpoint.save_weights(tmp_path / "w.safetensors", start.model(), {})
+    file = save_weights(tmp_path / "w.safetensors", start.model(), {})
     tuned = [
         train(small(norm="dual_bn", epochs=1, train_only="norms", weights=str(weights)), tmp_path)
         for weights in (start.folder, file)
@@ -101,14 +102,18 @@ def test_weights_come_from_a_run_or_a_file_and_must_fit(tmp_path):
     norms = set(norm_parameters(model))
     for (name, old), (_, new) in zip(before.named_parameters(), model.named_parameters()):
         assert torch.equal(old, new) != (new in norms), name
-    with pytest.raises(ConfigError, match="weight_clean is missing in the file"):
-        train(small(norm="dual_bn", epochs=1, weights=str(train(small(epochs=1), tmp_path).folder)), tmp_path)
+    with raises_problem("wrong_tensors", "weights"):
+        train(
+            small(norm="dual_bn", epochs=1, weights=str(train(small(norm="ln", epochs=1), tmp_path).folder)), tmp_path
+        )
+    other = train(small(norm="dual_bn", epochs=1, weights=str(train(small(epochs=1), tmp_path).folder)), tmp_path)
+    assert "filled the banks clean, adv" in (other.folder / "log.txt").read_text()
     file.unlink()
     assert train(tuned[1].config, tmp_path).finished, "a finished run needs its start no more"
 
 
 def test_a_resumed_run_does_not_need_its_initial_weights(tmp_path):
-    file = checkpoint.save_weights(tmp_path / "w.safetensors", train(small(epochs=1), tmp_path).model("last"), {})
+    file = save_weights(tmp_path / "w.safetensors", train(small(epochs=1), tmp_path).model("last"), {})
     config = small(epochs=1, weights=str(file))
     assert not train(config, tmp_path, max_minutes=0).finished
     file.unlink()
@@ -117,12 +122,12 @@ def test_a_resumed_run_does_not_need_its_initial_weights(tmp_path):
 
 def test_other_initial_weights_of_the_same_name_are_rejected(tmp_path):
     model = build_model(small(), data_properties(load("synthetic", "train", **small().data.options)))
-    file = checkpoint.save_weights(tmp_path / "w.safetensors", model, {})
+    file = save_weights(tmp_path / "w.safetensors", model, {})
     config = small(epochs=1, weights=str(file))
     run = train(config, tmp_path, max_minutes=0)
     (run.checkpoints / "last.json").unlink()
     next(model.parameters()).data += 1
-    checkpoint.save_weights(file, model, {})
+    save_weights(file, model, {})
     with raises_problem("already_exists", "weights"):
         train(config, tmp_path)
 

@@ -89,7 +89,7 @@ def test_a_full_disk_is_one_readable_error_and_the_run_resumes_later(tmp_path, l
         ({"batch_size": 60}, {}, "batch_size 60 is larger than the 48 images"),
         ({"data": "cifar10"}, {}, "--data-dir"),
         ({"data": "cifar10"}, {"data_dir": "missing"}, "cifar"),
-        ({"weights": "missing.safetensors"}, {}, "weights missing.safetensors: no such file or folder"),
+        ({"weights": "missing.safetensors"}, {}, "cannot read missing.safetensors: No such file"),
         ({"weights": "."}, {}, "not a training run"),
         ({"model": "vgg11"}, {}, "vgg11 with norm bn cannot take 12 images of 1×8×8: .*use another model"),
         ({"model": {"name": "resnet18", "width": 0.05}, "norm": "in"}, {}, "one value per group"),

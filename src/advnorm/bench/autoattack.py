@@ -23,8 +23,8 @@ from advnorm.attacks.autoattack import AutoAttack
 from advnorm.bench.timing import MeasuredConditions, timed
 from advnorm.data import cifar10, digits
 from advnorm.models import create_model
+from advnorm.models.weights import load_weights
 from advnorm.threat import ThreatModel
-from advnorm.training.checkpoint import load_weights
 
 OFFICIAL = "pyautoattack"
 

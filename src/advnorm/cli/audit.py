@@ -28,7 +28,7 @@ def audit(
     ] = "standard",
     surrogate: Annotated[str | None, typer.Option(help="module:function of a model to transfer attacks from.")] = None,
     surrogate_weights: Annotated[
-        Path | None, typer.Option(help="Weights of the surrogate, a .safetensors file. Default: --weights.")
+        str | None, typer.Option(help="Weights of the surrogate, a .safetensors or .pt file. Default: --weights.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Write the figure to this file (.png, .svg, .pdf).")] = None,
 ) -> int:
@@ -51,7 +51,8 @@ def audit(
     source = None
     if surrogate is not None:
         with collect_problems(problems, "surrogate"):
-            source = load_user_model(surrogate, surrogate_weights or options.weights, resolve_device(options.device))
+            weights = surrogate_weights or options.weights
+            source, _ = load_user_model(surrogate, weights, resolve_device(options.device), options.mean, options.std)
     elif surrogate_weights is not None:
         message = "--surrogate-weights needs a --surrogate"
         problems.append(Problem(code="conflict", message=message, field="surrogate_weights"))

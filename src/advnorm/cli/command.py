@@ -23,8 +23,8 @@ T = TypeVar("T")
 
 #: Where every verb prints its results. Text is printed as it is: a path may look like markup or like an emoji.
 console = Console(markup=False, emoji=False, highlight=False)
-#: Metavariables of list options. They decide which words can be a value: one with ``=``, or a whole number.
-KEY_VALUE, INTEGERS = "KEY=VALUE", "INTEGERS"
+#: Metavariables of list options. They decide which words can be a value: one with ``=``, a whole number, or a number.
+KEY_VALUE, INTEGERS, NUMBERS = "KEY=VALUE", "INTEGERS", "NUMBERS"
 #: The user's own code that this command has imported, for the commands that it prints.
 own_code: list[str] = []
 
@@ -137,7 +137,7 @@ class Command(TyperCommand):
                 groups.append([word])
             elif current is not None and _can_be_value(current, word):
                 groups.append([current.opts[0], word])
-                added += [groups[-1]] if current.metavar not in (KEY_VALUE, INTEGERS) else []
+                added += [groups[-1]] if current.metavar not in (KEY_VALUE, INTEGERS, NUMBERS) else []
             else:
                 current = None
                 required -= 1
@@ -152,6 +152,8 @@ def _can_be_value(option: TyperOption, word: str) -> bool:
         return "=" in word
     if option.metavar == INTEGERS:
         return word.lstrip("-").isdecimal()
+    if option.metavar == NUMBERS:
+        return re.fullmatch(r"[0-9.]+(e[-+]?[0-9]+)?", word) is not None
     return True
 
 

@@ -135,9 +135,10 @@ def open_target(name: str, options: EvaluateOptions, problems: list[Problem]) ->
     given = options.threat_norm
     threat_norm = next((name for name in THREAT_NORMS if name.lower() == str(given).lower()), given)
     target = None
-    if Path(name).is_dir() and options.weights is not None:
-        message, hint = f"{name} has its own weights", "omit --weights; a run has --checkpoint"
-        problems.append(Problem(code="conflict", message=message, field="weights", hint=hint))
+    own = [label for label in ("weights", "mean", "std") if getattr(options, label)]
+    if Path(name).is_dir() and own:
+        message, hint = f"{name} has its own weights and input normalization", f"omit --{own[0]}"
+        problems.append(Problem(code="conflict", message=message, field=own[0], hint=hint))
     elif Path(name).is_dir() and not is_saved_model(name):
         with collect_problems(problems):
             target = open_run(
@@ -152,14 +153,17 @@ def open_target(name: str, options: EvaluateOptions, problems: list[Problem]) ->
             )
     else:
         model = data = threat = None
+        notes: tuple[str, ...] = ()
         training = dict(verify(name).get("training") or {}) if is_saved_model(name) else {}
         with collect_problems(problems):
             if options.checkpoint is not None:
                 message = "--checkpoint belongs to the folder of a run"
                 raise ConfigError("conflict", message, field="checkpoint", hint="use --weights")
             place = resolve_device(options.device)
-            saved = is_saved_model(name)
-            model = from_pretrained(name, device=place) if saved else load_user_model(name, options.weights, place)
+            if is_saved_model(name):
+                model = from_pretrained(name, device=place)
+            else:
+                model, notes = load_user_model(name, options.weights, place, options.mean, options.std)
         with collect_problems(problems):
             length = options.eps or training.get("eps", "8/255")
             threat = ThreatModel(norm=threat_norm or training.get("threat", "Linf"), eps=length)  # pyright: ignore[reportArgumentType]
@@ -173,7 +177,8 @@ def open_target(name: str, options: EvaluateOptions, problems: list[Problem]) ->
         if model is not None and data is not None and threat is not None:
             origin = {
                 "model": name,
-                "weights": options.weights.name if options.weights else None,
+                "weights": ", ".join([Path(options.weights).name, *notes]) if options.weights else None,
+                **({"mean": options.mean, "std": options.std} if options.mean else {}),
                 "data": describe_data(str(source)),
                 **({"training": training} if training else {}),
             }

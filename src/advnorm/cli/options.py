@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from advnorm.cli.command import KEY_VALUE
+from advnorm.cli.command import KEY_VALUE, NUMBERS
 
 Source = Annotated[
     str | None,
@@ -38,7 +38,19 @@ JsonCopy = Annotated[Path | None, typer.Option(help="Also write the record to th
 class EvaluateOptions:
     """Options of ``evaluate`` and ``audit``: which weights, on which images, under which threat."""
 
-    weights: Annotated[Path | None, typer.Option(help="Weights of the model, a .safetensors file.")] = None
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            help="Weights of the model: a .safetensors or .pt file. FILE:ema or FILE:adv takes one of several sets."
+        ),
+    ] = None
+    mean: Annotated[
+        list[float] | None,
+        typer.Option(metavar=NUMBERS, help="Mean that the model expects to be subtracted, one or one per channel."),
+    ] = None
+    std: Annotated[
+        list[float] | None, typer.Option(metavar=NUMBERS, help="Standard deviation that it expects to be divided by.")
+    ] = None
     checkpoint: Checkpoint = None
     data: Annotated[
         str | None,

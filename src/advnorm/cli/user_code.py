@@ -2,35 +2,50 @@
 
 from __future__ import annotations
 
-import importlib
-import runpy
-import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import nn
 
 from advnorm._core.errors import ConfigError, Description, did_you_mean
-from advnorm._core.records import require_regular
-from advnorm.training.checkpoint import load_weights
+from advnorm._core.user_modules import import_source
+from advnorm.cli.command import say
+from advnorm.models.normalized import Normalized
+from advnorm.models.weights import load_weights
+
+PACKAGE = Path(__file__).parents[1]
 
 
-def import_code(source: str) -> None:
-    """Run a ``.py`` file or import a module, for the models, data sets, norms and attacks that it registers."""
-    if not source.endswith(".py"):
-        with _importing(source):
-            importlib.import_module(source)
-        return
-    with _importing(source):
-        runpy.run_path(str(require_regular(source, "--import")))
+def import_code(source: str) -> ModuleType:
+    """Import a ``.py`` file or a module, for the parts that it registers; an error in it names its line."""
+    try:
+        return import_source(source)
+    except ConfigError:
+        raise
+    except ModuleNotFoundError as error:
+        message = f"no module {error.name!r} for {source!r}"
+        hint = "run the command in the folder that contains it, or install it"
+        raise ConfigError("missing_file", message, field="module", hint=hint) from error
+    except (Exception, SystemExit) as error:
+        raise _own_code_error(f"importing {source}", error) from error
 
 
-def load_user_model(target: str, weights: Path | None, device: torch.device) -> nn.Module:
-    """Call ``package.module:function``, found from the working directory, and load the weights into its model."""
-    name, _, function = target.partition(":")
+def load_user_model(
+    target: str,
+    weights: str | None,
+    device: torch.device,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+) -> tuple[nn.Module, tuple[str, ...]]:
+    """Call ``package.module:function`` or ``FILE.py:function``, found from the working directory; fill its model.
+
+    ``mean``, ``std``: the model expects images that are normalized with them. Return the model, and notes on what was
+    done to make the weights fit, which are also printed.
+    """
+    name, _, function = target.rpartition(":")
     if not name or not function:
         raise ConfigError(
             "wrong_type",
@@ -38,8 +53,9 @@ def load_user_model(target: str, weights: Path | None, device: torch.device) -> 
             field="target",
             got=target,
         )
-    with _importing(name):
-        module = importlib.import_module(name)
+    if (mean is None) != (std is None):
+        raise ConfigError("conflict", "--mean and --std belong together", field="std" if std is None else "mean")
+    module = import_code(name)
     build = getattr(module, function, None)
     if build is None:
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -52,30 +68,15 @@ def load_user_model(target: str, weights: Path | None, device: torch.device) -> 
     if not isinstance(model, nn.Module):
         got = Description(type(model).__name__)
         raise ConfigError("wrong_type", f"{target} must return an nn.Module", field="target", got=got)
-    if weights is not None:
-        load_weights(model, weights)
-    return model.to(device)
-
-
-@contextmanager
-def _importing(source: str) -> Iterator[None]:
-    """Scope: modules are found from the working directory, and an error of the user's code names its line."""
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        yield
-    except ConfigError:
-        raise
-    except ModuleNotFoundError as error:
-        message = f"no module {error.name!r} for {source!r}"
-        hint = "run the command in the folder that contains it, or install it"
-        raise ConfigError("missing_file", message, field="module", hint=hint) from error
-    except (Exception, SystemExit) as error:
-        raise _own_code_error(f"importing {source}", error) from error
-    finally:
-        sys.path.pop(0)
+    notes = load_weights(model, weights).notes if weights is not None else ()
+    for note in notes:
+        say(f"{weights}: {note}")
+    if mean is not None and std is not None:
+        model = Normalized(model, mean, std)
+    return model.to(device), notes
 
 
 def _own_code_error(action: str, error: BaseException) -> ConfigError:
     last = traceback.extract_tb(error.__traceback__)[-1]
-    place = "" if last.filename == __file__ else f" ({Path(last.filename).name}, line {last.lineno})"
+    place = "" if last.filename.startswith(str(PACKAGE)) else f" ({Path(last.filename).name}, line {last.lineno})"
     return ConfigError("own_code", f"{action} raised {type(error).__name__}: {error}{place}", field="module")

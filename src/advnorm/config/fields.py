@@ -42,7 +42,9 @@ class TrainingSettings:
     norm: Annotated[str, Setting("Norm of `advnorm ls norms`.")] = "bn"
     norm_options: Annotated[dict[str, Any], Setting("Options of the norm.")] = field(default_factory=dict, hash=False)
     dual_head: Annotated[bool, Setting("One linear layer per domain (paper A, table 7).")] = False
-    weights: Annotated[str | None, Setting("Initial weights: a `.safetensors` file or the folder of a run.")] = None
+    weights: Annotated[
+        str | None, Setting("Initial weights: a `.safetensors` or `.pt` file, or the folder of a run.")
+    ] = None
 
     data: Annotated[Named, Setting("Data set of `advnorm ls datasets` with its options.")] = Named("digits")
     augment: Annotated[Augmentation, Setting("Augmentation: horizontal flips, random crops.")] = "none"

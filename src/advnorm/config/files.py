@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import runpy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from advnorm._core.errors import ConfigError
 from advnorm._core.records import read_bytes
+from advnorm._core.user_modules import import_source
 from advnorm.config.config import Config
 from advnorm.config.text import parse_yaml, unique_keys
 
@@ -55,7 +55,7 @@ def _read_json(path: Path) -> Any:
 def _read_python(path: Path) -> dict[str, Any]:
     _read_text(path)  # a missing file gives the same problem as for the other kinds
     try:
-        config = runpy.run_path(str(path)).get("config")
+        config = getattr(import_source(str(path)), "config", None)
         config = config() if callable(config) else config
     except ConfigError:
         raise

@@ -6,7 +6,6 @@ import inspect
 import re
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from advnorm._core.errors import NOTHING, AdvnormError, Problem, collect_problems, unknown_name
@@ -100,9 +99,6 @@ class _Checks:
         if self.valid("name") and s.name is not None and not re.fullmatch(r"\w[\w.-]{0,99}", s.name, re.ASCII):
             words = "{field} becomes the name of a folder: at most 100 letters, digits, '_', '.' and '-'"
             self.reject("name", words, got=s.name, code="out_of_range")
-        if self.valid("weights") and Path(s.weights or "").suffix in (".pt", ".pth", ".ckpt", ".pkl", ".bin"):
-            words, hint = "{field} is a pickle, which can run code", "name a .safetensors file or the folder of a run"
-            self.reject("weights", words, hint, got=s.weights, code="not_supported")
 
     def check_model(self) -> None:
         s = self.settings

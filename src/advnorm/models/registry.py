@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from numbers import Integral
@@ -15,6 +14,7 @@ from advnorm._core.errors import Problem, collect_problems, raise_problems, unkn
 from advnorm._core.registry import Registry, keywords
 from advnorm._core.settings import Setting, convert_options
 from advnorm.models.layers import ACTIVATIONS, ImageClassifier, LayerFactory
+from advnorm.models.normalized import channel_values
 from advnorm.norms import list_norms, make_norm
 
 CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)
@@ -125,14 +125,9 @@ def _per_channel(
 ) -> tuple[float, ...] | None:
     if value is None:
         return None
-    try:
-        values = tuple(float(v) for v in ((value,) if isinstance(value, (int, float)) else value))
-    except (TypeError, ValueError):
-        values = (math.nan,)
-    if not all(math.isfinite(v) and (v > 0 or field == "mean") for v in values):
-        message = f"{{field}} must be a finite number{' above 0' if field == 'std' else ''}, or one per channel"
-        problems.append(Problem(code="out_of_range", message=message, field=field, got=value))
-    elif len(values) not in (1, in_channels):
+    before = len(problems)
+    values = channel_values(field, value, problems)
+    if len(problems) == before and len(values) not in (1, in_channels):
         message = f"{{field}} has {len(values)} values but in_channels is {in_channels}"
         hint = "give mean and std for your data, or normalize=False"
         problems.append(Problem(code="wrong_shape", message=message, field=field, hint=hint))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,10 +23,10 @@ from advnorm.evaluation.report_data import collect_results
 from advnorm.evaluation.results import BenchmarkResult
 from advnorm.evaluation.verdict import Verdict
 from advnorm.models import create_model
+from advnorm.models.weights import load_weights, save_weights
 from advnorm.sharing.card import CARD, read_header, render_card
 from advnorm.sharing.hub import download, upload
 from advnorm.surgery import convert_head
-from advnorm.training.checkpoint import load_weights, save_weights
 from advnorm.training.run import Run
 
 FORMAT = "advnorm.model/1"
@@ -102,7 +103,8 @@ def from_pretrained(
     if str(dtype_of(model)) != f"torch.{saved}":
         hint = f"convert it: model.to(torch.{saved})"
         raise ConfigError("wrong_dtype", f"the weights are {saved}", field="model", got=dtype_of(model), hint=hint)
-    load_weights(model, folder / WEIGHTS)
+    for note in load_weights(model, folder / WEIGHTS).notes:
+        warnings.warn(f"{folder / WEIGHTS}: {note}", stacklevel=2)
     return model.to(resolve_device(device)).eval()
 
 

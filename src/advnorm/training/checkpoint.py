@@ -1,4 +1,4 @@
-"""Checkpoints and weights on disk: safetensors and JSON, written atomically, never a pickle.
+"""Checkpoints on disk: safetensors and JSON, written atomically, never a pickle.
 
 A folder holds one file of tensors per checkpoint and, for each name (``last``, ``best``), a JSON file that points to
 one of them. Saving writes a new file, moves the pointer in one atomic step, and then deletes files without a pointer.
@@ -15,19 +15,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypedDict
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
-from advnorm._core.errors import AdvnormError, ConfigError, Description, Problem, did_you_mean, raise_problems
+from advnorm._core.errors import AdvnormError, ConfigError, did_you_mean
 from advnorm._core.records import interrupted_write, read_bytes, read_json, write_atomic, write_json
 from advnorm._core.shapes import read_record
-from advnorm._core.wrappers import unwrap_model
+from advnorm.models.weights import pack_tensors, unpack_tensors
 
 FORMAT = "advnorm.checkpoint/1"
-#: Tensors that do not fit a model, as far as an error lists them.
-MISMATCHES = 8
 
 _FILE = re.compile(r"[A-Za-z0-9_]+-\d{8,}-[0-9a-f]{8}\.safetensors")
 
@@ -53,7 +49,7 @@ def save(folder: Path | str, name: str, tensors: Mapping[str, Tensor], meta: Map
 
     One process writes to a folder. A tensor with several names is stored once.
     """
-    folder, data = Path(folder), _pack(tensors, {})
+    folder, data = Path(folder), pack_tensors(tensors, {})
     hashes = {"blake2b": _hash(data), "meta_blake2b": _hash(_canonical(meta))}
     path = folder / f"{name}-{meta['step']:08d}-{hashes['blake2b'][:8]}.safetensors"
     try:
@@ -85,7 +81,7 @@ def load(folder: Path | str, name: str) -> tuple[dict[str, Tensor], dict[str, An
     if _hash(data) != record["blake2b"]:
         message = f"{path} is damaged: its content does not match its hash"
         raise ConfigError("damaged_file", message, hint=_recovery(folder, name))
-    tensors, _ = _unpack(path, data)
+    tensors, _ = unpack_tensors(path, data)
     return tensors, record["meta"]
 
 
@@ -210,103 +206,9 @@ def _like(parameter: Tensor, key: str, value: Tensor) -> Tensor:
     return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
-# -- weights -----------------------------------------------------------------------------------------------------------
-
-
-def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
-    """Copy tensors into a model in place; memory format, device and dtype stay. One error lists all mismatches."""
-    model = unwrap_model(model)
-    own = model.state_dict()
-    problems = [f"{name} is missing in the file" for name in own if name not in tensors]
-    problems += [f"{name} is not in the model" for name in tensors if name not in own]
-    problems += [
-        f"{name} is {_kind(tensors[name])} in the file and {_kind(value)} in the model"
-        for name, value in own.items()
-        if name in tensors and _kind(tensors[name]) != _kind(value)
-    ]
-    if len(problems) > MISMATCHES:
-        problems = [*problems[:MISMATCHES], f"and {len(problems) - MISMATCHES} more"]
-    listed = [Problem(code="wrong_tensors", message=message) for message in problems]
-    raise_problems(listed, f"{source} does not fit the model")
-    model.load_state_dict(dict(tensors))
-
-
-def _kind(tensor: Tensor) -> str:
-    """Shape, and kind if not floats; torch copies quantized weights as floats, and complex ones without a part."""
-    kind = "" if tensor.is_floating_point() else " complex" if tensor.is_complex() else " integers"
-    return f"{tuple(tensor.shape)}{kind}"
-
-
-def save_weights(path: Path | str, model: nn.Module, meta: Mapping[str, Any]) -> Path:
-    """Write a model's parameters and buffers as a safetensors file with ``meta`` in its header."""
-    path = _weights_path(path)
-    try:
-        write_atomic(path, _pack(unwrap_model(model).state_dict(), meta))
-    except OSError as error:
-        raise _write_error(str(path), error) from error
-    return path
-
-
-def load_weights(model: nn.Module, path: Path | str) -> dict[str, Any]:
-    """Fill a model from any safetensors file; return the meta in its header, ``{}`` if there is none."""
-    path = _weights_path(path)
-    tensors, meta = _unpack(path, read_bytes(path, "weights"))
-    restore_model(model, tensors, str(path))
-    return meta
-
-
-def _weights_path(path: Path | str) -> Path:
-    path = Path(path)
-    if path.suffix != ".safetensors":
-        raise ConfigError(
-            "not_supported",
-            "{field} must be a .safetensors file",
-            field="weights",
-            got=Description(path),
-            hint="a pickle (.pt, .pth) can run any code; if you trust it, convert it with "
-            "safetensors.torch.save_file(model.state_dict(), 'w.safetensors')",
-        )
-    return path
-
-
 def select(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """The tensors whose names start with a prefix, by the rest of their names."""
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-
-# -- bytes -------------------------------------------------------------------------------------------------------------
-
-
-def _pack(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> bytes:
-    """Safetensors bytes. A second name of the same memory is an alias in the header: the format has no sharing."""
-    stored: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    seen: dict[tuple[Any, ...], str] = {}
-    for name, value in tensors.items():
-        key = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
-        if key in seen:
-            aliases[name] = seen[key]
-            continue
-        seen[key] = name
-        value = value.detach()
-        # A part of a larger storage is cloned: the format rejects overlapping tensors.
-        whole = value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes
-        stored[name] = value.cpu() if whole else value.cpu().clone(memory_format=torch.contiguous_format)
-    # A single entry, because the format does not keep the order of several: the same tensors give the same bytes.
-    return safetensors.torch.save(stored, {"advnorm": json.dumps({"aliases": aliases, "meta": dict(meta)})})
-
-
-def _unpack(path: Path, data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors under all of their names, and the meta of the header."""
-    try:
-        tensors = safetensors.torch.load(data)
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
-        ours = json.loads(header.get("advnorm", '{"aliases": {}, "meta": {}}'))
-        tensors |= {name: tensors[other] for name, other in ours["aliases"].items()}
-        return tensors, ours["meta"]
-    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
-        message = f"{path} is damaged or not a safetensors file ({error})"
-        raise ConfigError("damaged_file", message, field="weights", hint="fetch or write it again") from None
 
 
 def _canonical(meta: Mapping[str, Any]) -> bytes:

@@ -70,6 +70,7 @@ class TrainingLoop:
         batches: dict[str, Any] = {"batch_size": config.batch_size, "augment": config.augment, "seed": config.seed}
         self.loader = build_loader(train_part, config, ranks, workers, **batches)
         self.total = config.epochs * self.loader.steps
+        self._weights_notes: tuple[str, ...] = ()
         self.model, self.weights_fingerprint = self._initial_model(data)
         self.objective = build_objective(config, self.model)
         self.program = make_step_program(
@@ -101,7 +102,7 @@ class TrainingLoop:
         model = build_model(config, data_properties(data))
         fingerprint = None
         if config.weights is not None and not checkpoint.exists(self.training_run.checkpoints, "last"):
-            load_initial_weights(model, config.weights)
+            self._weights_notes = load_initial_weights(model, config.weights)
             fingerprint = model_fingerprint(model)
         if config.train_only == "norms":
             only_norms(model)
@@ -308,6 +309,8 @@ class TrainingLoop:
                 log(f"now {environ['threads']} CPU threads, before another number: the last bits may differ")
             return
         log(f"{self.total} steps of {config.batch_size} images; objective {self.objective.describe()}")
+        for note in self._weights_notes:
+            log(f"{config.weights}: {note}")
         for kind in routing(self.objective):
             for domain, banks in kind["domains"].items():
                 text = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in banks.items() if value)

@@ -18,6 +18,7 @@ from advnorm._core.locks import exclusive
 from advnorm._core.records import read_bytes, write_atomic, write_json
 from advnorm._core.shapes import check_record, read_record
 from advnorm.config import Config
+from advnorm.models.weights import fit_weights, load_weights, restore_model
 from advnorm.training import checkpoint
 from advnorm.training.build import DataProperties, build_model
 
@@ -132,7 +133,7 @@ class Run:
         weights = self.weights(which)
         with torch.random.fork_rng([]):  # the weights are drawn, then overwritten; the caller's random state stays
             model = build_model(self.config, self.description["data"])
-        checkpoint.restore_model(model, weights, f"the checkpoint {self.checkpoint_name(which)!r} of {self.folder}")
+        restore_model(model, weights, f"the checkpoint {self.checkpoint_name(which)!r} of {self.folder}")
         return model.to(device).eval()
 
     def weights(self, which: CheckpointName | None = None) -> dict[str, Tensor]:
@@ -211,14 +212,11 @@ def snapshot(epoch: int) -> CheckpointName:
     return f"epoch{epoch}"
 
 
-def load_initial_weights(model: nn.Module, weights: str) -> None:
-    """Fill a model from a safetensors file or from the checkpoint of a run; every tensor must fit."""
-    if not Path(weights).exists():
-        raise ConfigError("missing_file", f"{{field}} {weights}: no such file or folder", field="weights")
-    if Path(weights).is_dir():
-        checkpoint.restore_model(model, Run.open(weights).weights(), f"the run {weights}")
-    else:
-        checkpoint.load_weights(model, weights)
+def load_initial_weights(model: nn.Module, source: str) -> tuple[str, ...]:
+    """Fill a model from a file or from the best checkpoint of a run; return notes on what was done to make it fit."""
+    if not Path(source).is_dir():
+        return load_weights(model, source).notes
+    return fit_weights(model, {"": Run.open(source).weights()}, f"the run {source}")
 
 
 def _version(description: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 
+from advnorm.models.weights import restore_model
 from advnorm.training import checkpoint
 from advnorm.training.averaging import EMA
 from advnorm.training.journal import Clock, MetricsMark
@@ -54,7 +55,7 @@ class TrainingState:
 
     def restore(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], source: str) -> None:
         """Take over what :meth:`collect` returned; ``source`` names the checkpoint in errors."""
-        checkpoint.restore_model(self.model, checkpoint.select(tensors, "model."), source)
+        restore_model(self.model, checkpoint.select(tensors, "model."), source)
         checkpoint.restore_optimizer(self.optimizer, self.names, tensors, meta["optimizer"])
         if self.ema is not None:
             self.ema.restore(checkpoint.select(tensors, "ema."), meta["ema_updates"])

@@ -1,0 +1,339 @@
+"""Weights on disk: read without running code, fitted to a model by their names, written as safetensors."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from advnorm._core.errors import ConfigError, Description, Problem, did_you_mean, first_line, raise_problems
+from advnorm._core.records import read_bytes, require_regular, write_atomic, writing
+from advnorm._core.wrappers import unwrap_model
+from advnorm.norms import RoutedModule
+
+SAFETENSORS = ".safetensors"
+#: Suffixes of files that ``torch.save`` wrote. They are read by ``torch.load(weights_only=True)``.
+PICKLES = (".pt", ".pth", ".ckpt", ".bin")
+#: A file, and after colons the entry or the branch to take from it: ``w.pt:ema``, ``w.safetensors:adv``.
+_SOURCE = re.compile(rf"(.+(?:{'|'.join(map(re.escape, (SAFETENSORS, *PICKLES)))}))((?::\w+)*)")
+#: Tensors that do not fit a model, as far as an error lists them.
+MISMATCHES = 8
+#: Components of names that DDP, DataParallel and ``torch.compile`` add, wherever they wrap a module.
+_WRAPPED = re.compile(r"(?<![^.])(?:module|_orig_mod)\.")
+#: Tensors of which a routed module has one for each bank: ``weight_adv``.
+_BANKED = re.compile(r"((?:.*\.)?)(weight|bias|running_mean|running_var|num_batches_tracked)(?:_(\w+))?")
+
+
+@dataclass(frozen=True)
+class LoadedWeights:
+    """The ``meta`` in the header of a file that advnorm wrote, and ``notes`` on what was done to make the names fit."""
+
+    meta: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def load_weights(model: nn.Module, source: Path | str) -> LoadedWeights:
+    """Fill a model from a ``.safetensors`` or ``.pt`` file, in place; memory format, device and dtype stay.
+
+    A ``.pt`` file (or ``.pth``, ``.ckpt``, ``.bin``) is read by ``torch.load(weights_only=True)``, which runs no code.
+    The state dict may lie inside it, under ``state_dict``, ``model``, ``ema`` or any other name. ``FILE:ema`` chooses
+    between several. Prefixes such as ``module.`` and ``backbone.`` are removed or added if all names fit then.
+
+    A file with one bank fills all banks of a routed norm. If the file has more banks than the model, ``FILE:adv``
+    chooses the branch. The ``notes`` of the result list what was done. One error lists everything that does not fit.
+    """
+    path, choices = split_source(source)
+    entries, meta = _read(path)
+    return LoadedWeights(meta, fit_weights(model, entries, str(path), choices))
+
+
+def split_source(source: Path | str) -> tuple[Path, tuple[str, ...]]:
+    """Split ``FILE:PART`` into the file and the entries or branches to take from it."""
+    found = None if Path(source).exists() else _SOURCE.fullmatch(str(source))
+    return (Path(source), ()) if found is None else (Path(found[1]), tuple(found[2].split(":")[1:]))
+
+
+def fit_weights(
+    model: nn.Module, entries: Mapping[str, Mapping[str, Tensor]], source: str, choices: tuple[str, ...] = ()
+) -> tuple[str, ...]:
+    """Fill a model from the entry whose names fit; return notes on what was done. ``entries``: tensors by place."""
+    model = unwrap_model(model)
+    chosen = {place: set(place.split(".")) & set(choices) for place in entries}
+    if named := max(chosen.values(), key=len, default=set[str]()):
+        entries = {place: tensors for place, tensors in entries.items() if chosen[place] == named}
+    branches = [choice for choice in choices if choice not in named]
+    own = _own_names(model)
+    fits = [_best_fit(own, tensors, place, branches) for place, tensors in entries.items()]
+    if not fits:
+        raise ConfigError("empty", f"{source} holds no tensors", field="weights", hint="save model.state_dict()")
+    best = min(fits, key=lambda fit: fit.wrong_names)
+    if unknown := [branch for branch in branches if branch not in best.file_banks]:
+        names = dict.fromkeys([*(part for place in entries for part in place.split(".") if part), *best.file_banks])
+        message = f"{source} has no {unknown[0]!r}{did_you_mean(unknown[0], names)}"
+        raise ConfigError("unknown_name", message, field="weights")
+    fitting = [fit for fit in fits if not fit.wrong_names]
+    if not all(_equal(fit.tensors, best.tensors) for fit in fitting):
+        message = f"{source} holds several sets of weights that fit: {', '.join(fit.place for fit in fitting)}"
+        hint = f"choose one: {source}:{best.place.rpartition('.')[2]}"
+        raise ConfigError("ambiguous", message, field="weights", hint=hint)
+    if fitting and best.undecided:
+        message = f"{source} has the banks {', '.join(best.file_banks)}, and the model has others"
+        hint = f"choose a branch: {source}:{best.file_banks[-1]}"
+        raise ConfigError("ambiguous", message, field="weights", hint=hint)
+    restore_model(model, best.tensors, source)
+    return best.notes()
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _OwnNames:
+    """Names in a model's state dict: of tensors that exist once, and of banks by layer, tensor and bank."""
+
+    single: frozenset[str]
+    banks: Mapping[tuple[str, str], Mapping[str, str]]  # ("bn1.", "weight") to {"adv": "bn1.weight_adv"}
+
+
+def _own_names(model: nn.Module) -> _OwnNames:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    single: set[str] = set()
+    banks: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
+    for name in model.state_dict():
+        parsed = _BANKED.fullmatch(name)
+        if parsed and (parsed[3] is None or isinstance(modules[parsed[1][:-1]], RoutedModule)):
+            banks[parsed[1], parsed[2]][parsed[3] or ""] = name
+        else:
+            single.add(name)
+    return _OwnNames(frozenset(single), banks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Fit:
+    """One way to match the names of an entry with those of a model."""
+
+    place: str
+    removed: str  # prefix
+    added: str  # prefix
+    tensors: dict[str, Tensor]  # by the names in the model; other tensors keep their names
+    wrong_names: int  # names that only the file or only the model has
+    file_banks: tuple[str, ...]
+    undecided: bool  # several banks with different values could fill one of the model
+    filled: tuple[str, ...]  # banks of the model that the file does not have
+    filled_from: str
+    dropped: tuple[str, ...]  # banks of the file that the model does not have
+
+    def notes(self) -> tuple[str, ...]:
+        notes = [f"took {self.place!r}"] if self.place else []
+        notes += [f"removed the prefix {self.removed!r}"] if self.removed else []
+        notes += [f"added the prefix {self.added!r}"] if self.added else []
+        if self.filled:
+            banks = f"the banks {', '.join(self.filled)}" if any(self.filled) else "the single bank"
+            origin = f"the bank {self.filled_from}" if self.filled_from else "the single bank"
+            notes.append(f"filled {banks} of the model from {origin} of the file")
+        if self.dropped:
+            notes.append(f"left out the banks {', '.join(self.dropped)} of the file")
+        return tuple(notes)
+
+
+def _best_fit(own: _OwnNames, tensors: Mapping[str, Tensor], place: str, branches: list[str]) -> _Fit:
+    """The first way to match that leaves no name, else the one that leaves the fewest."""
+    fits: list[_Fit] = []
+    for fit in _fits(own, tensors, place, branches):
+        fits.append(fit)
+        if not fit.wrong_names:
+            return fit
+    return min(fits, key=lambda fit: fit.wrong_names)
+
+
+def _fits(own: _OwnNames, tensors: Mapping[str, Tensor], place: str, branches: list[str]) -> Iterator[_Fit]:
+    """Match the names as they are, then without or with the prefixes that all names of the file or the model share."""
+    names = {*own.single, *(name for banks in own.banks.values() for name in banks.values())}
+    yield _match(own, tensors, branches, place=place, removed="", added="")
+    for prefix in _shared_prefixes(names):
+        if prefix:
+            longer = {prefix + name: value for name, value in tensors.items()}
+            yield _match(own, longer, branches, place=place, removed="", added=prefix)
+    plain = {_WRAPPED.sub("", name): value for name, value in tensors.items()}
+    wrappers = "".join(dict.fromkeys(part for name in tensors for part in _WRAPPED.findall(name)))
+    if len(plain) < len(tensors):  # two names became one
+        plain, wrappers = dict(tensors), ""
+    for prefix in _shared_prefixes(plain):
+        for inner in _shared_prefixes(names) if wrappers or prefix else ():
+            shorter = {inner + name.removeprefix(prefix): value for name, value in plain.items()}
+            yield _match(own, shorter, branches, place=place, removed=wrappers + prefix, added=inner)
+
+
+def _shared_prefixes(names: Collection[str]) -> list[str]:
+    """The prefixes that all names share, from none to the longest: ``["", "model.", "model.net."]``."""
+    first = next(iter(names), "").split(".")
+    prefixes = ["".join(f"{part}." for part in first[:count]) for count in range(len(first))]
+    return [prefix for prefix in prefixes if all(name.startswith(prefix) for name in names)]
+
+
+def _match(own: _OwnNames, tensors: Mapping[str, Tensor], branches: list[str], **how: str) -> _Fit:
+    """Match names exactly, and banks with the banks of the same layer."""
+    file_banks: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
+    for name in tensors:
+        if parsed := _BANKED.fullmatch(name):
+            file_banks[parsed[1], parsed[2]][parsed[3] or ""] = name
+    fitted = {name: tensors[name] for name in own.single if name in tensors}
+    left = {name for name in tensors if name not in fitted}
+    missing = len(own.single) - len(fitted)
+    undecided, filled, dropped, sources = False, dict[str, None](), dict[str, None](), dict[str, None]()
+    for layer, banks in own.banks.items():
+        found = file_banks.get(layer, {})
+        if len({tensors[name].shape for name in found.values()}) > 1:  # no banks: ``weight_g`` of a weight norm
+            found = {"": found[""]} if "" in found else {}
+        missing += 0 if found else len(banks)
+        for bank, name in banks.items() if found else ():
+            options = [bank] if bank in found else [one for one in ("", *branches) if one in found] or list(found)
+            fitted[name] = tensors[found[options[0]]]
+            undecided |= any(not torch.equal(fitted[name], tensors[found[other]]) for other in options[1:])
+            if options != [bank]:
+                filled[bank], sources[options[0]] = None, None
+        left -= set(found.values())
+        dropped |= dict.fromkeys(bank for bank in found if bank and bank not in banks)
+    return _Fit(
+        tensors=fitted | {name: tensors[name] for name in tensors if name in left},
+        wrong_names=missing + len(left),
+        file_banks=tuple(dict.fromkeys(bank for layer in own.banks for bank in file_banks.get(layer, ()) if bank)),
+        undecided=undecided,
+        filled=tuple(filled),
+        filled_from=next(iter(sources), ""),
+        dropped=tuple(bank for bank in dropped if bank not in sources),
+        **how,
+    )
+
+
+def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
+    """Copy tensors into a model in place; memory format, device and dtype stay. One error lists all mismatches."""
+    model = unwrap_model(model)
+    own = model.state_dict()
+    problems = [f"{name} is missing in the file" for name in own if name not in tensors]
+    problems += [f"{name} is not in the model" for name in tensors if name not in own]
+    differ = {name: own[name] for name in own if name in tensors and _kind(tensors[name]) != _kind(own[name])}
+    problems += [
+        f"{name} is {_kind(tensors[name])} in the file and {_kind(value)} in the model"
+        for name, value in differ.items()
+    ]
+    rows = {(*tensors[name].shape[:1], *value.shape[:1]) for name, value in differ.items()}
+    rest = all(tensors[name].shape[1:] == value.shape[1:] for name, value in differ.items())
+    hint = ""
+    if problems and len(problems) == len(differ) and len(rows) == 1 and rest:  # only the number of outputs differs
+        hint = f"if this is the classifier, build the model with {next(iter(rows))[0]} classes"
+    if len(problems) > MISMATCHES:
+        problems = [*problems[:MISMATCHES], f"and {len(problems) - MISMATCHES} more"]
+    listed = [Problem(code="wrong_tensors", message=message, field="weights") for message in problems]
+    listed[-1:] = [replace(problem, hint=hint) for problem in listed[-1:]]
+    raise_problems(listed, f"{source} does not fit the model")
+    model.load_state_dict(dict(tensors))
+
+
+def _kind(tensor: Tensor) -> str:
+    """Shape, and kind if not floats; torch copies quantized weights as floats, and complex ones without a part."""
+    kind = "" if tensor.is_floating_point() else " complex" if tensor.is_complex() else " integers"
+    return f"{tuple(tensor.shape)}{kind}"
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def save_weights(path: Path | str, model: nn.Module, meta: Mapping[str, Any]) -> Path:
+    """Write a model's parameters and buffers as a safetensors file with ``meta`` in its header."""
+    path = Path(path)
+    if path.suffix != SAFETENSORS:
+        raise ConfigError("not_supported", f"{{field}} must end in {SAFETENSORS}", field="weights", got=path.name)
+    with writing(path):
+        write_atomic(path, pack_tensors(unwrap_model(model).state_dict(), meta))
+    return path
+
+
+def _read(path: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """Tensors by the entry of the file that holds them, and the meta of a file that advnorm wrote."""
+    require_regular(path, "weights")
+    if path.suffix == SAFETENSORS:
+        tensors, meta = unpack_tensors(path, read_bytes(path, "weights"))
+        return {"": tensors}, meta
+    if path.suffix not in PICKLES:
+        message, hint = "{field} must be a .safetensors or .pt file", "save them with torch.save(model.state_dict(), …)"
+        raise ConfigError("not_supported", message, field="weights", got=Description(path), hint=hint)
+    return dict(_tensor_entries(_unpickle(path))), {}
+
+
+def _unpickle(path: Path) -> Any:
+    """The content of a file that ``torch.save`` wrote. An object of any class but tensors and containers raises."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # about old protocols and TorchScript
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        classes = "objects other than tensors"
+        with suppress(Exception):  # the older format of torch.save cannot be listed
+            classes = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(path)) or classes
+        message = f"{path} is a pickle that can run code: it needs {classes}, and nothing of it was loaded"
+        hint = "save the state dict alone; if you trust the file: "
+        hint += f"torch.save(torch.load({path.name!r}, weights_only=False)['state_dict'], 'weights.pt')"
+        raise ConfigError("unsafe_file", message, field="weights", hint=hint) from None
+    except Exception as error:  # truncated, TorchScript, or no such file at all
+        message = f"{path} is damaged or was not written by torch.save ({first_line(error)})"
+        raise ConfigError("damaged_file", message, field="weights", hint="fetch or write it again") from None
+
+
+def _tensor_entries(content: Any, place: str = "", depth: int = 3) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Every mapping of names to tensors inside nested mappings, with its place such as ``ema.state_dict``."""
+    if not isinstance(content, Mapping):
+        return
+    tensors = {name: value for name, value in content.items() if isinstance(name, str) and isinstance(value, Tensor)}
+    if tensors:
+        yield place, tensors
+    for name, value in content.items() if depth else ():
+        if isinstance(name, str):
+            yield from _tensor_entries(value, f"{place}.{name}".lstrip("."), depth - 1)
+
+
+def pack_tensors(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> bytes:
+    """Safetensors bytes. A second name of the same memory is an alias in the header: the format has no sharing."""
+    stored: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    seen: dict[tuple[Any, ...], str] = {}
+    for name, value in tensors.items():
+        key = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+        if key in seen:
+            aliases[name] = seen[key]
+            continue
+        seen[key] = name
+        value = value.detach()
+        # A part of a larger storage is cloned: the format rejects overlapping tensors.
+        whole = value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes
+        stored[name] = value.cpu() if whole else value.cpu().clone(memory_format=torch.contiguous_format)
+    # A single entry, because the format does not keep the order of several: the same tensors give the same bytes.
+    return safetensors.torch.save(stored, {"advnorm": json.dumps({"aliases": aliases, "meta": dict(meta)})})
+
+
+def unpack_tensors(path: Path, data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors under all of their names, and the meta of the header."""
+    try:
+        tensors = safetensors.torch.load(data)
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
+        ours = json.loads(header.get("advnorm", '{"aliases": {}, "meta": {}}'))
+        tensors |= {name: tensors[other] for name, other in ours["aliases"].items()}
+        return tensors, ours["meta"]
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        message = f"{path} is damaged or not a safetensors file ({error})"
+        raise ConfigError("damaged_file", message, field="weights", hint="fetch or write it again") from None
