@@ -6,23 +6,29 @@ from torch.nn.parallel import DistributedDataParallel
 
 import advnorm
 
+
+def train(rank, world):
+    torch.manual_seed(0)  # the same weights in every process
+    model = advnorm.create_model("small_cnn", norm="bn", in_channels=1, normalize=False)
+    advnorm.convert_norm(model, "dual_bn", sync=True)
+
+    attack = advnorm.attacks.PGD(threat=advnorm.ThreatModel(eps=0.2), steps=5)
+    objective = DistributedDataParallel(advnorm.objectives.Hybrid(model, attack))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    digits = advnorm.data.load("digits", "train")
+    loader = advnorm.data.make_loader(digits, batch_size=128, rank=rank, world=world)
+
+    for epoch in range(2):
+        for batch in loader.epoch(epoch):
+            step = objective(batch.x, batch.y, index=batch.index)
+            optimizer.zero_grad()
+            step.loss.backward()
+            optimizer.step()
+        if rank == 0:
+            print(epoch, {name: round(value.item(), 3) for name, value in step.terms.items()})
+
+
 dist.init_process_group("gloo")  # "nccl" on GPUs
-rank, world = dist.get_rank(), dist.get_world_size()
-torch.manual_seed(0)  # the same weights in every process
-model = advnorm.create_model("small_cnn", norm="bn", in_channels=1, normalize=False)
-advnorm.convert_norm(model, "dual_bn", sync=True)
-
-attack = advnorm.attacks.PGD(threat=advnorm.ThreatModel(eps=0.2), steps=5)
-objective = DistributedDataParallel(advnorm.objectives.Hybrid(model, attack))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-loader = advnorm.data.make_loader(advnorm.data.load("digits", "train"), batch_size=128, rank=rank, world=world)
-
-for epoch in range(2):
-    for batch in loader.epoch(epoch):
-        step = objective(batch.x, batch.y, index=batch.index)
-        optimizer.zero_grad()
-        step.loss.backward()
-        optimizer.step()
-    if rank == 0:
-        print(epoch, {name: round(value.item(), 3) for name, value in step.terms.items()})
+train(dist.get_rank(), dist.get_world_size())
+dist.barrier()  # a process that leaves while its last collective ends can abort
 dist.destroy_process_group()

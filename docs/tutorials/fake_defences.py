@@ -177,8 +177,8 @@ plt.show()
 # so every result is one draw of many. The audit then answers *inconclusive* and names the
 # attack to use, `autoattack-rand`, which averages the gradient over many draws.
 #
-# In the shell, `advnorm audit` does the same for a training run, or for a function that
-# returns your model:
+# In the shell, `advnorm audit` does the same for a training run (`NAME` is its folder in
+# `runs`), or for a function that returns your model:
 #
 # ```console
 # $ advnorm audit runs/NAME --json verdict.json --plot verdict.png

@@ -110,8 +110,8 @@ for name, result in results.items():
 
 # %% [markdown]
 # The adversarially trained network pays a little clean accuracy and keeps most of its answers
-# under every attack. The standard one keeps nothing. Note that FGSM, a single step, would
-# have told a nicer story about it.
+# under every attack. The standard one keeps almost nothing. FGSM, a single step, is too weak to
+# show it.
 #
 # ## How sure is that number?
 #

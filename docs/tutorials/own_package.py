@@ -133,7 +133,7 @@ plt.show()
 # !PYTHONPATH=packages advnorm --import own_parts ls norms 'natural*'
 
 # %%
-# !PYTHONPATH=packages advnorm --import own_parts evaluate runs/* --attacks cosine10 --route adv --limit 100
+# !PYTHONPATH=packages advnorm --import own_parts evaluate runs/*natural_bn* --attacks cosine10 --route adv --limit 100
 
 # %% [markdown]
 # ## Test it

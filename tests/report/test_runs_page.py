@@ -5,6 +5,7 @@ import re
 import shutil
 
 import pytest
+from scipy.stats import binomtest
 
 from advnorm.evaluation.report_data import collect_results
 from advnorm.report.figures import draw_figure
@@ -17,6 +18,12 @@ from support.problems import raises_problem
 def column(table, label):
     place = [column["label"] for column in table["columns"]].index(label)
     return [row[place] for row in table["rows"] if len(row) > 1]
+
+
+def with_interval(share, images):
+    """Percent and Wilson's interval by SciPy."""
+    interval = binomtest(round(share * images), images).proportion_ci(method="wilson")
+    return f"{100 * share:.1f} ({100 * interval.low:.1f}\u2060–\u2060{100 * interval.high:.1f})"
 
 
 def headings(table):
@@ -45,7 +52,7 @@ def test_every_run_evaluation_and_audit_is_on_the_page(runs, tmp_path):
     )
     assert column(evaluated, "branch") == column(accuracy, "branch") == ["clean", "adv"]
     shares = [record["accuracy"][branch]["pgd2"] for branch in ("clean", "adv")]
-    assert column(accuracy, "pgd2") == column(evaluated, "pgd2") == [f"{100 * share:.1f}" for share in shares]
+    assert column(accuracy, "pgd2") == column(evaluated, "pgd2") == [with_interval(share, 12) for share in shares]
     assert column(audited, "verdict") == [json.loads((runs / "audit.json").read_text())["verdict"]]
 
 
@@ -80,6 +87,7 @@ def test_seeds_of_one_configuration_are_averaged(runs, tmp_path):
     (table,), (_, single) = content["tables"], content["details"]
     assert headings(single) == [f"{norm}, seed={seed}" for norm in ("bn", "ln") for seed in range(3)]
     assert headings(table) == ["bn", "ln"] and column(table, "seeds") == ["3", "3"]
+    assert column(single, "pgd2") == [with_interval(share, 10) for share in (0.5, 0.6, 0.7)] * 2
     assert column(table, "pgd2") == ["60.0 ±\u00a010.0"] * 2 and column(table, "clean") == ["90.0 ±\u00a00.0"] * 2
     points, curves = content["figures"]
     assert points["groups"][0][1][0]["values"][1] == pytest.approx(0.6)

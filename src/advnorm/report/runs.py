@@ -52,14 +52,16 @@ def build_runs_page(found: FolderResults) -> ReportPage:
             what: ", ".join(dict.fromkeys(str(record[key]) for record in records if record.get(key))) or None
             for what, key in (("devices", "device"), ("torch", "torch"), ("commits", "commit"))
         }
-        | {"records without digest": ", ".join(undigested) or None},
+        | ({"records without digest": ", ".join(undigested)} if undigested else {}),
     }
 
 
 # -- runs of one configuration -----------------------------------------------------------------------------------------
 
+#: An accuracy and the bounds of its interval.
+Measured = tuple[float, float, float]
 #: Accuracies by label of the configuration, branch, attack and seed.
-Accuracies = dict[str, dict[str, dict[str, dict[Any, float]]]]
+Accuracies = dict[str, dict[str, dict[str, dict[Any, Measured]]]]
 
 
 def seed_table(rows: Sequence[Row], title: str = "Accuracy") -> ReportTable:
@@ -78,8 +80,9 @@ def seed_table(rows: Sequence[Row], title: str = "Accuracy") -> ReportTable:
         "title": title,
         "columns": make_columns({"text": ["branch", "seeds"], "percent": labels}),
         "rows": lines,
-        "note": "Percent of the test images: mean ± standard deviation over seeds. All attacks: images that withstand "
-        f"every attack. Common to all rows: {common_text or 'nothing'}.",
+        "stacked": any("(" in str(cell) for line in lines for cell in line[2:]),  # intervals are long
+        "note": "Percent of the test images: mean ± standard deviation over seeds; for one seed with Wilson's 95\u00a0% "
+        f"interval. All attacks: images that withstand every attack. Common to all rows: {common_text or 'nothing'}.",
     }
 
 
@@ -91,11 +94,13 @@ def _by_group(rows: Sequence[Row]) -> Accuracies:
         groups.setdefault((name, *(row.get(key) for key in CONDITIONS)), []).append(row)
     found: Accuracies = {}
     for label, members in zip(_labels([rows[0] for rows in groups.values()], CONDITIONS), groups.values()):
-        values: dict[tuple[str, str, Any], list[float]] = {}
+        values: dict[tuple[str, str, Any], list[Measured]] = {}
         for row in members:
-            values.setdefault((row["branch"], row["attack"], row.get("seed")), []).append(row["accuracy"])
+            measured = row["accuracy"], row["low"], row["high"]
+            values.setdefault((row["branch"], row["attack"], row.get("seed")), []).append(measured)
         for (branch, attack, seed), same in values.items():
-            found.setdefault(label, {}).setdefault(branch, {}).setdefault(attack, {})[seed] = fmean(same)
+            accuracy, low, high = map(fmean, zip(*same))
+            found.setdefault(label, {}).setdefault(branch, {}).setdefault(attack, {})[seed] = accuracy, low, high
     return found
 
 
@@ -149,12 +154,16 @@ def _branch_label(branch: str) -> str:
     return "default route" if branch == "default" else branch
 
 
-def _mean_text(values: Sequence[float], seeds: int) -> str | None:
-    """``93.1 ± 0.4``; with the number of seeds if some are missing."""
-    if not values:
+def _mean_text(measured: Sequence[Measured], seeds: int) -> str | None:
+    """``93.1 ± 0.4``, or ``93.1 (90.6–95.0)`` for one seed; with the number of seeds if some are missing."""
+    if not measured:
         return None
-    spread = f" ±\u00a0{100 * stdev(values):.1f}" if len(values) > 1 else ""
-    return f"{100 * fmean(values):.1f}{spread}{f' (n={len(values)})' if len(values) < seeds else ''}"
+    values = [accuracy for accuracy, _, _ in measured]
+    low, high = measured[0][1:]
+    spread = (
+        f"±\u00a0{100 * stdev(values):.1f}" if len(values) > 1 else f"({100 * low:.1f}\u2060–\u2060{100 * high:.1f})"
+    )
+    return f"{100 * fmean(values):.1f} {spread}{f' (n={len(values)})' if len(values) < seeds else ''}"
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------
@@ -167,7 +176,7 @@ def _accuracy_plot(rows: Sequence[Row]) -> PointPlot:
     for label, branches in _by_group(rows).items():
         points = []
         for branch, found in branches.items():
-            values = [list(found.get(attack, {}).values()) for attack in attacks]
+            values = [[accuracy for accuracy, _, _ in found.get(attack, {}).values()] for attack in attacks]
             means = [fmean(seeds) if seeds else None for seeds in values]
             spreads = [stdev(seeds) if len(seeds) > 1 else None for seeds in values]
             points.append(PointRow(label=_branch_label(branch), values=means, spreads=spreads))

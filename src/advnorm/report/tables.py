@@ -30,11 +30,15 @@ def make_columns(labels: Mapping[ColumnKind, Sequence[str]]) -> list[ReportColum
 
 
 class ReportTable(TypedDict):
-    """Cells in rows, with a title above and a note below. A row with one cell is a heading of the rows below it."""
+    """Cells in rows, with a title above and a note below. A row with one cell is a heading of the rows below it.
+
+    ``stacked``: on a phone, each row is a list of labels and cells; always so with more than 7 columns.
+    """
 
     title: str
     columns: Sequence[ReportColumn]
     rows: Sequence[Sequence[CellValue]]
+    stacked: NotRequired[bool]
     note: NotRequired[str]
 
 
@@ -55,7 +59,9 @@ def to_rich_table(table: ReportTable) -> rich.table.Table:
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(title=table["title"], title_justify="left", caption=table.get("note"), caption_justify="left")
+    title = Text(table["title"], style="table.title")  # text, not markup: names of data may contain [brackets]
+    note = Text(table.get("note", ""), style="table.caption")
+    made = Table(title=title, title_justify="left", caption=note or None, caption_justify="left")
     for column in table["columns"]:
         made.add_column(column["label"], justify="left" if column["kind"] == "text" else "right")
     for row in table["rows"]:
