@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import advnorm
@@ -64,6 +64,19 @@ def test_the_difference_is_paired_by_the_rows_of_the_images():
     assert row.accuracies == pytest.approx((2 / 3, 1 / 3)) and row.difference == pytest.approx(1 / 3)
     assert row.low < row.difference < row.high
     assert [row.first for row in advnorm.compare(one, other).rows] == ["adv, clean", "adv, pgd"]
+
+
+@given(st.dictionaries(st.integers(0, 12), st.booleans(), min_size=1), st.data())
+def test_a_pair_consists_of_the_results_of_the_same_image(one, data):
+    other = data.draw(st.dictionaries(st.integers(0, 12), st.booleans(), min_size=1))
+    common = one.keys() & other.keys()
+    assume(common)
+    orders = [data.draw(st.permutations(sorted(side))) for side in (one, other)]
+    sides = [evaluated(rows, adv=[side[row] for row in rows]) for rows, side in zip(orders, (one, other))]
+    (row,) = advnorm.compare(*sides, attack="pgd").rows
+    assert row.images == len(common)
+    assert row.only_first == sum(one[image] and not other[image] for image in common)
+    assert row.only_second == sum(other[image] and not one[image] for image in common)
 
 
 def test_two_routes_or_attacks_of_one_result_are_compared():

@@ -5,7 +5,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import binomtest, multinomial
+from scipy.stats import binomtest, multinomial, norm
 
 from advnorm import ConfigError
 from advnorm.evaluation.statistics import format_accuracy, mcnemar_p_value, paired_interval, wilson_interval
@@ -66,6 +66,15 @@ def test_the_paired_interval_covers_the_true_difference_by_exact_enumeration(n):
                 covered += weight * (low <= only_first - only_second <= high)
         coverages.append(covered)
     assert min(coverages) > 0.93 and sum(coverages) / len(coverages) > 0.95
+
+
+@given(st.integers(0, 30), st.integers(0, 30), st.integers(0, 30), st.integers(0, 30))
+def test_the_paired_interval_is_walds_after_half_an_observation_for_each_outcome(both, neither, first, second):
+    b, c, n = first + 0.5, second + 0.5, both + neither + first + second + 2
+    deviation = math.sqrt(((b + c) / n - ((b - c) / n) ** 2) / n)
+    expected = [(b - c) / n + sign * norm.ppf(0.975) * deviation for sign in (-1, 1)]
+    found = paired_interval(first - second, first + second, n - 2)
+    assert found == pytest.approx((max(expected[0], -1), min(expected[1], 1)), abs=1e-12)
 
 
 def test_an_accuracy_is_shown_with_its_interval():

@@ -69,3 +69,6 @@ class Registry(Generic[T]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
