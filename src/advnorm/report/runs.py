@@ -81,8 +81,9 @@ def seed_table(rows: Sequence[Row], title: str = "Accuracy") -> ReportTable:
         "columns": make_columns({"text": ["branch", "seeds"], "percent": labels}),
         "rows": lines,
         "stacked": any("(" in str(cell) for line in lines for cell in line[2:]),  # intervals are long
-        "note": "Percent of the test images: mean ± standard deviation over seeds; for one seed with Wilson's 95\u00a0% "
-        f"interval. All attacks: images that withstand every attack. Common to all rows: {common_text or 'nothing'}.",
+        "note": "Percent of the test images: mean ± standard deviation over seeds; for one seed with Wilson's "
+        "95\u00a0% interval. All attacks: images that withstand every attack. "
+        f"Common to all rows: {common_text or 'nothing'}.",
     }
 
 
