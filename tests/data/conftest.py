@@ -1,5 +1,7 @@
 """Small data sets for the tests of the data layer."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -34,3 +36,17 @@ def picture_folder(tmp_path):
                 pixels = generator.integers(0, 256, (*size, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(tmp_path / split / name / f"{number}.png")
     return tmp_path
+
+
+@pytest.fixture
+def mostly_damaged_folder(tmp_path) -> tuple[Path, list[int]]:
+    """A folder of 40 images of which every fourth can be decoded, and the rows of these."""
+    for name in "ab":
+        folder = tmp_path / "images" / "test" / name
+        folder.mkdir(parents=True)
+        for number in range(20):
+            if number % 4 == 0:
+                Image.new("RGB", (8, 8), (number, 0, 0)).save(folder / f"{number:02}.png")
+            else:
+                (folder / f"{number:02}.png").write_bytes(b"no image")
+    return tmp_path / "images", list(range(0, 40, 4))

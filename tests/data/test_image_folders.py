@@ -25,7 +25,7 @@ def test_a_known_data_set_is_found_in_its_folder_and_no_other_takes_its_place(tm
 
 
 def test_folders_of_classes_have_the_order_of_the_training_classes(picture_folder):
-    train, test = load("imagefolder", "train", picture_folder), load("imagefolder", "test", picture_folder)
+    train, test = (load("imagefolder", split, picture_folder, image_size=224) for split in ("train", "test"))
     assert train.classes == test.classes == ("ant", "bird") and train.num_classes == 2
     assert train.files[:2] == ("train/ant/0.png", "train/ant/1.png") and test.files[-1] == "val/bird/2.png"
     assert train.labels.tolist() == [0] * 6 + [1] * 6 and test.labels.tolist() == [0, 0, 0, 1, 1, 1]
@@ -36,7 +36,7 @@ def test_folders_of_classes_have_the_order_of_the_training_classes(picture_folde
     for path in (picture_folder / "val" / "ant").iterdir():  # a class that the test images lack keeps its number
         path.unlink()
     (picture_folder / "val" / "ant").rmdir()
-    assert load("imagefolder", "test", picture_folder).labels.tolist() == [1, 1, 1]
+    assert load("imagefolder", "test", picture_folder, image_size=224).labels.tolist() == [1, 1, 1]
 
 
 def test_the_center_of_a_resized_image_is_cropped(picture_folder):
@@ -51,11 +51,16 @@ def test_the_center_of_a_resized_image_is_cropped(picture_folder):
     assert len(whole) == 6 and torch.equal(whole.pixels([4])[0], data[4][0]) and whole.labels is data.labels
     part = data.take([4, 1])
     assert part.files == (data.files[4], data.files[1]) and torch.equal(part[0][0], data[4][0])
-    assert len({data.fingerprint, part.fingerprint, load("imagefolder", "val", picture_folder).fingerprint}) == 3
+    assert (
+        len(
+            {data.fingerprint, part.fingerprint, load("imagefolder", "val", picture_folder, image_size=224).fingerprint}
+        )
+        == 3
+    )
 
 
 def test_the_shorter_side_is_eight_sevenths_of_the_image_by_default(picture_folder):
-    assert load("imagefolder", "val", picture_folder).resize == 256
+    assert load("imagefolder", "val", picture_folder, image_size=224).resize == 256
     data = load("imagefolder", "val", picture_folder, image_size=14)
     assert data.resize == 16 and load("imagefolder", "val", picture_folder, image_size=14, resize=14).resize == 14
 
@@ -72,10 +77,10 @@ def test_the_fingerprint_of_images_on_disk_covers_files_labels_classes_and_sizes
 def test_validation_images_replace_test_images_without_labels(picture_folder):
     (picture_folder / "test").mkdir()
     (picture_folder / "test" / "0.png").write_bytes(b"")
-    assert load("imagefolder", "test", picture_folder).files[0] == "val/ant/0.png"
+    assert load("imagefolder", "test", picture_folder, image_size=224).files[0] == "val/ant/0.png"
     (picture_folder / "val").rename(picture_folder / "elsewhere")
     with raises_problem("missing_file", "root"):
-        load("imagefolder", "test", picture_folder)
+        load("imagefolder", "test", picture_folder, image_size=224)
 
 
 @pytest.mark.parametrize("suffix", ["png", "tif"])
@@ -93,7 +98,7 @@ def test_gray_images_of_16_bits_are_read_in_256_levels(picture_folder, suffix):
 def test_images_without_a_known_white_raise_with_their_name(picture_folder, kind):
     Image.fromarray(np.ones((8, 8), kind)).save(picture_folder / "val" / "ant" / "0.tif")
     with raises_problem("not_supported", "files") as caught:
-        load("imagefolder", "val", picture_folder).in_memory()
+        load("imagefolder", "val", picture_folder, image_size=224).in_memory()
     assert "ant/0.tif" in str(caught.value)
 
 
@@ -106,7 +111,7 @@ def test_postscript_is_not_run_whatever_the_file_is_called(picture_folder, monke
         "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
     )
     with raises_problem("damaged_file", "files"):
-        load("imagefolder", "val", picture_folder)[0]
+        load("imagefolder", "val", picture_folder, image_size=224)[0]
     assert not ran
 
 
@@ -114,7 +119,7 @@ def test_postscript_is_not_run_whatever_the_file_is_called(picture_folder, monke
 def test_the_dimensions_of_an_image_are_bounded_before_it_is_decoded(picture_folder):
     Image.new("1", (10_000, 10_000)).save(picture_folder / "val" / "ant" / "0.png")
     with raises_problem("damaged_file", "files") as caught:
-        load("imagefolder", "val", picture_folder)[0]
+        load("imagefolder", "val", picture_folder, image_size=224)[0]
     assert "10000 x 10000" in str(caught.value)
 
 
@@ -123,23 +128,23 @@ def test_a_fifo_among_the_images_is_not_read(picture_folder):
     path.unlink()
     os.mkfifo(path)
     with raises_problem("missing_file", "files"):
-        load("imagefolder", "val", picture_folder)[0]
+        load("imagefolder", "val", picture_folder, image_size=224)[0]
 
 
 def test_damaged_images_and_folders_are_named(picture_folder):
     path = picture_folder / "val" / "ant" / "1.png"
     path.write_bytes(path.read_bytes()[:-60])
     with raises_problem("damaged_file", "files") as caught:
-        load("imagefolder", "val", picture_folder)[1]
+        load("imagefolder", "val", picture_folder, image_size=224)[1]
     assert "ant/1.png" in str(caught.value)
     with raises_problem("out_of_range", "image_size"):
         load("imagefolder", "val", picture_folder, image_size=8, resize=4)
     (picture_folder / "val" / "wasp").mkdir()
     with raises_problem("conflict", "root"):
-        load("imagefolder", "val", picture_folder)
+        load("imagefolder", "val", picture_folder, image_size=224)
     (picture_folder / "train" / "wasp").mkdir()
     with raises_problem("empty", "root"):
-        load("imagefolder", "train", picture_folder)
+        load("imagefolder", "train", picture_folder, image_size=224)
 
 
 @pytest.fixture

@@ -186,7 +186,7 @@ def test_images_are_not_augmented_by_default_as_in_a_configuration(make_data):
 
 def test_make_loader_chooses_by_the_kind_of_data(make_data, picture_folder):
     assert isinstance(make_loader(make_data(8), batch_size=4, workers=2), ResidentLoader)
-    pictures = make_loader(load("imagefolder", "train", picture_folder), batch_size=4, workers=2)
+    pictures = make_loader(load("imagefolder", "train", picture_folder, image_size=224), batch_size=4, workers=2)
     assert isinstance(pictures, WorkerLoader) and pictures.workers == 2
 
 

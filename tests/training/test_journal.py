@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 import torch
 
+import advnorm
 from advnorm import Run
-from advnorm.training.journal import Clock, Journal, format_epoch
+from advnorm._core import progress
+from advnorm.training.journal import Clock, Journal, format_epoch, format_seconds
 from support.problems import raises_problem
 from support.small_runs import small, train
 
@@ -93,3 +96,26 @@ def test_a_log_without_a_reader_does_not_block(tmp_path):
     os.mkfifo(tmp_path / "log.txt")
     with pytest.raises(OSError, match="No such device"):
         Journal(tmp_path, active=True).log("text")
+
+
+def test_a_training_says_what_it_trains_on_and_how_long_an_epoch_takes(tmp_path):
+    settings = {"held_out": 0.5, "validate_every": 1, "batch_size": 16, "epochs": 2, "attack": {"steps": 1}}
+    config = advnorm.Config(validation_attack="fgsm", **settings)
+    run = advnorm.train(config, out=tmp_path, device="cpu")
+    log = (run.folder / "log.txt").read_text()
+    assert "digits: 674 images and 674 held out, of 1×8×8, 10 classes" in log
+    assert len(re.findall(r"about [\d.]+ s per epoch, [\d.]+ s in all", log)) == 1
+
+
+def test_a_log_without_a_terminal_gets_lines_during_validation(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "LINE_EVERY", 0.0)
+    config = advnorm.Config(objective="standard", batch_size=256, epochs=1, validation_attack="pgd2")
+    advnorm.train(config, out=tmp_path, device="cpu", progress=True)
+    assert "epoch 1/1 validation" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0.26, "0.3 s"), (59.6, "60 s"), (119, "119 s"), (150, "2.5 min"), (9000, "2.5 h")]
+)
+def test_durations_are_readable(seconds, words):
+    assert format_seconds(seconds) == words

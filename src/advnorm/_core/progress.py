@@ -1,4 +1,4 @@
-"""Progress of long work: bars on a terminal, else a log line every 30 seconds."""
+"""Progress of long work: bars on a terminal, else a log line at least every 30 seconds."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
-#: Seconds between two log lines.
-LINE_EVERY = 30.0
+#: Seconds between two log lines: below 30, because the next step may take a while.
+LINE_EVERY = 25.0
 
 
 class ProgressDisplay:

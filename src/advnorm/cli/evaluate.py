@@ -126,7 +126,7 @@ def open_target(name: str, options: EvaluateOptions, problems: list[Problem]) ->
     from advnorm.attacks import PGD
     from advnorm.cli.user_code import load_user_model
     from advnorm.evaluation.plan import statistics_problems
-    from advnorm.evaluation.target import EvaluationTarget, describe_data, load_test_data, open_run
+    from advnorm.evaluation.target import EvaluationTarget, describe_data, describe_images, load_test_data, open_run
     from advnorm.sharing.pretrained import from_pretrained, is_saved_model, verify
     from advnorm.threat import THREAT_NORMS, ThreatModel
 
@@ -148,6 +148,7 @@ def open_target(name: str, options: EvaluateOptions, problems: list[Problem]) ->
                 data_dir=options.data_dir,
                 threat_norm=threat_norm,  # pyright: ignore[reportArgumentType]  # validated there
                 eps=options.eps,
+                image_size=options.image_size,
                 device=options.device,
                 seed=options.seed,
             )
@@ -173,7 +174,8 @@ def open_target(name: str, options: EvaluateOptions, problems: list[Problem]) ->
             if source is None:
                 hint = "for example --data cifar10:FOLDER or --data digits"
                 raise ConfigError("missing_data", "no images to evaluate on", field="data", hint=hint)
-            data = load_test_data(source, options.data_dir, **own_data)
+            sizes = {"image_size": options.image_size} if options.image_size else {}
+            data = load_test_data(source, options.data_dir, **own_data, **sizes)
         if model is not None and data is not None and threat is not None:
             origin = {
                 "model": name,
@@ -187,6 +189,7 @@ def open_target(name: str, options: EvaluateOptions, problems: list[Problem]) ->
             target = EvaluationTarget(name=name, model=model, data=data, attack=attack, origin=origin, folder=folder)
     raise_problems(problems)
     assert target is not None
+    say(f"data: {target.origin['data']}: {describe_images(target.data)}")
     return target
 
 

@@ -54,7 +54,13 @@ class EvaluateOptions:
     checkpoint: Checkpoint = None
     data: Annotated[
         str | None,
-        typer.Option(help="Data set NAME:FOLDER, or a .npz or .safetensors file with x and y. Default: the run's."),
+        typer.Option(
+            help="Data set NAME:FOLDER, a folder of images, or a .npz or .safetensors file with x and y. "
+            "Default: the run's."
+        ),
+    ] = None
+    image_size: Annotated[
+        int | None, typer.Option(min=1, help="Side to which the images of --data are resized, if they are files.")
     ] = None
     data_dir: DataDir = None
     eps: Eps = None

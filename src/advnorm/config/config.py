@@ -18,7 +18,8 @@ from advnorm.attacks import PGD, Attack
 from advnorm.attacks import get as get_attack
 from advnorm.config.fields import TRAINING, AttackConfig, TrainingSettings
 from advnorm.config.text import Dumper, apply_overrides
-from advnorm.config.validation import ELSEWHERE, WITH_OPTIONS, option_parameters, setting_problems
+from advnorm.config.validation import ELSEWHERE, WITH_OPTIONS, is_known, option_parameters, setting_problems
+from advnorm.data import resolve_source
 from advnorm.threat import ThreatModel, parse_length
 
 
@@ -38,9 +39,9 @@ class Config(TrainingSettings):
     def _convert_options(self) -> list[Problem]:
         """Convert the options of named objects to the types of their parameters."""
         problems = []
-        for label, registry in WITH_OPTIONS.items():
+        for label in WITH_OPTIONS:
             named = getattr(self, label)
-            if isinstance(named, Named) and named.name in registry:
+            if isinstance(named, Named) and is_known(label, named.name):
                 parameters = option_parameters(label, named.name)
                 options, found = convert_options(label, parameters, named.options, ELSEWHERE.get(label))
                 object.__setattr__(self, label, Named(named.name, **options))
@@ -96,7 +97,8 @@ class Config(TrainingSettings):
         eps = self.eps if isinstance(self.eps, str) else f"{self.eps:g}"
         length = f"eps{eps.strip()}" if self.threat == "Linf" else f"{self.threat}_{eps}"
         length = re.sub(r"[^A-Za-z0-9.]+", "_", length)
-        return "-".join((self.data.name, self.model.name, self.norm, self.objective.name, length, self.digest[:8]))
+        data = resolve_source(self.data.name)[0]
+        return "-".join((data, self.model.name, self.norm, self.objective.name, length, self.digest[:8]))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings in JSON types; :meth:`from_dict` gives the same configuration back, exactly."""

@@ -13,7 +13,7 @@ from advnorm._core.registry import Registry, keywords
 from advnorm._core.settings import convert_options, in_range
 from advnorm.attacks import get as get_attack
 from advnorm.config.fields import TRAINING, TrainingSettings
-from advnorm.data.registry import DATASETS
+from advnorm.data.registry import DATASETS, resolve_source
 from advnorm.models.registry import MODELS
 from advnorm.norms import RoutedNorm
 from advnorm.norms.factory import MODULE_OPTIONS, make_plan
@@ -54,8 +54,19 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
 
 def option_parameters(label: str, name: str) -> Mapping[str, inspect.Parameter]:
     """The parameters that take the options of the setting ``label`` with this registered name."""
-    entry = WITH_OPTIONS[label].get(name)
-    return entry.options if label == "data" else entry.options()
+    if label == "data":
+        return DATASETS.get(resolve_source(name)[0]).options
+    return WITH_OPTIONS[label].get(name).options()
+
+
+def is_known(label: str, name: str) -> bool:
+    """Whether the setting ``label`` accepts this name; data may also be a folder or a file."""
+    if label != "data":
+        return name in WITH_OPTIONS[label]
+    problems: list[Problem] = []
+    with collect_problems(problems):
+        resolve_source(name)
+    return not problems
 
 
 def setting_problems(settings: TrainingSettings, invalid: Iterable[str] = ()) -> list[Problem]:
@@ -88,11 +99,11 @@ class _Checks:
         s = self.settings
         for label, registry in WITH_OPTIONS.items():
             named = getattr(s, label)
-            if self.valid(label) and named is not None and named.name not in registry:
+            if self.valid(label) and named is not None and not is_known(label, named.name):
                 names = [*registry, "none"] if label in ("regularizer", "second_pass") else registry
                 self.problems.append(unknown_name(registry.kind, named.name, names, field=label))
                 self.invalid.add(label)
-        if self.valid("data") and "train" not in DATASETS.get(s.data.name).splits:
+        if self.valid("data") and "train" not in DATASETS.get(resolve_source(s.data.name)[0]).splits:
             trainable = ", ".join(name for name in DATASETS if "train" in DATASETS.get(name).splits)
             words = f"{s.data.name} has no training images"
             self.reject("data", words, f"use one of {trainable}", code="not_supported")

@@ -91,6 +91,7 @@ class FolderData:
     """Images on disk, decoded on demand: ``files`` relative to ``root``, and a label for each.
 
     An image is resized so that its shorter side is ``resize``; then the center of ``image_size`` squared is cropped.
+    Without ``resize`` the images have the ``image_size`` (height, width) and are not changed.
     """
 
     name: str
@@ -99,11 +100,11 @@ class FolderData:
     files: tuple[str, ...]
     labels: Tensor
     classes: tuple[str, ...]
-    image_size: int
-    resize: int
+    image_size: int | tuple[int, int]
+    resize: int | None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.image_size <= self.resize:
+        if self.resize is not None and not (isinstance(self.image_size, int) and 1 <= self.image_size <= self.resize):
             message = f"{{field}} must be from 1 to resize ({self.resize})"
             raise ConfigError("out_of_range", message, field="image_size", got=self.image_size)
 
@@ -121,7 +122,14 @@ class FolderData:
     @property
     def image_shape(self) -> tuple[int, int, int]:
         """Channels, height and width after resizing."""
-        return 3, self.image_size, self.image_size
+        size = self.image_size
+        return (3, size, size) if isinstance(size, int) else (3, *size)
+
+    @property
+    def preparation(self) -> str:
+        """What happens to the images, for a log."""
+        size = self.image_size
+        return "native size" if self.resize is None else f"shorter side resized to {self.resize}, center of {size}"
 
     @cached_property
     def fingerprint(self) -> str:
@@ -147,10 +155,14 @@ class FolderData:
 
     def center_crop(self, position: int) -> Tensor:
         """Return the resized center of an image, ``(3, H, W)`` as bytes."""
-        image = self.decode(position)
-        side = min(image.size) * self.image_size / self.resize  # of the center, in pixels of the file
+        image, (_, height, width) = self.decode(position), self.image_shape
+        if self.resize is None:
+            if image.size != (width, height):
+                raise size_error(self.root / self.files[position], image.size, (width, height))
+            return resize_crop(image, (height, width))
+        side = min(image.size) * height / self.resize  # of the center, in pixels of the file
         left, top = (image.width - side) / 2, (image.height - side) / 2
-        return resize_crop(image, self.image_size, (left, top, left + side, top + side))
+        return resize_crop(image, (height, width), (left, top, left + side, top + side))
 
     def take(self, rows: Rows) -> FolderData:
         """Return some of the images, in the given order."""
@@ -178,19 +190,41 @@ def _to_eight_bits(image: Image, path: Path) -> Image:
     return image
 
 
-def resize_crop(image: Image, size: int, box: tuple[float, float, float, float] | None = None) -> Tensor:
-    """Return an image, or a box (left, top, right, bottom) of it, as ``(3, size, size)`` bytes, antialiased.
+def size_error(path: Path, size: tuple[int, int], others: tuple[int, int]) -> ConfigError:
+    """The error for an image of another size (width, height) than the others."""
+    message = f"the images have different sizes: {path} has {size[0]}×{size[1]} pixels, others have"
+    message += f" {others[0]}×{others[1]}"
+    hint = "set image_size to the side of the squares that they are resized to (data.image_size=64, --image-size 64)"
+    return ConfigError("conflict", message, field="image_size", hint=hint)
+
+
+def resize_crop(image: Image, size: tuple[int, int], box: tuple[float, float, float, float] | None = None) -> Tensor:
+    """Return an image, or a box (left, top, right, bottom) of it, as ``(3, *size)`` bytes, antialiased.
 
     Pixels around a box contribute to its border, as if the image were resized before the crop.
     """
     import numpy as np
     from PIL.Image import Resampling
 
-    pixels = np.array(image.resize((size, size), Resampling.BILINEAR, box=box))
+    pixels = np.array(image.resize((size[1], size[0]), Resampling.BILINEAR, box=box))
     return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
 Data = TypeVar("Data", ImageData, FolderData)
+
+
+def balanced_subset(data: Data, limit: int) -> Data:
+    """Return ``limit`` images in their order, the same number of each class as far as the classes have them.
+
+    Always the same images, so that runs with other seeds train on the same data.
+    """
+    if limit >= len(data):
+        return data
+    shuffled = ImageNoise(0, torch.arange(len(data))).fold("limit").bits(()).argsort(stable=True)
+    by_class = shuffled[data.labels[shuffled].argsort(stable=True)]
+    sizes = torch.bincount(data.labels, minlength=data.num_classes)
+    place = torch.arange(len(data)) - (sizes.cumsum(0) - sizes)[data.labels[by_class]]
+    return data.take(by_class[place.argsort(stable=True)[:limit]].sort().values)
 
 
 def split_held_out(data: Data, held_out: float, seed: int) -> tuple[Data, Data]:

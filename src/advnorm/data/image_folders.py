@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from advnorm._core.errors import ConfigError, Problem, raise_problems
-from advnorm.data.image_data import FolderData
+from advnorm._core.records import require_regular
+from advnorm.data.image_data import FORMATS, FolderData, size_error
 from advnorm.data.published_files import RemoteFile, damaged_file, find_folder, missing_file_problems
 from advnorm.data.registry import register_dataset
 
@@ -37,11 +38,13 @@ def missing_images(root: Path, split: str, **_options: Any) -> list[Problem]:
     "imagefolder", summary="your own images on disk, one folder for each class", splits=SPLITS, missing=missing_images
 )
 def read_imagefolder(
-    root: Path | str, split: str = "train", *, image_size: int = 224, resize: int | None = None
+    root: Path | str, split: str = "train", *, image_size: int | None = None, resize: int | None = None
 ) -> FolderData:
     """Read ``root/train/<class>/*`` and ``root/val`` or ``root/test``; classes in alphabetical order of ``root/train``.
 
-    ``resize`` is the shorter side before the center crop; the default is 8/7 of ``image_size`` (256 for 224).
+    Without ``image_size`` the images keep their size, which must be the same for all. ``resize`` is the shorter side
+    before the center crop; the default is 8/7 of ``image_size`` (256 for 224). If the root has no folder of a split but
+    folders of classes, these are the test images.
     """
     root = Path(root)
     raise_problems(missing_images(root, split))
@@ -54,8 +57,33 @@ def read_imagefolder(
     files = _files_of_classes(root, {name: folder / name for name in present})
     labels = {name: label for label, name in enumerate(classes)}
     labelled = [(file, labels[name]) for name in present for file in files[name]]
-    sizes = {"image_size": image_size, "resize": resize or round(image_size * 8 / 7)}
+    sizes: dict[str, Any] = {"image_size": image_size, "resize": resize}
+    if image_size is not None:
+        sizes["resize"] = resize or round(image_size * 8 / 7)
+    elif resize is not None:
+        raise ConfigError("missing_option", "resize needs an image_size", field="image_size", hint="set both")
+    else:
+        sizes["image_size"] = _native_size([root / file for file, _ in labelled])
     return _folder_data(labelled, name="imagefolder", split=split, root=root, classes=classes, **sizes)
+
+
+def _native_size(paths: Sequence[Path]) -> tuple[int, int]:
+    """Height and width of all images; only the headers of the files are read."""
+    from PIL import Image
+
+    first: tuple[int, int] | None = None
+    for path in paths:
+        require_regular(path, "files", "remove it")
+        try:
+            with Image.open(path, formats=FORMATS) as image:
+                first = first or image.size
+                if image.size != first:
+                    raise size_error(path, image.size, first)
+        except (OSError, SyntaxError):  # a damaged file is reported when it is decoded
+            continue
+    if first is None:
+        raise ConfigError("damaged_file", f"no image can be read, such as {paths[0]}", field="files")
+    return first[1], first[0]
 
 
 def _register_known(name: str, summary: str, folders: Sequence[str], size: tuple[int, int, int]) -> None:
@@ -135,8 +163,13 @@ def _read_annotations(path: Path, classes: tuple[str, ...]) -> list[tuple[str, i
 
 
 def _split_folder(root: Path, split: str) -> Path:
-    """Return the folder of a split; ``val`` for a ``test`` without classes, because ImageNet's has no labels."""
+    """Return the folder of a split; ``val`` for a ``test`` without classes, because ImageNet's has no labels.
+
+    A root without splits has test images only.
+    """
     folder = root / split
+    if split == "test" and not any((root / name).is_dir() for name in SPLITS):
+        return root
     return root / "val" if split == "test" and not _class_names(folder) else folder
 
 

@@ -239,7 +239,7 @@ class _BatchDecoder(Dataset):
         for row, position in enumerate(positions.tolist()):
             if self.augment == "crop_flip":
                 image = data.decode(position)
-                pixels = resize_crop(image.crop(random_crop_box(*image.size, draws[row])), data.image_size)
+                pixels = resize_crop(image.crop(random_crop_box(*image.size, draws[row])), data.image_shape[1:])
             else:
                 pixels = data.center_crop(position)
             images[row] = pixels.flip(2) if self.augment != "none" and flips[row] else pixels

@@ -5,16 +5,16 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from torch import Tensor
 
-from advnorm._core.errors import Problem, raise_problems, unknown_name
+from advnorm._core.errors import ConfigError, Problem, raise_problems, unknown_name
 from advnorm._core.registry import Registry, keywords
-from advnorm._core.settings import convert_options
-from advnorm.data.image_data import FolderData, ImageData
+from advnorm._core.settings import Setting, convert_options
+from advnorm.data.image_data import FolderData, ImageData, balanced_subset
 from advnorm.data.published_files import RemoteFile, download_files
 
 #: The environment variable that names the data folder if the caller names none.
@@ -42,8 +42,16 @@ class DataSource:
 
     @property
     def options(self) -> Mapping[str, inspect.Parameter]:
-        """The keyword-only parameters of the reader."""
-        return keywords(self.read)
+        """The keyword-only parameters of the reader, and ``limit``."""
+        return {**keywords(self.read), **({"limit": _LIMIT} if "train" in self.splits else {})}
+
+
+_LIMIT = inspect.Parameter(
+    "limit",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[int | None, Setting("Number of training images, the same of each class.", "[1, inf)")],
+)
 
 
 DATASETS: Registry[DataSource] = Registry("data set", DataSource)
@@ -55,13 +63,34 @@ def list_datasets(pattern: str = "*") -> list[str]:
     return DATASETS.names(pattern)
 
 
+def resolve_source(name: str, root: Path | str | None = None) -> tuple[str, Path | str | None]:
+    """Return the registered name and the folder or file that a text stands for.
+
+    The text is a registered name, ``NAME:FOLDER``, a folder of images, or a .npz or .safetensors file. A folder without
+    a slash in its name must exist.
+    """
+    known, colon, folder = name.partition(":")
+    if name in DATASETS:
+        return name, root
+    if colon and known in DATASETS:
+        return known, folder or root
+    if Path(name).suffix in (".npz", ".safetensors"):
+        return "arrays", name
+    if "/" in name or (name and Path(name).is_dir()):
+        return "imagefolder", name
+    problem = unknown_name("data set", name, DATASETS, field="data")
+    hint = "or give NAME:FOLDER, a folder of images (./FOLDER), or a .npz or .safetensors file"
+    raise ConfigError.listing([replace(problem, hint=hint)])
+
+
 def data_problems(name: str, split: str, root: Path | str | None = None, **options: Any) -> list[Problem]:
     """Return why ``load`` with the same arguments would fail: wrong arguments, missing files. Reads no images."""
+    name, root = resolve_source(name, root)
     source = DATASETS.get(name)
     problems = _argument_problems(name, source, split, root, options)
     folder = _data_folder(root)
     if not problems and source.missing is not None and folder is not None:
-        problems = source.missing(folder, split, **options)
+        problems = source.missing(folder, split, **_reader_options(options))
     return problems
 
 
@@ -70,10 +99,13 @@ def load(
 ) -> ImageData | FolderData:
     """Read one split of a registered data set; ``root`` is the folder of its files or the parent of that folder.
 
+    ``name`` may also be ``NAME:FOLDER``, a folder of images, or a .npz or .safetensors file; see
+    :func:`resolve_source`. ``limit`` takes some training images of every data set, the same number of each class.
     Without ``root`` the environment variable ``ADVNORM_DATA`` names the folder. ``download=True`` fetches missing files
     from the official address into ``root``. docs/reference/data_sets.md lists the options of each data set, for example
     ``load("cifar10c", "test", root, corruption="fog", severity=3)``.
     """
+    name, root = resolve_source(name, root)
     source = DATASETS.get(name)
     problems = _argument_problems(name, source, split, root, options)
     remote_files = [file for file in source.remote_files if file.split in (None, split)]
@@ -81,13 +113,17 @@ def load(
         message, hint = f"{name} cannot be downloaded", "get it from its authors and name its folder with --data-dir"
         problems.append(Problem(code="not_supported", message=message, field="download", hint=hint))
     raise_problems(problems, "bad data")
-    folder = _data_folder(root)
+    folder, limit, options = _data_folder(root), options.get("limit"), _reader_options(options)
     if download and folder is not None and source.missing is not None and source.missing(folder, split, **options):
         download_files(remote_files, folder)
     data = source.read(*((folder, split) if source.needs_root else (split,)), **options)
-    if not isinstance(data, tuple):
-        return data
-    return ImageData(name=name, split=split, images=data[0], labels=data[1], num_classes=source.num_classes)
+    if isinstance(data, tuple):
+        data = ImageData(name=name, split=split, images=data[0], labels=data[1], num_classes=source.num_classes)
+    return data if limit is None or split != "train" else balanced_subset(data, limit)  # pyright: ignore[reportArgumentType]
+
+
+def _reader_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "limit"}
 
 
 def _data_folder(root: Path | str | None) -> Path | None:

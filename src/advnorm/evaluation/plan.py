@@ -21,7 +21,7 @@ from advnorm._core.settings import Setting, convert
 from advnorm.attacks import input_gradient
 from advnorm.attacks.inputs import validate_batch, validating_first_logits
 from advnorm.data import FolderData, ImageData
-from advnorm.evaluation.data_source import gather, gather_spread
+from advnorm.data.gather import gather, gather_spread
 from advnorm.evaluation.jobs import AttackJob, Attacks, build_jobs
 from advnorm.evaluation.model_branches import branches, same_branch
 from advnorm.evaluation.reference_logits import ReferenceLogits

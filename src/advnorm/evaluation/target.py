@@ -8,27 +8,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import advnorm.attacks as attack_names
 import advnorm.data as data_sets
 from advnorm._core.devices import resolve_device
-from advnorm._core.errors import ConfigError, Problem, collect_problems, raise_problems, shown
+from advnorm._core.errors import ConfigError, Problem, collect_problems, raise_problems
 from advnorm._core.provenance import environment
-from advnorm._core.records import require_regular
 from advnorm._core.wrappers import device_of
 from advnorm.attacks import Attack
 from advnorm.data import FolderData, ImageData
-from advnorm.evaluation.data_source import gather, spread_rows
+from advnorm.data.arrays import read_arrays
+from advnorm.data.gather import gather, spread_rows
 from advnorm.threat import Norm, ThreatModel
 from advnorm.training.run import CheckpointName, Run
 
 EvaluationData = ImageData | FolderData | tuple[Tensor, Tensor]
-#: Names of the images and of the labels in a file.
-FILE_KEYS = ("x", "images"), ("y", "labels")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -100,6 +96,7 @@ def open_run(
     attack: str | None = None,
     threat_norm: Norm | None = None,
     eps: float | str | None = None,
+    image_size: int | None = None,
     batch_size: int = 256,
     device: str | torch.device | None = None,
     seed: int = 0,
@@ -107,8 +104,8 @@ def open_run(
     """Open a training run with its own test images and threat model; what is given replaces the run's own.
 
     ``checkpoint``: ``best``, ``last``, or a snapshot such as ``epoch5``; by default the best if there is one.
-    ``data``: as in :func:`load_test_data`. ``attack``: a name; by default the attack of the training. It uses running
-    statistics: with batch statistics it would change what an analysis measures.
+    ``data``, ``image_size``: as in :func:`load_test_data`. ``attack``: a name; by default the attack of the training.
+    It uses running statistics: with batch statistics it would change what an analysis measures.
     """
     run = run if isinstance(run, Run) else Run.open(run)
     config, name = run.config, run.folder.resolve().name
@@ -125,9 +122,10 @@ def open_run(
             crafted = replace(config.attack, statistics="running").build(threat, seed=seed)
     with collect_problems(problems):
         if data is not None:
-            images = load_test_data(data, data_dir)
+            images = load_test_data(data, data_dir, **({} if image_size is None else {"image_size": image_size}))
         else:
             images = data_sets.load(config.data.name, "test", data_dir, **config.data.options)
+            _check_test_images(images, run.description["data"])
     raise_problems(problems)
     assert model is not None and crafted is not None and images is not None
     origin = {
@@ -150,37 +148,39 @@ def open_run(
     )
 
 
+def _check_test_images(data: ImageData | FolderData, trained_on: Mapping[str, Any]) -> None:
+    """Reject test images of another shape than the training images, and the training images themselves."""
+    shape = list(data.image_shape)
+    if shape != trained_on["image_shape"]:
+        message = f"the test images have the shape {shape}, the training images had {trained_on['image_shape']}"
+        raise ConfigError("wrong_shape", message, field="data", hint="set data.image_size, or name other --data")
+    if data.fingerprint == trained_on["fingerprint"]:
+        message = f"the test images of {data.name} are the training images"
+        raise ConfigError("conflict", message, field="data", hint="name other images: --data")
+
+
 def describe_data(source: str) -> str:
-    """Return the name of data for a record: ``digits, test`` or the name of a file."""
+    """Return the name of data for a record: ``digits, test`` or the name of a folder or file."""
     name = source.partition(":")[0]
     return f"{name}, test" if name in data_sets.DATASETS else Path(source).name
 
 
 def load_test_data(source: str, data_dir: Path | str | None = None, **options: Any) -> EvaluationData:
-    """Load the test images of a data set, ``digits`` or ``cifar10:FOLDER``, or a .npz or .safetensors file.
+    """Load test images: ``digits``, ``cifar10:FOLDER``, a folder of images, a .npz or .safetensors file.
 
-    A file names the images ``x`` or ``images`` and the labels ``y`` or ``labels``. Images of type uint8 are divided by
-    255. A pickle is never opened: it can run any code.
+    A file names the images ``x_test``, ``x`` or ``images`` and the labels ``y_test``, ``y`` or ``labels``. Its images
+    are checked where they are used, so that the error for normalized ones can explain the cure.
     """
-    path = Path(source)
-    data_set, _, folder = source.partition(":")
-    if data_set in data_sets.DATASETS:
-        return data_sets.load(data_set, "test", folder or data_dir, **options)
-    if path.suffix not in (".npz", ".safetensors"):
-        known = ", ".join(data_sets.list_datasets())
-        hint = f"use NAME:FOLDER of a data set ({known}), or a .npz or .safetensors file of x and y"
-        raise ConfigError("unknown_name", f"unknown data {shown(source)}", field="data", hint=hint)
-    require_regular(path, "data")
-    try:
-        entries = np.load(path, allow_pickle=False) if path.suffix == ".npz" else load_file(path)
-        used = [next((name for name in names if name in entries), "") for names in FILE_KEYS]
-        tensors = [torch.as_tensor(entries[name]) for name in used if name]  # other entries may be pickled
-    except Exception as error:
-        raise ConfigError("damaged_file", f"cannot read {path}: {error}", field="data") from None
-    if len(tensors) < 2:
-        message, hint = f"{path} holds {', '.join(entries) or 'nothing'}", "name the images 'x' and the labels 'y'"
-        raise ConfigError("missing_entry", message, field="data", hint=hint)
-    images, labels = tensors
-    if images.dtype == torch.uint8:
-        images = images.float() / 255
-    return images, labels if labels.is_floating_point() else labels.long()
+    name, root = data_sets.resolve_source(source, data_dir)
+    if name == "arrays" and root is not None:
+        return read_arrays(root, "test")
+    return data_sets.load(name, "test", root, **options)
+
+
+def describe_images(data: EvaluationData) -> str:
+    """Number, shape and preparation of images, for a header."""
+    count, shape = (len(data[1]), data[0].shape[1:]) if isinstance(data, tuple) else (len(data), data.image_shape)
+    words = f"{count:,} images of {'×'.join(map(str, shape))}"
+    if isinstance(data, FolderData):
+        words += f" ({data.preparation})"
+    return words if isinstance(data, tuple) else f"{words}, {data.num_classes} classes"

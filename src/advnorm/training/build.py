@@ -54,6 +54,14 @@ def data_properties(data: ImageData | FolderData) -> dict[str, Any]:
     }
 
 
+def describe_images(train: ImageData | FolderData, held_out: ImageData | FolderData | None) -> str:
+    """Number, shape, preparation and classes of the images, for the log."""
+    counts = f"{len(train):,} images" + (f" and {len(held_out):,} held out" if held_out is not None else "")
+    shape = "×".join(map(str, train.image_shape))
+    how = f" ({train.preparation})" if isinstance(train, FolderData) else ""
+    return f"{train.name}: {counts}, of {shape}{how}, {train.num_classes} classes"
+
+
 def build_model(config: Config, data: Mapping[str, Any]) -> nn.Module:
     """Build the untrained model of a configuration for data with these :func:`data_properties`.
 

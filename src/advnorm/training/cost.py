@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from advnorm.config import Config
-from advnorm.data import DATASETS
+from advnorm.data import DATASETS, resolve_source
 from advnorm.models import create_model
 from advnorm.objectives import OBJECTIVES
 
@@ -39,10 +39,12 @@ def _forward_flops(spec: str, image_shape: tuple[int, ...], num_classes: int) ->
 
 def training_flops(config: Config) -> float | None:
     """Operations of a whole training; None if the number of images depends on files."""
-    data = DATASETS.get("cifar10" if config.data.name == "features" else config.data.name)
+    name, _ = resolve_source(config.data.name)
+    data = DATASETS.get("cifar10" if name == "features" else name)
     if data.size is None:
         return None
     images, side, classes = data.size
+    images = min(images, config.data.options.get("limit") or images)
     options = {key: value for key, value in config.model.options.items() if key not in ("mean", "std", "normalize")}
     side = config.data.options.get("image_size", side)
     forward = forward_flops(config.model.name, (3, side, side), classes, norms=config.norm != "none", **options)

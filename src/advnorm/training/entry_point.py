@@ -16,8 +16,8 @@ import torch
 from advnorm._core.errors import AdvnormError, ConfigError, Description, first_line, raise_problems
 from advnorm._core.provenance import environment
 from advnorm._core.settings import Setting, convert_options
-from advnorm.config import Config
-from advnorm.data import load
+from advnorm.config import Config, Named
+from advnorm.data import as_image_data, load
 from advnorm.training.build import data_properties
 from advnorm.training.journal import Journal
 from advnorm.training.loop import TrainingLoop
@@ -30,6 +30,7 @@ def train(
     *,
     seed: int | None = None,
     out: Path | str = "runs",
+    data: Any = None,
     data_dir: Path | str | None = None,
     device: str | torch.device | None = None,
     download: bool = False,
@@ -47,6 +48,8 @@ def train(
     Args:
         seed: Replaces the seed of the configuration.
         out: Gets one folder per configuration and seed. Nothing is written before all checks have passed.
+        data: Training images instead of the configuration's: a ``torch.utils.data.Dataset``, two tensors, or what
+            ``advnorm.data.load`` returns. Images are in [0, 1]. All are read into memory.
         data_dir: Folder that contains the data set.
         device: Default: CUDA if available, else the CPU.
         download: Fetch a missing data set.
@@ -63,13 +66,16 @@ def train(
     _validate(config, workers=workers, max_minutes=max_minutes, checkpoint_minutes=checkpoint_minutes)
     if seed is not None:
         config = dataclasses.replace(config, seed=seed)
+    if data is not None:
+        config, data = dataclasses.replace(config, data=Named("given")), as_image_data(data)
     run = Run(Path(out) / f"{config.run_name}-seed{config.seed}")
     with _system_errors_translated(), torch.inference_mode(False), torch.enable_grad(), ExitStack() as stack:
         ranks = stack.enter_context(placed(device))
-        read = partial(load, config.data.name, "train", data_dir, download=download, **config.data.options)
-        if download and ranks.world > 1:  # by the first process; the others find the files
-            ranks.lead_does(read)
-        data = read()
+        if data is None:
+            read = partial(load, config.data.name, "train", data_dir, download=download, **config.data.options)
+            if download and ranks.world > 1:  # by the first process; the others find the files
+                ranks.lead_does(read)
+            data = read()
         about = data_properties(data)
         ranks.lead_does(lambda: run.check(config, about))
         if ranks.agreed(int(run.finished)):

@@ -20,6 +20,8 @@ from advnorm._core.records import digest, read_bytes, write_atomic
 
 #: First steps, which compile networks, capture attacks and fill caches; the speed leaves them out.
 WARM_UP = 5
+#: The step after which the time of an epoch is estimated.
+ESTIMATE = 20
 
 
 class MetricsMark(TypedDict):
@@ -48,9 +50,9 @@ class Clock:
         self._mark = time.perf_counter()
 
     def step(self) -> None:
-        """Count a step; only the first ones wait for the device."""
+        """Count a step; only a few of the first ones wait for the device."""
         self._steps += 1
-        if self._steps in (1, WARM_UP):
+        if self._steps in (1, WARM_UP, ESTIMATE):
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
             seconds = self.stop()
@@ -68,6 +70,11 @@ class Clock:
         self._counted = self._steps
         return seconds
 
+    @property
+    def estimates(self) -> bool:
+        """Whether this is the step after which the speed is known."""
+        return self._steps == ESTIMATE
+
     def steps_per_second(self) -> float | None:
         """Speed after the warm-up; None for a shorter run."""
         return self.steady_steps / self.steady if self.steady else None
@@ -76,7 +83,8 @@ class Clock:
 class Journal:
     """``log.txt``, ``metrics.jsonl``, ``timing.jsonl``, and on request TensorBoard events and progress.
 
-    Progress is a bar on a terminal, else a line per epoch. Only the first process writes (``active``).
+    Progress is a bar on a terminal, else a line per epoch and one in half a minute. Only the first process writes
+    (``active``).
     """
 
     def __init__(self, folder: Path, *, active: bool, progress: bool = False, tensorboard: bool = False) -> None:
@@ -127,6 +135,10 @@ class Journal:
         epoch = f"epoch {(step - 1) // self._steps + 1}/{self._epochs}"
         self._task.update(step, description=epoch, detail=detail)
 
+    def show_validation(self, step: int) -> None:
+        """Show that the training validates, so that a log has a line at least every half minute."""
+        self._task.update(description=f"epoch {step // self._steps}/{self._epochs} validation")
+
     def mark(self) -> MetricsMark:
         """Describe the metrics so far, for a checkpoint: it does not grow with them."""
         content = self._content("metrics.jsonl")
@@ -170,6 +182,14 @@ def _summary_writer() -> Any:
         hint = "pip install 'advnorm[tensorboard]', or leave tensorboard out"
         raise ConfigError("missing_package", "TensorBoard is not installed", field="tensorboard", hint=hint) from None
     return SummaryWriter
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration in the unit that suits it."""
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.{0 if seconds >= 10 else 1}f} s"
 
 
 def flatten(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

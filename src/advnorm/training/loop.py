@@ -24,9 +24,16 @@ from advnorm.objectives import ObjectiveOutput
 from advnorm.training import checkpoint
 from advnorm.training.averaging import EMA
 from advnorm.training.bank_usage import routing
-from advnorm.training.build import build_loader, build_model, build_objective, data_properties, resolve_auto
+from advnorm.training.build import (
+    build_loader,
+    build_model,
+    build_objective,
+    data_properties,
+    describe_images,
+    resolve_auto,
+)
 from advnorm.training.forward_check import check_forwards
-from advnorm.training.journal import Journal
+from advnorm.training.journal import Journal, format_seconds
 from advnorm.training.mixing import mix_batch
 from advnorm.training.optimizer import make_optimizer, only_norms
 from advnorm.training.ranks import Ranks, TrainingError
@@ -69,6 +76,7 @@ class TrainingLoop:
             train_part, held_out = split_held_out(data, config.held_out, config.seed)  # pyright: ignore[reportArgumentType]
         batches: dict[str, Any] = {"batch_size": config.batch_size, "augment": config.augment, "seed": config.seed}
         self.loader = build_loader(train_part, config, ranks, workers, **batches)
+        self._data_words = describe_images(train_part, held_out)
         self.total = config.epochs * self.loader.steps
         self._weights_notes: tuple[str, ...] = ()
         self.model, self.weights_fingerprint = self._initial_model(data)
@@ -208,6 +216,9 @@ class TrainingLoop:
         state.add(values)
         state.step += 1
         state.clock.step()
+        if state.clock.estimates and (rate := state.clock.steps_per_second()):
+            epoch = self.loader.steps / rate
+            self.journal.log(f"about {format_seconds(epoch)} per epoch, {format_seconds(epoch * config.epochs)} in all")
         self.journal.show(state.step, values, lr)
 
     def _end_epoch(self, epoch: int, seconds: float, steps: int) -> bool:
@@ -243,11 +254,13 @@ class TrainingLoop:
             if self.ema is not None:
                 self.ranks.as_lead(list(self.ema.average.values()))
         with nullcontext() if self.ema is None else self.ema.swapped(self.model):
-            return validation(self.model, lambda: bool(self.ranks.agreed(int(self._interrupts_validation()))))
+            return validation(self.model, self._stops_validation)
 
-    def _interrupts_validation(self) -> bool:
-        """A time limit interrupts validation only after at least one step."""
-        return self.signals.received or (self.state.step > self._first_step and self._should_stop())
+    def _stops_validation(self) -> bool:
+        """Show progress; a time limit stops validation only after at least one step."""
+        self.journal.show_validation(self.state.step)
+        stop = self.signals.received or (self.state.step > self._first_step and self._should_stop())
+        return bool(self.ranks.agreed(int(stop)))
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -308,6 +321,7 @@ class TrainingLoop:
             if len({piece.get("threads") for piece in self.state.pieces}) > 1 and self.ranks.device.type == "cpu":
                 log(f"now {environ['threads']} CPU threads, before another number: the last bits may differ")
             return
+        log(self._data_words)
         log(f"{self.total} steps of {config.batch_size} images; objective {self.objective.describe()}")
         for note in self._weights_notes:
             log(f"{config.weights}: {note}")

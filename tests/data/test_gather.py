@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from advnorm.data import ImageData, load, make_loader
-from advnorm.evaluation.data_source import gather, gather_spread
+from advnorm.data.gather import gather, gather_spread
 from support.problems import raises_problem
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from advnorm._core.errors import ConfigError, Description
-from advnorm.data import FolderData, ImageData, Loader
+from advnorm.data.image_data import FolderData, ImageData
+from advnorm.data.loader import Loader
 
 
 def gather(data: Any, limit: int | None = None, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
