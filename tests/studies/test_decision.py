@@ -148,3 +148,14 @@ def test_the_images_of_old_records_follow_from_their_measurements():
     assert kinds("A/table5/dual_bn/eps16") == {(100.0, 1000)}
     assert kinds("A/fig4/dual_bn/eps16") == {(None, None)}
     assert (1.0, 1000) in kinds("C/table2/cifar10/eps16/mat_cat_0.5")
+
+
+def test_seeds_on_different_numbers_of_images_count_as_on_the_fewest():
+    path = RECORDS / "A/table3/single/eps8/paper-seed0.json"
+    record = json.loads(path.read_text())
+    measure = next(one for one in record["measures"] if one.get("name", "benchmark") == "benchmark")
+    few = {**record, "outcomes": [], "measures": [{**measure, "options": {**measure["options"], "limit": 500}}]}
+    (whole, both) = (
+        collect_samples(seeds).samples["single/eps8", "shared/clean"] for seeds in ([record], [record, few])
+    )
+    assert whole.images == 10_000 and both.images == 500 and len(both.values) == 2
