@@ -39,8 +39,9 @@ def test_bn_has_exactly_the_state_of_the_builtin_norm():
 def test_state_names_are_the_builtin_names_with_the_domain_where_there_are_several_banks(name):
     row, known = PAPER[name], domains_of(name)
     affine = [f"_{d}" for d in known] if row.affine == "own" else [""]
-    banks = {"mixed": [""], "sample": [], "nothing": []}.get(row.statistics, [f"_{d}" for d in known])
-    expected = {f"{k}{s}" for k in ("weight", "bias") for s in affine if row.statistics != "nothing"}
+    banks = {"mixed": [""], "sample": [], "scale": [], "nothing": []}.get(row.statistics, [f"_{d}" for d in known])
+    kinds = {"nothing": (), "scale": ("weight",)}.get(row.statistics, ("weight", "bias"))
+    expected = {f"{k}{s}" for k in kinds for s in affine}
     expected |= {f"{k}{s}" for k in ("running_mean", "running_var", "num_batches_tracked") for s in banks}
     norm = build(name)
     assert set(norm.state_dict()) == expected

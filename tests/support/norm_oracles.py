@@ -28,7 +28,7 @@ FORWARDED = "*"
 class Row:
     """A norm as the papers describe it: whose statistics normalize a sample, and whose affine parameters scale it."""
 
-    statistics: str  # mixed | own | other (of forwarded samples) | mixture | sample | nothing
+    statistics: str  # mixed | own | other (of forwarded samples) | mixture | sample | scale (of the sample) | nothing
     affine: str  # one | own
     channel_groups: Any = None  # for per-sample statistics: number of channel groups from the number of channels
 
@@ -49,6 +49,8 @@ PAPER: dict[str, Row] = {
     "dual_affine_gn": Row("sample", "own", lambda channels: math.gcd(32, channels)),
     "in": Row("sample", "one", lambda channels: channels),
     "dual_affine_in": Row("sample", "own", lambda channels: channels),
+    "rms": Row("scale", "one", lambda channels: 1),
+    "dual_affine_rms": Row("scale", "own", lambda channels: 1),
     "none": Row("nothing", "one"),
 }
 
@@ -184,7 +186,7 @@ class Oracle:
         if self.row.statistics == "nothing":
             return x
         pieces = dict(zip(counts, x.split(list(counts.values()))))
-        if self.row.statistics == "sample":
+        if self.row.statistics in ("sample", "scale"):
             return torch.cat([self.affine(self.per_sample(piece), domain) for domain, piece in pieces.items()])
         cut = 1 if mode == "running" else groups
         parts = {domain: piece.tensor_split(cut) for domain, piece in pieces.items() if len(piece)}
@@ -251,10 +253,10 @@ class Oracle:
         return z, -own.flatten(1).sum(1)
 
     def per_sample(self, x: Tensor) -> Tensor:
-        """Mean 0 and variance 1 over each group of channels and all positions of one sample."""
+        """Mean 0 and variance 1, or mean square 1, over each group of channels and all positions of one sample."""
         assert self.row.channel_groups is not None
         values = x.reshape(len(x), self.row.channel_groups(self.channels), -1)
-        mean = values.mean(2, keepdim=True)
+        mean = values.mean(2, keepdim=True) if self.row.statistics == "sample" else 0.0
         var = ((values - mean) ** 2).mean(2, keepdim=True)
         return ((values - mean) / (var + self.eps) ** 0.5).reshape(x.shape)
 

@@ -170,9 +170,50 @@ def test_the_process_group_goes_from_norm_to_norm_and_into_copies():
     assert type(strip(model, "adv")[1]) is nn.BatchNorm2d
 
 
-def test_a_conversion_that_finds_nothing_says_so():
-    assert "nothing was converted" in str(convert_norm(nn.Sequential(nn.Linear(2, 2)), "dual_bn"))
-    assert "nothing was converted" in str(convert_norm(nn.Sequential(nn.LayerNorm(2)), "dual_bn"))
+def test_a_conversion_without_effect_is_an_error_that_names_what_fits():
+    with raises_problem("no_norm", "model", SurgeryError):
+        convert_norm(nn.Sequential(nn.Linear(2, 2)), "dual_bn")
+    model = nn.Sequential(nn.LayerNorm(2), nn.RMSNorm(2))
+    with raises_problem("no_norm_of_kind", "norm", SurgeryError) as caught:
+        convert_norm(model, "dual_bn")
+    assert caught.value.problems[0].hint == "use dual_affine_ln or dual_affine_rms"
+    with raises_problem("no_norm_of_kind", "norm", SurgeryError) as caught:
+        convert_norm(model, "bn")
+    assert caught.value.problems[0].hint == "use ln or rms"
+    assert list(convert_norm(nn.Sequential(nn.BatchNorm2d(2)), "dual_bn", keep=["0"]).kept) == ["0"]
+
+
+def test_each_layer_gets_the_norm_of_the_first_pattern_that_matches():
+    model = create_model("small_cnn", norm="bn")
+    report = convert_norm(model, {"bn2": "dual_bn", "*": "bn"})
+    assert report.replaced == {"bn2": "bn -> dual_bn"} and set(report.kept.values()) == {"already routed"}
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.Sequential(nn.BatchNorm2d(3), nn.GroupNorm(3, 3)), nn.BatchNorm2d(3))
+    report = convert_norm(model, {"1.*": "triple_bn", "0": "bn"})
+    assert report.replaced == {"0": "BatchNorm2d -> bn", "1.0": "BatchNorm2d -> triple_bn"}
+    assert report.kept == {"1.1": "GroupNorm is not replaced by triple_bn", "2": "no pattern matches"}
+    assert report.domains == model[0].plan.domains == ("clean", "adv", "adv2")
+    with route(model, {"clean": 1, "adv": 1, "adv2": 1}):
+        assert model.eval()(torch.rand(3, 3, 2, 2)).shape == (3, 3, 2, 2)
+    assert [type(module) for module in strip(model, "adv2")] == [nn.BatchNorm2d, nn.Sequential, nn.BatchNorm2d]
+
+
+@pytest.mark.parametrize(
+    ("norms", "code", "field"),
+    [
+        ({"nowhere*": "dual_bn", "*": "bn"}, "no_norm", "norm"),
+        ({"0": "dual_bn", "1": "dual_bn"}, "no_norm_of_kind", "norm"),
+        ({"0": "dual_bn", "1": "dual"}, "unknown_name", "norm"),
+        ({"0": "dual_bn", "1": "triple_bn"}, "conflict", "norm"),
+        ({}, "wrong_type", "norm"),
+        (["dual_bn"], "wrong_type", "norm"),
+    ],
+)
+def test_wrong_patterns_are_rejected_and_nothing_changes(norms, code, field):
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.GroupNorm(3, 3))
+    with pytest.raises((SurgeryError, ConfigError)) as caught:
+        convert_norm(model, norms)
+    assert (caught.value.problems[0].code, caught.value.problems[0].field) == (code, field)
+    assert [*map(type, model)] == [nn.BatchNorm2d, nn.GroupNorm]
 
 
 @pytest.mark.parametrize("convert", [lambda m: convert_norm(m, "dual_bn"), convert_head])

@@ -247,13 +247,13 @@ def test_norms_without_affine_or_tracking_convert():
 
 def test_per_sample_norms_keep_their_kind():
     layers = nn.Sequential(
-        nn.GroupNorm(2, 4), nn.InstanceNorm2d(4, affine=True), nn.LayerNorm((6, 6)), nn.InstanceNorm2d(4)
+        nn.GroupNorm(2, 4), nn.InstanceNorm2d(4, affine=True), nn.LayerNorm((6, 6)), nn.RMSNorm((4, 6, 6))
     )
     with torch.no_grad():
         for parameter in layers.parameters():
             parameter.uniform_(0.5, 1.5)
     x = torch.rand(3, 4, 6, 6)
-    expected = {"gn": [0], "in": [1], "ln": [2]}
+    expected = {"gn": [0], "in": [1], "ln": [2], "rms": [3]}
     for family, indices in expected.items():
         for name in (family, f"dual_affine_{family}"):
             model = copy.deepcopy(layers)
@@ -261,14 +261,13 @@ def test_per_sample_norms_keep_their_kind():
             assert list(report.replaced) == [str(i) for i in indices]
             assert set(report.kept) == {str(i) for i in range(4)} - set(report.replaced)
             with route(model, "adv"):
-                torch.testing.assert_close(model(x), layers(x))
-            torch.testing.assert_close(strip(model, "adv")(x), layers(x))
-    model = copy.deepcopy(layers)
-    assert not convert_norm(model, "dual_bn").replaced
+                assert torch.equal(model(x), layers(x))
+            plain = strip(model, "adv")
+            assert torch.equal(plain(x), layers(x)) and [*map(type, plain)] == [*map(type, layers)]
 
 
 def test_an_unrouted_norm_of_ours_can_become_a_routed_one():
-    for family in ("ln", "gn", "in"):
+    for family in ("ln", "gn", "in", "rms"):
         model = create_model("small_cnn", norm=family).eval()
         expected = model(X)
         convert_norm(model, f"dual_affine_{family}")
@@ -345,7 +344,7 @@ def test_every_bank_of_three_has_tensors_of_its_own_with_the_old_values(old):
         assert all(torch.equal(state[f"{key}_{domain}"], value) for domain in ("clean", "adv", "adv2"))
 
 
-@pytest.mark.parametrize("family", ["gn", "ln", "in"])
+@pytest.mark.parametrize("family", ["gn", "ln", "in", "rms"])
 def test_a_per_sample_norm_of_ours_still_validates_its_input_when_it_is_routed(family):
     model = nn.Sequential(make_norm(family, 4))
     assert list(convert_norm(model, f"dual_affine_{family}").replaced) == ["0"]
@@ -353,10 +352,24 @@ def test_a_per_sample_norm_of_ours_still_validates_its_input_when_it_is_routed(f
         model(torch.rand(2, 4, 5))
 
 
-def test_an_instance_norm_with_running_statistics_stays():
+def test_an_instance_norm_with_running_statistics_is_rejected():
     model = nn.Sequential(nn.InstanceNorm2d(4, affine=True, track_running_stats=True))
-    assert list(convert_norm(model, "in").kept) == ["0"]
+    with raises_problem("not_supported", "0", SurgeryError):
+        convert_norm(model, "in")
     assert type(model[0]) is nn.InstanceNorm2d
+
+
+@pytest.mark.parametrize("norm", [nn.InstanceNorm2d(4), nn.LayerNorm(4, elementwise_affine=False)])
+def test_a_per_sample_norm_without_parameters_has_nothing_to_route(norm):
+    family = "in" if isinstance(norm, nn.InstanceNorm2d) else "ln"
+    model = nn.Sequential(copy.deepcopy(norm), nn.BatchNorm2d(4))
+    with raises_problem("no_norm_of_kind", "norm", SurgeryError):
+        convert_norm(nn.Sequential(norm), f"dual_affine_{family}")
+    assert list(convert_norm(model, {"0": family, "1": "dual_bn"}).replaced) == ["0", "1"]
+    x = torch.rand(2, 4, 4, 4)
+    with route(model, "adv"):
+        assert torch.equal(model[0](x), norm(x))
+    assert type(strip(model, "adv")[0]) is type(norm)
 
 
 @pytest.mark.parametrize("name", ["ln", "dual_affine_ln"])

@@ -134,12 +134,23 @@ def test_hooks_and_mode_of_every_kind_of_norm_are_those_of_its_plain_module(name
     assert calls == [type(plain)] and not plain.training
 
 
-@pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.SyncBatchNorm(4), nn.GroupNorm(2, 4), nn.LayerNorm((3, 3))])
-def test_strip_gives_the_replaced_class_back(norm):
-    family = {nn.GroupNorm: "gn", nn.LayerNorm: "ln"}.get(type(norm), "bn")
+@pytest.mark.parametrize(
+    ("norm", "family"),
+    [
+        (nn.BatchNorm2d(4), "bn"),
+        (nn.SyncBatchNorm(4), "bn"),
+        (nn.GroupNorm(2, 4), "gn"),
+        (nn.InstanceNorm2d(4, affine=True), "in"),
+        (nn.LayerNorm((3, 3)), "ln"),
+        (nn.RMSNorm(3), "rms"),
+    ],
+)
+def test_strip_gives_the_replaced_class_back_with_the_same_settings(norm, family):
     model = nn.Sequential(copy.deepcopy(norm))
     convert_norm(model, family)
-    assert type(strip(model)[0]) is type(norm)
+    plain = strip(model)[0]
+    assert type(plain) is type(norm) and repr(plain) == repr(norm)
+    assert {k: v for k, v in vars(plain).items() if k[0] != "_"} == {k: v for k, v in vars(norm).items() if k[0] != "_"}
 
 
 def test_strip_gives_the_class_of_the_new_norm_if_the_conversion_changed_the_kind():

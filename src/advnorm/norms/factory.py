@@ -25,7 +25,7 @@ class NormRecipe:
 
     plan: Callable[..., Plan]
     _: KW_ONLY
-    family: str = "bn"  # the kind of norm that it generalizes: bn, ln, gn, in or none
+    family: str = "bn"  # the kind of norm that it generalizes: bn, ln, gn, in, rms or none
     domains: tuple[str, ...] = ("clean", "adv")
     num_domains: int | None = None  # if the number of domains is fixed
     num_groups: Callable[[int], int] | None = None  # channel groups of a per-sample norm, from its channels
@@ -55,18 +55,20 @@ for _name, _plan, _details, _summary, _paper in (
     ("gmm_bn", mixture_plan, {}, "Gaussian per domain, posterior-weighted, one affine", "DBN (C, app. F)"),
 ):
     register_norm(_name, **_details, summary=_summary, paper=_paper)(_plan)
-for _short, _long, _groups in (
-    ("ln", "layer norm", lambda channels: 1),
-    ("gn", "group norm", lambda channels: math.gcd(32, channels)),
-    ("in", "instance norm", lambda channels: channels),
+for _short, _long, _groups, _papers in (
+    ("ln", "layer norm", lambda channels: 1, ("C, D, E", "dual AP (A, table 4)")),
+    ("gn", "group norm", lambda channels: math.gcd(32, channels), ("C, D, E", "dual AP (A, table 4)")),
+    ("in", "instance norm", lambda channels: channels, ("C, D, E", "dual AP (A, table 4)")),
+    ("rms", "root mean square", lambda channels: 1, ("", "")),
 ):
+    _statistics = "rms" if _short == "rms" else "group"
     _per_sample: Any = {"family": _short, "num_groups": _groups, "options": ("num_groups",) if _short == "gn" else ()}
-    register_norm(_short, **_per_sample, summary=f"{_long} per sample, one affine", paper="C, D, E")(
-        partial(per_sample_plan, statistics="group", own_affine=False)
+    register_norm(_short, **_per_sample, summary=f"{_long} per sample, one affine", paper=_papers[0])(
+        partial(per_sample_plan, statistics=_statistics, own_affine=False)
     )
-    _per_sample |= {"summary": f"{_long} per sample, own affine per domain", "paper": "dual AP (A, table 4)"}
+    _per_sample |= {"summary": f"{_long} per sample, own affine per domain", "paper": _papers[1]}
     register_norm(f"dual_affine_{_short}", num_domains=2, **_per_sample)(
-        partial(per_sample_plan, statistics="group", own_affine=True)
+        partial(per_sample_plan, statistics=_statistics, own_affine=True)
     )
 register_norm("none", family="none", summary="no normalization", paper="C, D")(
     partial(per_sample_plan, statistics="none", own_affine=False)
@@ -105,10 +107,12 @@ def make_norm(
     ``domains`` renames the default domains, or lists any number of them for ``multi_bn``. Every norm accepts ``eps``,
     ``momentum`` (None for a cumulative average), ``affine``, ``track_running_stats``, ``sync`` and ``process_group``.
     ``num_groups`` belongs to ``gn`` (default: the greatest common divisor of 32 and the channels). ``other_gradient``
-    belongs to ``cross_bn``: whether gradients flow through the statistics of the other domain (default True).
+    belongs to ``cross_bn``: whether gradients flow through the statistics of the other domain (default True). ``rms``
+    has no bias.
     """
     own = {key: value for key, value in options.items() if key not in MODULE_OPTIONS}
     plan = make_plan(name, domains=domains, **own)
     module_options = {key: value for key, value in options.items() if key in MODULE_OPTIONS}
     groups = channel_groups(name, num_features) if own.get("num_groups") is None else own["num_groups"]
-    return RoutedNorm(num_features, plan, dim=dim, num_groups=groups, **module_options)
+    bias = plan.statistics != "rms"
+    return RoutedNorm(num_features, plan, dim=dim, num_groups=groups, bias=bias, **module_options)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from advnorm._core.precision import at_least_float32
@@ -61,6 +62,11 @@ def scaled(z: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     if weight is not None:
         z = z * weight.view(shape)
     return z if bias is None else z + bias.view(shape)
+
+
+def sample_rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """``w ⊙ x / √(mean(x²) + ε) + b``, with the mean over all channels and positions of a sample."""
+    return scaled(F.rms_norm(x, x.shape[1:], None, eps), weight, bias).to(x.dtype)
 
 
 def log_density(z_GNC: Tensor, invstd_GC: Tensor) -> Tensor:

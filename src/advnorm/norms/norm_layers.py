@@ -11,12 +11,13 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from advnorm.norms.mixture import MixtureNorm
+from advnorm.norms.rms import SampleRMSNorm
 from advnorm.norms.routed_module import RoutedModule
 from advnorm.norms.routed_norm import RoutedNorm
 from advnorm.norms.scopes import Scope
 
 #: Layers whose own parameters are norm parameters.
-NORM_LAYERS = (RoutedNorm, MixtureNorm, _NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+NORM_LAYERS = (RoutedNorm, MixtureNorm, SampleRMSNorm, _NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 
 def norm_parameters(model: nn.Module) -> list[nn.Parameter]:

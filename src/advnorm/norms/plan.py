@@ -8,7 +8,7 @@ from typing import Literal
 
 from advnorm._core.errors import ConfigError, Problem, raise_problems, unknown_name
 
-Statistics = Literal["batch", "group", "last", "none"]
+Statistics = Literal["batch", "group", "rms", "last", "none"]
 
 #: Name of the bank that all domains share.
 SHARED = "shared"
@@ -24,8 +24,8 @@ class Plan:
     sample updates the bank of its domain.
 
     ``statistics`` says what the moments are taken over: the ``batch`` (statistics banks), a channel ``group`` of one
-    sample (layer, group and instance norm), the ``last`` dimensions of one sample (the layer norm of transformers), or
-    ``none``. Only ``batch`` has statistics banks.
+    sample (layer, group and instance norm), the root mean square of one sample (``rms``), the ``last`` dimensions of
+    one sample (the layer norm of transformers), or ``none``. Only ``batch`` has statistics banks.
     """
 
     name: str

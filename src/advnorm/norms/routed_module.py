@@ -41,7 +41,7 @@ class RoutedModule(nn.Module):
             memo[id(group)] = group  # a copy communicates with the same ranks
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
-        clone.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        clone.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return clone
 
     def recomputing(self) -> bool:

@@ -15,6 +15,7 @@ from advnorm._core.errors import ConfigError, Description, Problem, RouteError, 
 from advnorm._core.settings import Setting, convert_options
 from advnorm.norms import functional
 from advnorm.norms.plan import Plan
+from advnorm.norms.replaced_class import bank_views, empty_copy
 from advnorm.norms.routed_module import RoutedModule, routed_modules
 from advnorm.norms.segments import Segment, Span, concatenate, find_spans, map_parts
 from advnorm.norms.state import Mode
@@ -33,6 +34,10 @@ class RoutedNorm(RoutedModule):
     (``running_mean_clean``, ``weight_adv``). The module is not a subclass of the built-in batch norm, so that
     ``convert_sync_batchnorm`` does not replace it; ``sync=True`` synchronizes the statistics over ranks.
     """
+
+    eps: Any
+    template: nn.Module | None
+    _views: dict[str, nn.Module]
 
     def __init__(
         self,
@@ -63,7 +68,10 @@ class RoutedNorm(RoutedModule):
         self.num_groups = num_groups
         self.sync = sync
         self.process_group = process_group
-        self.source_class: type[nn.Module] | None = None  # the class that surgery replaced; ``strip`` gives it back
+        self.parts: tuple[str, ...] = ()  # what a replaced norm had besides weight, bias and statistics
+        self.after: tuple[str, ...] = ()  # those parts that are applied to the output
+        self.__dict__["template"] = None  # a hidden module of the replaced class; ``strip`` gives that class back
+        self.__dict__["_views"] = {}  # by affine bank: the template with the bank's parameters
         self.affine = affine and plan.statistics != "none"
         self.track_running_stats = track_running_stats and plan.statistics == "batch"
         self._statistics_names = _names(plan.statistics_banks, "running_mean", "running_var", "num_batches_tracked")
@@ -77,6 +85,28 @@ class RoutedNorm(RoutedModule):
             for name, value in ((mean, empty), (var, empty.clone()), (count, torch.tensor(0, device=device))):
                 self.register_buffer(name, value if self.track_running_stats else None)
         self.reset_parameters()
+
+    # -- the replaced class --------------------------------------------------------------------------------------
+
+    def adopt_class(self, norm: nn.Module, template: nn.Module, parts: Sequence[str], after: Sequence[str]) -> None:
+        """Take over the class of ``template`` and the ``parts`` of the replaced ``norm``.
+
+        A per-sample norm runs the forward of that class with the parameters of each bank, so that whatever it does
+        besides normalizing stays. A batch norm applies the parts named in ``after`` to its output.
+        """
+        for name in parts:
+            owned = next(c for c in ("_modules", "_parameters", "_buffers") if name in getattr(norm, c))
+            getattr(self, owned)[name] = getattr(norm, owned)[name]
+        self.parts, self.after = tuple(parts), tuple(after)
+        self.__dict__["template"] = empty_copy(template)
+        self.__dict__["_views"] = bank_views(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_views": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__["_views"] = bank_views(self)
 
     # -- banks ---------------------------------------------------------------------------------------------------
 
@@ -127,6 +157,12 @@ class RoutedNorm(RoutedModule):
     # -- forward -------------------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self._normalized(x)
+        for name in self.after:
+            x = self._modules[name](x)  # pyright: ignore[reportOptionalCall]
+        return x
+
+    def _normalized(self, x: Tensor) -> Tensor:
         plan = self.plan
         self._validate_input(x)
         if plan.statistics != "batch":
@@ -168,11 +204,12 @@ class RoutedNorm(RoutedModule):
     # The built-in kernels, for banks that normalize exactly the samples that update them.
 
     def _per_sample(self, x: Tensor, segment: Segment) -> Tensor:
+        if self._views:
+            return self._views[segment.affine].forward(x)
         weight, bias = self.affine_bank(segment.affine)
-        if self.plan.statistics == "last":
-            return F.layer_norm(x, list(self.shape), weight, bias, self.eps)
-        # A replaced nn.GroupNorm has no dim and keeps returning zeros.
-        if self.dim is not None and x[0].numel() <= self.num_groups:
+        if self.plan.statistics == "rms":
+            return functional.sample_rms_norm(x, weight, bias, self.eps)
+        if x[0].numel() <= self.num_groups:
             message = f"{self.plan.name} has one value per group in an input of shape {tuple(x.shape)}"
             raise RouteError("too_few_samples", message, field="x", hint="use larger images or fewer groups")
         return F.group_norm(x, self.num_groups, weight, bias, self.eps)

@@ -1,165 +1,167 @@
-"""Adapters: how the norms of one foreign class become routed norms, and how ``strip`` gives that class back."""
+"""Adapters say which kind of norm a class is. Surgery needs nothing else to convert it and to give it back."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, TypeVar
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
-from advnorm._core.errors import SurgeryError
+from advnorm._core.errors import ConfigError, SurgeryError, raise_problems, unknown_name
+from advnorm.norms.factory import NORMS
 from advnorm.norms.plan import Statistics
+from advnorm.norms.replaced_class import eps_name
 from advnorm.norms.routed_norm import RoutedNorm
+from advnorm.surgery.library_classes import LIBRARY_CLASSES
 
-_DIMS: dict[int, tuple[type[nn.Module], ...]] = {
-    1: (nn.BatchNorm1d, nn.InstanceNorm1d),
-    2: (nn.BatchNorm2d, nn.InstanceNorm2d),
-    3: (nn.BatchNorm3d, nn.InstanceNorm3d),
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of norm: its family (bn, ln, gn, in, rms), what its moments are taken over, its spatial dimensions."""
+
+    family: str
+    statistics: Statistics
+    dim: int | None = None
+
+    def becomes(self, settings: Mapping[str, Any], family: str) -> bool:
+        """Whether a norm of this kind and these settings can become a routed norm of ``family``."""
+        if self.family == "gn":
+            groups = {"ln": 1, "gn": settings["num_groups"], "in": settings["num_features"]}
+            return groups.get(family) == settings["num_groups"]
+        return self.family in ("bn", family)
+
+
+#: Kinds by the names that :func:`register_adapter` and ``treat_as`` take.
+KINDS: Mapping[str, Kind] = {
+    "batch_norm": Kind("bn", "batch"),
+    **{f"batch_norm_{dim}d": Kind("bn", "batch", dim) for dim in (1, 2, 3)},
+    **{f"instance_norm_{dim}d": Kind("in", "group", dim) for dim in (1, 2, 3)},
+    "group_norm": Kind("gn", "group"),
+    "layer_norm": Kind("ln", "last"),
+    "rms_norm": Kind("rms", "last"),
 }
 
 
-class NormAdapter(ABC):
-    """Translates the settings of norms of ``norm_class`` to those of a routed norm and back.
+@dataclass(frozen=True)
+class NormAdapter:
+    """The kind of a norm class, and the children that a batch norm applies to its output, in this order.
 
-    The adapter of a class that does more than normalize (an activation, dropout, another order of the dimensions) names
-    the additional attributes in ``parts`` and sets ``routed_class`` to a subclass of :class:`RoutedNorm` that does the
-    same with them. Surgery moves these attributes and the weight, bias and running statistics in both directions.
+    Per-sample norms (all but batch norms) run the forward of their class. Whatever it does besides normalizing, such as
+    an activation or another order of the dimensions, stays. Batch norms run ours, which knows banks and modes.
     """
 
-    #: What the moments of this class are taken over.
-    statistics: Statistics
-    routed_class: type[RoutedNorm] = RoutedNorm
-    parts: tuple[str, ...] = ()
-
-    def __init__(self, norm_class: type[nn.Module]) -> None:
-        self.norm_class = norm_class
-
-    @abstractmethod
-    def read_settings(self, norm: Any) -> dict[str, Any]:
-        """The arguments of a :class:`RoutedNorm` with the settings of ``norm``, which starts as :func:`settings_of`."""
-
-    @abstractmethod
-    def becomes(self, settings: dict[str, Any], family: str) -> bool:
-        """Whether a norm with these settings can become a routed norm of ``family``: bn, ln, gn, in or none."""
-
-    @abstractmethod
-    def create(self, routed: RoutedNorm) -> nn.Module:
-        """A norm of the foreign class with the settings of ``routed``, on the device ``meta``."""
+    kind: Kind
+    after: tuple[str, ...] = ()
 
 
-ADAPTERS: dict[type[nn.Module], NormAdapter] = {}
+ADAPTERS: dict[type[nn.Module], NormAdapter] = {
+    nn.BatchNorm1d: NormAdapter(KINDS["batch_norm_1d"]),
+    nn.BatchNorm2d: NormAdapter(KINDS["batch_norm_2d"]),
+    nn.BatchNorm3d: NormAdapter(KINDS["batch_norm_3d"]),
+    nn.SyncBatchNorm: NormAdapter(KINDS["batch_norm"]),
+    nn.InstanceNorm1d: NormAdapter(KINDS["instance_norm_1d"]),
+    nn.InstanceNorm2d: NormAdapter(KINDS["instance_norm_2d"]),
+    nn.InstanceNorm3d: NormAdapter(KINDS["instance_norm_3d"]),
+    nn.GroupNorm: NormAdapter(KINDS["group_norm"]),
+    nn.LayerNorm: NormAdapter(KINDS["layer_norm"]),
+    nn.RMSNorm: NormAdapter(KINDS["rms_norm"]),
+}
+#: Classes that normalize and do nothing else, so that a norm of another kind can take their place.
+BUILT_IN = frozenset(ADAPTERS)
 
-Adapter = TypeVar("Adapter", bound=NormAdapter)
 
+def register_adapter(norm_class: type[nn.Module], kind: str, *, after: Sequence[str] = ()) -> type[nn.Module]:
+    """Let :func:`convert_norm` convert norms of exactly this class as a ``kind`` of norm; return the class.
 
-def register_adapter(*norm_classes: type[nn.Module]) -> Callable[[type[Adapter]], type[Adapter]]:
-    """Register an adapter for norms of exactly these classes.
+    A batch norm must compute what the built-in one computes and then apply its children named in ``after``. Other
+    norms must treat each sample, an index of the first dimension, on its own and keep their affine parameters in
+    ``weight`` and ``bias``; they run their own forward.
 
-    >>> @register_adapter(nn.GroupNorm)
-    ... class GroupNormAdapter(NormAdapter): ...
+    >>> register_adapter(BatchNormAct, "batch_norm_2d", after=("drop", "act"))
     """
-
-    def register(adapter: type[Adapter]) -> type[Adapter]:
-        ADAPTERS.update({norm_class: adapter(norm_class) for norm_class in norm_classes})
-        return adapter
-
-    return register
+    ADAPTERS[norm_class] = make_adapter(norm_class, kind, after)
+    return norm_class
 
 
-def adapter_of(norm: RoutedNorm) -> NormAdapter:
-    """The adapter of the class that ``strip`` gives back: the replaced one, or the built-in one of the same kind."""
-    adapter = ADAPTERS.get(norm.source_class) if norm.source_class is not None else None
-    if adapter is not None and adapter.statistics == norm.plan.statistics:
-        return adapter
-    batch_norm = nn.SyncBatchNorm if norm.dim is None else _DIMS[norm.dim][0]
-    return ADAPTERS[{"batch": batch_norm, "group": nn.GroupNorm, "last": nn.LayerNorm}[norm.plan.statistics]]
+def make_adapter(norm_class: Any, kind: Any, after: Sequence[str] = (), *, field: str = "kind") -> NormAdapter:
+    """Validate the arguments of an adapter and build it."""
+    if not (isinstance(norm_class, type) and issubclass(norm_class, nn.Module)):
+        raise ConfigError("wrong_type", "{field} must be a subclass of nn.Module", field="norm_class", got=norm_class)
+    if kind not in KINDS:
+        raise_problems([unknown_name("kind of norm", kind, KINDS, field=field)])
+    if after and KINDS[kind].statistics != "batch":
+        message, hint = f"a {kind} runs its own forward", "leave {field} out"
+        raise ConfigError("conflict", message, field="after", got=list(after), hint=hint)
+    return NormAdapter(KINDS[kind], (after,) if isinstance(after, str) else tuple(after))
 
 
-def settings_of(norm: Any, *names: str) -> dict[str, Any]:
-    """The settings that every norm has, and the attributes of these names."""
-    return {
-        "dim": next((dim for dim, kinds in _DIMS.items() if isinstance(norm, kinds)), None),
-        "affine": norm.weight is not None,
-        "bias": norm.bias is not None,
-        "track_running_stats": getattr(norm, "running_mean", None) is not None,
-        **{name: getattr(norm, name) for name in ("eps", *names)},
+def find_adapter(norm_class: type[nn.Module]) -> NormAdapter | None:
+    """The adapter of a class: registered, or known by its qualified name. Libraries are not imported for that."""
+    if norm_class in ADAPTERS:
+        return ADAPTERS[norm_class]
+    name = f"{norm_class.__module__}.{norm_class.__qualname__}"
+    for kind, after, patterns in LIBRARY_CLASSES:
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
+            return NormAdapter(KINDS[kind], after)
+    return None
+
+
+def kind_of(norm: RoutedNorm) -> Kind:
+    """The kind of a routed norm, ours or a replaced one."""
+    if norm.plan.statistics in ("batch", "group"):
+        family = {"batch": "bn", "group": "gn"}[norm.plan.statistics]
+        return Kind(family, norm.plan.statistics, norm.dim)
+    return Kind(NORMS.get(norm.plan.name).family, norm.plan.statistics)
+
+
+def read_settings(norm: Any, kind: Kind) -> dict[str, Any]:
+    """The arguments of a :class:`RoutedNorm` with the settings of ``norm``."""
+    tensors = {**norm._parameters, **norm._buffers}
+    weight, bias = (tensors.get(name) for name in ("weight", "bias"))
+    eps = eps_name(norm)
+    settings = {
+        "dim": kind.dim,
+        "eps": None if eps is None else getattr(norm, eps),
+        "affine": weight is not None,
+        "bias": bias is not None,
+        "track_running_stats": tensors.get("running_mean") is not None,
     }
-
-
-@register_adapter(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-class BatchNormAdapter(NormAdapter):
-    """Batch norms become any norm."""
-
-    statistics = "batch"
-
-    def read_settings(self, norm: Any) -> dict[str, Any]:
-        stored = {norm.running_mean is not None, norm.running_var is not None}
-        if True in stored and not (stored == {True} and norm.track_running_stats):
-            message = f"{type(norm).__name__} evaluates with statistics that it does not update"
-            hint = "set track_running_stats=True (momentum=0 keeps them), or running_mean and running_var to None"
-            raise SurgeryError("not_supported", message, hint=hint)
+    if isinstance(norm, RoutedNorm):
+        own = ("num_features", "dim", "momentum", "num_groups", "sync", "process_group")
+        return settings | {name: getattr(norm, name) for name in own}
+    if kind.family == "bn":
+        _validate_tracking(norm)
         synchronized = isinstance(norm, nn.SyncBatchNorm)
         group = norm.process_group if synchronized else None
-        return settings_of(norm, "num_features", "momentum") | {"sync": synchronized, "process_group": group}
+        own = {"num_features": norm.num_features, "momentum": norm.momentum}
+        return settings | own | {"sync": synchronized, "process_group": group}
+    if kind.family == "gn":
+        return settings | {"num_features": norm.num_channels, "num_groups": norm.num_groups}
+    if kind.family == "in":
+        if settings["track_running_stats"]:
+            message, hint = f"{type(norm).__name__} has running statistics", "build it with track_running_stats=False"
+            raise SurgeryError("not_supported", message, hint=hint)
+        return settings | {"num_features": norm.num_features, "num_groups": norm.num_features}
+    shape = getattr(norm, "normalized_shape", (1,)) if weight is None else weight.shape
+    return settings | {"num_features": tuple(shape)}
 
-    def becomes(self, settings: dict[str, Any], family: str) -> bool:
-        return True
 
-    def create(self, routed: RoutedNorm) -> nn.Module:
-        channels: Any = routed.num_features
-        group: Any = {"process_group": routed.process_group} if issubclass(self.norm_class, nn.SyncBatchNorm) else {}
-        return self.norm_class(
-            channels,
-            eps=routed.eps,
-            momentum=routed.momentum,
-            affine=routed.affine,
-            track_running_stats=routed.track_running_stats,
-            device="meta",
-            **group,
+def _validate_tracking(norm: Any) -> None:
+    stored = {norm.running_mean is not None, norm.running_var is not None}
+    if True in stored and not (stored == {True} and norm.track_running_stats):
+        message = f"{type(norm).__name__} evaluates with statistics that it does not update"
+        hint = "set track_running_stats=True (momentum=0 keeps them), or running_mean and running_var to None"
+        raise SurgeryError("not_supported", message, hint=hint)
+
+
+def validate_forward(norm: nn.Module) -> None:
+    """Raise if the forward of a per-sample norm takes more than the input, which a routed norm could not pass on."""
+    parameters = list(inspect.signature(type(norm).forward).parameters)[1:]
+    if len(parameters) != 1:
+        message = (
+            f"the forward of {type(norm).__name__} takes {', '.join(parameters)}, and a norm takes its input alone"
         )
-
-
-@register_adapter(nn.GroupNorm)
-class GroupNormAdapter(NormAdapter):
-    """Group norms become routed norms with the same channel groups."""
-
-    statistics = "group"
-
-    def read_settings(self, norm: Any) -> dict[str, Any]:
-        return settings_of(norm, "num_groups") | {"num_features": norm.num_channels}
-
-    def becomes(self, settings: dict[str, Any], family: str) -> bool:
-        groups = {"ln": 1, "gn": settings["num_groups"], "in": settings["num_features"]}
-        return groups.get(family) == settings["num_groups"]
-
-    def create(self, routed: RoutedNorm) -> nn.Module:
-        channels: Any = routed.num_features
-        return nn.GroupNorm(routed.num_groups, channels, eps=routed.eps, affine=routed.affine, device="meta")
-
-
-@register_adapter(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-class InstanceNormAdapter(GroupNormAdapter):
-    """Instance norms become group norms with one channel per group, whose kernel ``strip`` keeps."""
-
-    def read_settings(self, norm: Any) -> dict[str, Any]:
-        return settings_of(norm, "num_features") | {"num_groups": norm.num_features}
-
-    def becomes(self, settings: dict[str, Any], family: str) -> bool:
-        return family == "in" and settings["affine"] and not settings["track_running_stats"]
-
-
-@register_adapter(nn.LayerNorm)
-class LayerNormAdapter(NormAdapter):
-    """Layer norms of the last dimensions become routed layer norms of the same dimensions."""
-
-    statistics = "last"
-
-    def read_settings(self, norm: Any) -> dict[str, Any]:
-        return settings_of(norm) | {"num_features": norm.normalized_shape}
-
-    def becomes(self, settings: dict[str, Any], family: str) -> bool:
-        return family == "ln"
-
-    def create(self, routed: RoutedNorm) -> nn.Module:
-        return nn.LayerNorm(list(routed.shape), eps=routed.eps, elementwise_affine=routed.affine, device="meta")
+        raise SurgeryError("not_supported", message)

@@ -4,44 +4,78 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from advnorm._core.errors import Problem, SurgeryError, collect_problems, raise_problems, unknown_name
+from advnorm._core.errors import ConfigError, Problem, SurgeryError, collect_problems, raise_problems, unknown_name
 from advnorm._core.settings import convert_options
 from advnorm.norms.factory import MODULE_OPTIONS, NORMS, channel_groups, make_plan
 from advnorm.norms.plan import Plan
 from advnorm.norms.routed_linear import RoutedLinear
 from advnorm.norms.routed_norm import RoutedNorm
-from advnorm.surgery.adapters import ADAPTERS, NormAdapter, adapter_of, settings_of
-from advnorm.surgery.replace import AFFINE, STATISTICS, SurgeryReport, replace_modules, validate_class, validate_model
+from advnorm.surgery.adapters import (
+    BUILT_IN,
+    KINDS,
+    Kind,
+    NormAdapter,
+    find_adapter,
+    kind_of,
+    make_adapter,
+    read_settings,
+    validate_forward,
+)
+from advnorm.surgery.replace import (
+    AFFINE,
+    STATISTICS,
+    SurgeryReport,
+    other_parts,
+    replace_modules,
+    validate_class,
+    validate_model,
+)
 
 #: Options that can be set in a norm that stays.
 CHANGEABLE_OPTIONS = ("eps", "momentum", "process_group")
 
-_BUILT_IN = (_NormBase, nn.GroupNorm, nn.LayerNorm)
+_BASES = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 _TRANSFORMERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 def convert_norm(
-    model: nn.Module, name: str, *, keep: Iterable[str] = (), sync: bool | None = None, **options: Any
+    model: nn.Module,
+    name: str | Mapping[str, str],
+    *,
+    keep: Iterable[str] = (),
+    sync: bool | None = None,
+    treat_as: Mapping[type[nn.Module], str] | None = None,
+    **options: Any,
 ) -> SurgeryReport:
     """Replace the norms of ``model`` by the routed norm ``name``, in place; every bank starts as the replaced norm.
 
-    Batch norms become any norm. Group, instance and layer norms become the routed form of their own kind (``gn``,
-    ``dual_affine_gn``, ...) and are kept for other names. A subclass of a built-in norm may do more than normalize and
-    raises an error. ``keep`` names modules to leave unchanged. ``sync`` synchronizes statistics over ranks (default: as
-    in the replaced norm). Further options are those of :func:`advnorm.make_norm`. An error leaves the model unchanged.
-    Create the optimizer afterwards, because additional banks are new parameters.
+    Batch norms become any norm. Group, instance, layer and root-mean-square norms become the routed form of their own
+    kind (``gn``, ``dual_affine_gn``, ...) and are kept for other names. The norm classes of timm, torchvision and
+    transformers convert too, with the activation or whatever else they do. Other subclasses of a built-in norm raise an
+    error, because they may do more than normalize.
+
+    name: a norm for all layers, or a norm by pattern of the module's name: ``{"layer4.*": "dual_bn", "*": "bn"}``. The
+        first pattern that matches decides; a norm that no pattern matches is kept.
+    keep: names of modules to leave unchanged.
+    sync: synchronize statistics over ranks (default: as in the replaced norm).
+    treat_as: the kind of norm of your own classes: ``{MyNorm: "batch_norm_2d"}``; see :func:`register_adapter`.
+
+    Further options are those of :func:`advnorm.make_norm`. An error leaves the model unchanged. Create the optimizer
+    afterwards, because additional banks are new parameters.
     """
     validate_model(model)
-    plan = make_plan(name, **{key: value for key, value in options.items() if key not in MODULE_OPTIONS})
-    conversion = _Conversion(plan, sync, options)
+    adapters = {norm: make_adapter(norm, kind, field="treat_as") for norm, kind in (treat_as or {}).items()}
+    plans = _plans(name, options)
+    conversions = {pattern: _Conversion(plan, sync, options, adapters) for pattern, plan in plans.items()}
     kept_modules = _modules_below(model, (keep,) if isinstance(keep, str) else tuple(keep))
     problems: list[Problem] = []
     replaced: dict[str, str] = {}
@@ -49,15 +83,22 @@ def convert_norm(
     for module_name, module in model.named_modules():
         with collect_problems(problems, module_name or "model"):
             if isinstance(module, RoutedLinear):
-                conversion.validate_head(module)
-            elif _is_norm(module):
+                for conversion in conversions.values():
+                    conversion.validate_head(module)
+            elif isinstance(module, RoutedNorm) or type(module) in adapters or _is_norm(module):
+                pattern = next((pattern for pattern in conversions if fnmatchcase(module_name, pattern)), None)
+                if pattern is None:
+                    kept[module_name] = "no pattern matches"
+                    continue
+                conversion = conversions[pattern]
+                conversion.matches[module_name] = module
                 change = "named in keep" if module in kept_modules else conversion.decide(module)
                 (replaced if module in conversion.replacements else kept)[module_name] = change
-    replacements = conversion.replacements
+    replacements = {old: new for conversion in conversions.values() for old, new in conversion.replacements.items()}
     transformers: dict[str, Any] = {
         layer_name: layer
         for layer_name, layer in model.named_modules()
-        if plan.routed and isinstance(layer, _TRANSFORMERS) and any(child in replacements for child in layer.children())
+        if isinstance(layer, _TRANSFORMERS) and any(_is_routed(replacements.get(child)) for child in layer.children())
     }
     message, hint = "{field} has the batch in its second dimension", "build it with batch_first=True"
     problems += [
@@ -65,25 +106,50 @@ def convert_norm(
         for layer_name, layer in transformers.items()
         if not layer.self_attn.batch_first  # routes split the first dimension
     ]
-    heading = f"cannot convert to {name} (pass keep=['module.name', ...] to leave modules unchanged)"
+    shown = name if isinstance(name, str) else ", ".join(f"{pattern}: {norm}" for pattern, norm in name.items())
+    heading = f"cannot convert to {shown} (pass keep=['module.name', ...] to leave modules unchanged)"
     raise_problems(problems, heading, SurgeryError)
+    for pattern, conversion in conversions.items():
+        conversion.validate_effect("the model" if isinstance(name, str) else repr(pattern), kept_modules)
     encoders = [layer for layer in transformers.values() if isinstance(layer, nn.TransformerEncoderLayer)]
     notes = []
-    if conversion.changes_outputs:
+    if any(conversion.changes_outputs for conversion in conversions.values()):
         notes.append("outputs change, because the new norm normalizes differently; train the model before evaluation")
-    if not replacements and not conversion.updates:
-        notes.append(f"nothing was converted: the model has no norm that {name} replaces")
     if encoders:
         notes.append("encoder layers evaluate as in training: the fast path of PyTorch does not support routed norms")
     added = replace_modules(model, replacements)
-    for norm, settings in conversion.updates.items():
-        for key, value in settings.items():
-            setattr(norm, key, value)
+    for conversion in conversions.values():
+        for norm, settings in conversion.updates.items():
+            for key, value in settings.items():
+                setattr(norm, key, value)
     for layer in encoders:
         layer.activation_relu_or_gelu = 0  # the only condition of the fast path that nothing else reads
-    return SurgeryReport(
-        norm=name, domains=plan.domains, replaced=replaced, kept=kept, new_parameters=added, notes=notes
-    )
+    domains = max((plan.domains for plan in plans.values()), key=len)
+    return SurgeryReport(norm=shown, domains=domains, replaced=replaced, kept=kept, new_parameters=added, notes=notes)
+
+
+def _plans(name: str | Mapping[str, str], options: Mapping[str, Any]) -> dict[str, Plan]:
+    """The plan of each pattern. Norms of any number of domains take those of the others."""
+    if not isinstance(name, str) and not (isinstance(name, Mapping) and name):
+        message = "{field} must be a norm or a mapping such as {'layer4.*': 'dual_bn', '*': 'bn'}"
+        raise ConfigError("wrong_type", message, field="norm", got=name)
+    norms = {"*": name} if isinstance(name, str) else dict(name)
+    recipes = {pattern: NORMS.get(norm) for pattern, norm in norms.items()}
+    known = {option for recipe in recipes.values() for option in recipe.options}
+    widest = max((recipe.domains for recipe in recipes.values()), key=len)
+    plans = {}
+    for pattern, recipe in recipes.items():
+        own = {
+            key: value
+            for key, value in {"domains": widest if recipe.num_domains is None else None, **options}.items()
+            if key not in MODULE_OPTIONS and (key in recipe.options or key not in known)
+        }
+        plans[pattern] = make_plan(norms[pattern], **own)
+    domains = {plan.domains for plan in plans.values()}
+    if len(domains) > 1:
+        message, hint = "all norms of a model need the same domains", "use norms with the same number of domains"
+        raise ConfigError("conflict", message, field="norm", got=sorted(map(list, domains)), hint=hint)
+    return plans
 
 
 def _modules_below(model: nn.Module, names: Sequence[str]) -> set[nn.Module]:
@@ -95,24 +161,35 @@ def _modules_below(model: nn.Module, names: Sequence[str]) -> set[nn.Module]:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    if isinstance(module, (RoutedNorm, *_BUILT_IN)) or type(module) in ADAPTERS:
+    if isinstance(module, _BASES) or find_adapter(type(module)) is not None:
         return True
     return "norm" in type(module).__name__.lower() and not list(module.children())
+
+
+def _is_routed(module: nn.Module | None) -> bool:
+    return isinstance(module, RoutedNorm) and module.plan.routed
 
 
 class _Conversion:
     """Collects what becomes of each norm. The model changes only after all norms were accepted."""
 
-    def __init__(self, plan: Plan, sync: bool | None, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        sync: bool | None,
+        options: Mapping[str, Any],
+        adapters: Mapping[type[nn.Module], NormAdapter],
+    ) -> None:
         fixed = [key for key in options if key in MODULE_OPTIONS and key not in CHANGEABLE_OPTIONS]
         message, hint = "{field} is taken from the replaced norm", "leave it out"
         problems = [Problem(code="conflict", message=message, field=key, hint=hint) for key in fixed]
         numbers = {key: options[key] for key in ("eps", "momentum", "num_groups") if options.get(key) is not None}
         raise_problems(problems + convert_options("", RoutedNorm, numbers)[1], "bad conversion")
-        self.plan, self.sync = plan, sync
+        self.plan, self.sync, self.adapters = plan, sync, adapters
         self.family = NORMS.get(plan.name).family
         self.options = {key: value for key, value in options.items() if key in CHANGEABLE_OPTIONS}
-        self.num_groups = options.get("num_groups")
+        self.num_groups = options.get("num_groups") if "num_groups" in NORMS.get(plan.name).options else None
+        self.matches: dict[str, nn.Module] = {}  # the norms that this conversion decides on, by name
         self.replacements: dict[nn.Module, nn.Module] = {}
         self.updates: dict[RoutedNorm, dict[str, Any]] = {}  # settings that change in norms of the requested plan
         self.changes_outputs = False
@@ -124,26 +201,56 @@ class _Conversion:
             message = f"has the domains {', '.join(domains)}, and no route fits it and the norms"
             raise SurgeryError("conflict", message, hint=f"convert the norms first, or use domains={[*domains]}")
 
+    def validate_effect(self, where: str, kept: set[nn.Module]) -> None:
+        """Raise if there is no norm that the requested one replaces, unless ``keep`` names them all."""
+        if not self.matches:
+            message = f"{where} has no norm layers" if where == "the model" else f"{where} matches no norm layer"
+            hint = "a norm-free network trains as it is, with one branch" if where == "the model" else ""
+            raise SurgeryError("no_norm", message, field="model" if where == "the model" else "norm", hint=hint)
+        decided = [norm for norm in self.matches.values() if norm not in kept]
+        if self.replacements or self.updates or not decided:
+            return
+        found = Counter(type(norm).__name__ for norm in decided)
+        classes = ", ".join(f"{count} {kind}" for kind, count in found.items())
+        families = [adapter.kind.family for norm in decided if (adapter := self._adapter(norm)) is not None]
+        fitting = [n for n in NORMS if NORMS.get(n).family in families and make_plan(n).routed == self.plan.routed]
+        hint = (
+            f"use {' or '.join(fitting)}" if fitting else "say what your classes are: treat_as={MyNorm: 'layer_norm'}"
+        )
+        message = f"no norm can become {self.plan.name}: {where} has {classes}"
+        raise SurgeryError("no_norm_of_kind", message, field="norm", hint=hint)
+
+    def _adapter(self, norm: nn.Module) -> NormAdapter | None:
+        return self.adapters.get(type(norm)) or find_adapter(type(norm))
+
     def decide(self, norm: nn.Module) -> str:
         """Decide whether a norm is replaced or kept, and return that in words; raise if neither is possible."""
         if isinstance(norm, RoutedNorm):
             return self._decide_routed(norm)
-        kind, adapter = type(norm).__name__, ADAPTERS.get(type(norm))
+        name, adapter = type(norm).__name__, self._adapter(norm)
         if adapter is not None:
-            return self._replace(norm, adapter.read_settings(norm), adapter)
-        if not isinstance(norm, _BUILT_IN):
-            return f"{kind} is not a built-in norm"
+            return self._replace(norm, adapter)
+        if not isinstance(norm, _BASES):
+            return f"{name} is not a known norm; if it treats every sample alone: treat_as={{{name}: 'layer_norm'}}"
         if isinstance(norm, LazyModuleMixin):
-            raise SurgeryError("not_supported", f"{kind} has no size yet", hint="run one forward first")
+            raise SurgeryError("not_supported", f"{name} has no size yet", hint="run one forward first")
         base = next(base for base in type(norm).__mro__ if base.__module__.startswith("torch.nn.modules"))
-        adapter = ADAPTERS.get(base)
-        if adapter is not None and not adapter.becomes(adapter.read_settings(norm), self.family):
-            return f"{kind}, a subclass of {base.__name__}, is not replaced by {self.plan.name}"
-        raise SurgeryError("not_supported", f"{kind} is a subclass of {base.__name__} and may do more than normalize")
+        builtin = find_adapter(base)
+        if builtin is not None and not builtin.kind.becomes(read_settings(norm, builtin.kind), self.family):
+            return f"{name}, a subclass of {base.__name__}, is not replaced by {self.plan.name}"
+        message = f"{name} is a subclass of {base.__name__} and may do more than normalize"
+        kind = _kind_name(base)
+        hint = f"if it does not, pass treat_as={{{name}: '{kind}'}}" if kind else ""
+        if kind and kind.startswith("batch_norm"):
+            hint += (
+                f"; if it applies children to its output, advnorm.surgery.register_adapter({name}, '{kind}', after=...)"
+            )
+        raise SurgeryError("not_supported", message, hint=hint)
 
     def _decide_routed(self, norm: RoutedNorm) -> str:
         old, new = norm.plan, self.plan
-        if old == new or dataclasses.replace(old, statistics="group") == new:  # a layer norm of the last dimensions
+        same_kind = "batch" not in (old.statistics, new.statistics)  # a replaced norm keeps what it normalizes over
+        if old == new or (same_kind and dataclasses.replace(old, statistics=new.statistics) == new):
             if self.num_groups not in (None, norm.num_groups):
                 raise _fixed_groups(norm.num_groups)
             wanted = self.options | ({} if self.sync is None else {"sync": self.sync})
@@ -157,43 +264,66 @@ class _Conversion:
             raise SurgeryError("not_supported", message, hint="take a branch out with advnorm.strip first")
         if old.statistics == "none":
             return "none has nothing to convert"
-        own = ("num_features", "dim", "momentum", "num_groups", "sync", "process_group")
-        return self._replace(norm, settings_of(norm, *own), adapter_of(norm))
+        return self._replace(norm, NormAdapter(kind_of(norm), norm.after))
 
-    def _replace(self, old: nn.Module, settings: dict[str, Any], adapter: NormAdapter) -> str:
-        kind = old.plan.name if isinstance(old, RoutedNorm) else type(old).__name__
-        if not adapter.becomes(settings, self.family):
-            return f"{kind} is not replaced by {self.plan.name}"
-        if not isinstance(old, RoutedNorm):
-            validate_class(old, adapter.parts)
-        last, channels, groups = adapter.statistics == "last", settings["num_features"], self.num_groups
-        plan = dataclasses.replace(self.plan, statistics="last") if last else self.plan
-        if adapter.statistics == "batch":
+    def _replace(self, old: nn.Module, adapter: NormAdapter) -> str:
+        kind, settings = adapter.kind, read_settings(old, adapter.kind)
+        template = old.template if isinstance(old, RoutedNorm) else old
+        name = old.plan.name if isinstance(old, RoutedNorm) else type(old).__name__
+        if not kind.becomes(settings, self.family):
+            return f"{name} is not replaced by {self.plan.name}"
+        if kind.statistics != "batch" and self.plan.routed and not settings["affine"]:
+            return f"{name} has no parameters that could differ by domain"
+        plan = dataclasses.replace(self.plan, statistics="last") if kind.statistics == "last" else self.plan
+        settings["bias"] &= plan.statistics != "rms"
+        self._set_groups(settings, kind)
+        parts = old.parts if isinstance(old, RoutedNorm) else self._validated_parts(old, adapter)
+        changes_outputs = plan.statistics != kind.statistics
+        if changes_outputs and template is not None and type(template) not in BUILT_IN:
+            # ``strip`` would have no class to give back.
+            raise SurgeryError("not_supported", f"{name} may do more than normalize and must stay a norm of its kind")
+        eps: Any = settings.pop("eps")
+        new = RoutedNorm(plan=plan, **settings | ({} if eps is None else {"eps": eps}) | self.options)
+        if "eps" not in self.options:
+            new.eps = eps  # None in nn.RMSNorm stands for the smallest number of the input's type
+        if template is not None and not changes_outputs:
+            new.adopt_class(old, template, parts, [part for part in adapter.after if part in parts])
+        for index, bank in enumerate(plan.affine_banks if new.affine else ()):
+            weight, bias = self._bank_tensors(old, AFFINE, index)
+            new.set_affine_bank(bank, weight, bias if settings["bias"] else None)
+        for index, bank in enumerate(plan.statistics_banks if new.track_running_stats else ()):
+            new.set_statistics_bank(bank, *self._bank_tensors(old, STATISTICS, index))
+        self.replacements[old] = new
+        self.changes_outputs |= changes_outputs
+        return f"{name} -> {plan.name}" + (" (outputs change)" if changes_outputs else "")
+
+    def _set_groups(self, settings: dict[str, Any], kind: Kind) -> None:
+        groups, channels = self.num_groups, settings["num_features"]
+        if kind.statistics == "batch":
             settings["sync"] = settings["sync"] if self.sync is None else self.sync
-            settings["num_groups"] = channel_groups(plan.name, channels) if groups is None else groups
+            settings["num_groups"] = channel_groups(self.plan.name, channels) if groups is None else groups
             if channels % settings["num_groups"]:
                 raise SurgeryError("not_supported", f"{channels} channels cannot be split into {groups} groups")
         elif groups not in (None, settings.get("num_groups")):
             raise _fixed_groups(settings["num_groups"])
-        changes_outputs = plan.statistics != adapter.statistics
-        if changes_outputs and adapter.routed_class is not RoutedNorm:  # ``strip`` would have no class to give back
-            raise SurgeryError("not_supported", f"{kind} does more than normalize and must stay a norm of its kind")
-        new = adapter.routed_class(plan=plan, **settings | self.options)
-        new.source_class = adapter.norm_class
-        for index, bank in enumerate(plan.affine_banks if new.affine else ()):
-            new.set_affine_bank(bank, *self._bank_tensors(old, AFFINE, index))
-        for index, bank in enumerate(plan.statistics_banks if new.track_running_stats else ()):
-            new.set_statistics_bank(bank, *self._bank_tensors(old, STATISTICS, index))
-        for name in adapter.parts:
-            setattr(new, name, getattr(old, name))
-        self.replacements[old] = new
-        self.changes_outputs |= changes_outputs
-        return f"{kind} -> {plan.name}" + (" (outputs change)" if changes_outputs else "")
+
+    def _validated_parts(self, norm: nn.Module, adapter: NormAdapter) -> list[str]:
+        """The parts of a norm that move with it; raise if there are more than its class is known for."""
+        parts = [] if type(norm) in BUILT_IN else other_parts(norm)
+        validate_class(norm, adapter.after if adapter.kind.statistics == "batch" else parts)
+        if adapter.kind.statistics != "batch":
+            validate_forward(norm)
+        return parts
 
     def _bank_tensors(self, norm: nn.Module, names: Sequence[str], bank: int) -> list[Any]:
         """The first bank keeps the tensors of the norm, the others get copies. Tensors that were shared stay shared."""
-        tensors = [getattr(norm, name) for name in names]
+        tensors = [getattr(norm, name, None) for name in names]
         return tensors if bank == 0 else [copy.deepcopy(tensor, self._copies[bank]) for tensor in tensors]
+
+
+def _kind_name(norm_class: type[nn.Module]) -> str | None:
+    adapter = find_adapter(norm_class)
+    return next((name for name, kind in KINDS.items() if adapter is not None and kind == adapter.kind), None)
 
 
 def _fixed_groups(groups: int) -> SurgeryError:

@@ -53,10 +53,15 @@ def validate_model(model: nn.Module) -> None:
         raise SurgeryError("not_supported", message, field="model", hint="convert first, then wrap")
 
 
+def other_parts(module: nn.Module) -> list[str]:
+    """The names of children and tensors besides weight, bias and statistics."""
+    own = {**module._parameters, **module._buffers, **module._modules}
+    return [name for name, value in own.items() if value is not None and name not in AFFINE + STATISTICS]
+
+
 def validate_class(module: nn.Module, parts: Sequence[str] = (), *, field: str = "") -> None:
     """Raise if a module has more than its class and the known ``parts``, which a replacement would lose."""
-    names = [name for name, _ in (*module.named_parameters(), *module.named_buffers(), *module.named_children())]
-    more = [name for name in names if name not in AFFINE + STATISTICS and name.split(".")[0] not in parts]
+    more = [name for name in other_parts(module) if name not in parts]
     if more or "forward" in vars(module):
         message = f"{type(module).__name__} has {', '.join(more) or 'its own forward'} and may do more than its class"
         raise SurgeryError("not_supported", message, field=field, hint="make it a plain module of its class first")

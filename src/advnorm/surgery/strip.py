@@ -11,10 +11,11 @@ from torch import nn
 from advnorm._core.errors import Problem, SurgeryError, raise_problems, unknown_name
 from advnorm._core.wrappers import unwrap_model
 from advnorm.norms.mixture import MixtureNorm
+from advnorm.norms.replaced_class import empty_copy, eps_name
+from advnorm.norms.rms import SampleRMSNorm
 from advnorm.norms.routed_linear import RoutedLinear
 from advnorm.norms.routed_module import RoutedModule, list_routed, validate_module
 from advnorm.norms.routed_norm import RoutedNorm
-from advnorm.surgery.adapters import adapter_of
 from advnorm.surgery.replace import move_hooks, replace_modules
 
 
@@ -86,12 +87,34 @@ def _plain_module(module: RoutedModule, route: str | None, component: str | None
             raise SurgeryError("not_supported", f"{plan.name} has no running statistics", field="model")
         means, variances, _ = zip(*(module.statistics_bank(bank) for bank in plan.statistics_banks))
         return MixtureNorm(torch.stack(means), torch.stack(variances), weight, bias, module.eps)
-    adapter = adapter_of(module)
-    plain = adapter.create(module)
-    plain.weight, plain.bias = weight, bias
+    plain = _plain_norm(module)
+    for name, value in (("weight", weight), ("bias", bias)):
+        if value is not None or hasattr(plain, name):
+            setattr(plain, name, value)
     if module.track_running_stats:
         bank = plan.normalized_by[index]
         plain.running_mean, plain.running_var, plain.num_batches_tracked = module.statistics_bank(bank)
-    for name in adapter.parts:
+    for name in module.parts:
         setattr(plain, name, getattr(module, name))
     return plain
+
+
+def _plain_norm(norm: RoutedNorm) -> Any:
+    """A norm of the replaced class, or else the built-in one of the same kind, without its tensors."""
+    statistics, channels = norm.plan.statistics, norm.shape[0]
+    if norm.template is not None:
+        plain = empty_copy(norm.template)
+        settings = {eps_name(plain): norm.eps, "momentum": norm.momentum, "process_group": norm.process_group}
+        for name, value in settings.items():
+            if name in vars(plain):
+                setattr(plain, name, value)
+        return plain
+    options: dict[str, Any] = {"eps": norm.eps, "affine": norm.affine, "device": "meta"}
+    if statistics == "rms":
+        return SampleRMSNorm(None, None, norm.eps)
+    if statistics == "group":
+        return nn.GroupNorm(norm.num_groups, channels, **options)
+    options |= {"momentum": norm.momentum, "track_running_stats": norm.track_running_stats}
+    if norm.dim is None:
+        return nn.SyncBatchNorm(channels, process_group=norm.process_group, **options)
+    return {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}[norm.dim](channels, **options)
