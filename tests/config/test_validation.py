@@ -39,7 +39,6 @@ def test_the_cases_cover_every_setting():
         ("held_out", -1, "out_of_range"),
         ("held_out", 1.5, "out_of_range"),
         ("held_out", 0, "conflict"),
-        ("mix", "mixup", "conflict"),
         ("mix", "mixu", "unknown_name"),
         ("objective", "trade", "unknown_name"),
         ("regularizer", "lig", "unknown_name"),

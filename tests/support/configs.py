@@ -19,7 +19,7 @@ GOOD = {
     "data": [Named("synthetic", size=64)],
     "augment": ["flip", "crop_flip"],
     "held_out": [0.2, 100, 1],
-    "mix": ["none"],
+    "mix": ["none", "mixup", "cutmix"],
     "mix_alpha": [0.2],
     "objective": [Named("trades", beta=3.0), Named("standard")],
     "regularizer": [None, Named("ligs", weight=0.5)],
@@ -32,7 +32,9 @@ GOOD = {
     "epochs": [1, 105],
     "budget": [4],
     "batch_size": [1, 1024],
-    "optimizer": ["adam", "adagrad"],
+    "accumulate": [1, 4],
+    "recompute": [True],
+    "optimizer": ["adam", "adamw", "adagrad"],
     "lr": [1e-12, 3.0],
     "momentum": [0.0],
     "nesterov": [True],
@@ -66,7 +68,7 @@ GOOD = {
 WITH = {
     "gamma": {"milestones": (5.0,)},
     "peak_share": {"schedule": "one_cycle"},
-    "mix_alpha": {"mix": "mixup", "objective": Named("standard")},
+    "mix_alpha": {"mix": "mixup"},
 }
 
 

@@ -39,13 +39,40 @@ SMALL: dict[str, Any] = {
 }
 CASES = {
     "hybrid": Config.from_dict(
-        {**SMALL, "norm": "dual_bn", "ema": 0.9, "schedule": "one_cycle", "augment": "crop_flip", "name": "hybrid"}
+        {
+            **SMALL,
+            "norm": "dual_bn",
+            "ema": 0.9,
+            "schedule": "one_cycle",
+            "augment": "crop_flip",
+            "mix": "cutmix",
+            "name": "hybrid",
+        }
     ),
     "trades": Config.from_dict(
-        {**SMALL, "norm": "gmm_bn", "objective": "trades", "optimizer": "adam", "lr": 1e-3, "name": "trades"}
+        {
+            **SMALL,
+            "norm": "gmm_bn",
+            "objective": "trades",
+            "optimizer": "adamw",
+            "lr": 1e-3,
+            "mix": "mixup",
+            "accumulate": 3,
+            "name": "trades",
+        }
     ),
     "classical": Config.from_dict(
-        {**SMALL, "objective": "classical", "grad_clip": 0.5, "running_epochs": 1, "name": "classical"}
+        {
+            **SMALL,
+            "model": {"name": "resnet18", "width": 0.05},
+            "objective": "classical",
+            "grad_clip": 0.5,
+            "running_epochs": 1,
+            "schedule": "cosine",
+            "warmup_epochs": 1,
+            "recompute": True,
+            "name": "classical",
+        }
     ),
 }
 EVERY_STEP, NEVER = 0.0, 1e9

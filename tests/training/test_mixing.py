@@ -7,8 +7,11 @@ import torch
 import advnorm
 from advnorm.config.fields import TrainingSettings
 from advnorm.data import load, make_loader
+from advnorm.objectives import OBJECTIVES, Objective, ObjectiveOutput, register_objective
 from advnorm.training.build import build_model, data_properties
 from advnorm.training.mixing import mix_batch
+from support.problems import raises_problem
+from support.small_runs import small, train
 
 X = torch.rand(6, 3, 8, 10, generator=torch.Generator().manual_seed(0))
 Y = torch.tensor([0, 1, 2, 3, 0, 1])
@@ -126,3 +129,50 @@ def test_a_budget_multiplies_epochs_and_all_that_counts_in_epochs():
     assert (scaled.epochs, scaled.milestones, scaled.running_epochs, scaled.eps_warmup_epochs) == (20, (10, 15), 2, 4)
     assert scaled.budget == 1 and scaled.scaled() == scaled
     assert advnorm.Config(epochs=10).digest != advnorm.Config(epochs=10, budget=2).digest
+
+
+# -- with adversarial images -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["mixup", "cutmix"])
+@pytest.mark.parametrize("objective", ["hybrid", "classical", "trades"])
+def test_mixed_images_are_attacked_with_the_label_of_the_larger_share(kind, objective):
+    torch.manual_seed(0)
+    model = advnorm.create_model("small_cnn", num_classes=4, norm="dual_bn")
+    attack = advnorm.attacks.PGD(threat=advnorm.ThreatModel(eps=0.1), steps=2)
+    loss = OBJECTIVES.get(objective)(model, attack, label_smoothing=0.1)
+    images, labels = draw(kind, 2)
+    index = torch.arange(len(images))
+    assert labels.dim() == 2
+    batch = loss.craft_batch(images, labels, index)
+    hard = loss.craft_batch(images, labels.argmax(1), index)
+    assert torch.equal(batch.x_adv, hard.x_adv) and torch.equal(batch.y, labels)
+    found = loss.compute_loss(batch)
+    logits = found.logits["adv"].double()
+    smooth = 0.9 * labels.double() + 0.1 / 4
+    expected = -(smooth * logits.log_softmax(1)).sum(1).mean()  # soft cross-entropy
+    if objective != "trades":
+        torch.testing.assert_close(found.terms["adv_ce"].double(), expected, rtol=1e-5, atol=1e-6)
+    found.loss.backward()
+
+
+def test_a_training_mixes_adversarial_images(tmp_path):
+    run = train(small(norm="dual_bn", mix="cutmix", epochs=1), tmp_path)
+    assert {"clean_ce", "adv_ce"} <= set(run.metrics()[-1])
+
+
+def test_an_objective_that_needs_hard_labels_is_an_error_before_a_file_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(OBJECTIVES, "_entries", dict(OBJECTIVES._entries))
+
+    @register_objective("hard_labels")
+    class HardLabels(Objective):
+        domains = ("adv",)
+
+        def compute_loss(self, batch, execution):
+            logits = self.domain_logits({"adv": batch.x_adv}, execution=execution)
+            loss = -logits["adv"].gather(1, batch.y[:, None]).mean()
+            return ObjectiveOutput(loss, logits, {}, {"adv": batch.y})
+
+    with raises_problem("wrong_shape"):
+        train(small(norm="bn", objective="hard_labels", mix="mixup"), tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()

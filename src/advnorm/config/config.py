@@ -82,8 +82,9 @@ class Config(TrainingSettings):
         """A hash of every setting except name and seed, so that seeds share it; ``"8/255"`` counts as its number."""
         content = self.to_dict()
         del content["name"], content["seed"]
-        if not self.snapshots:  # added later, and not part of the method
-            del content["snapshots"]
+        for name in ("snapshots", "accumulate", "recompute", "parallel"):  # added later
+            if content.get(name) == to_json(getattr(Config, name, None)):
+                content.pop(name, None)
         content["eps"] = parse_length(self.eps)
         if self.attack.step_size is not None:
             content["attack"]["step_size"] = parse_length(self.attack.step_size)

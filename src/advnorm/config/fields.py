@@ -13,7 +13,7 @@ from advnorm.threat import Norm, ThreatModel
 
 Augmentation = Literal["none", "flip", "crop_flip"]
 Mix = Literal["none", "mixup", "cutmix"]
-OptimizerName = Literal["sgd", "adam", "adagrad", "rmsprop"]
+OptimizerName = Literal["sgd", "adam", "adamw", "adagrad", "rmsprop"]
 PrecisionName = Literal["auto", "float32", "tf32", "bf16"]
 ScheduleName = Literal["step", "cosine", "one_cycle", "constant"]
 #: The name of the training attack among the attacks for validation.
@@ -49,7 +49,7 @@ class TrainingSettings:
     data: Annotated[Named, Setting("Data set of `advnorm ls datasets` with its options.")] = Named("digits")
     augment: Annotated[Augmentation, Setting("Augmentation: horizontal flips, random crops.")] = "none"
     held_out: Annotated[int | float, Setting("Held-out training images: share (0.1) or count (500).", "[0, inf)")] = 0.1
-    mix: Annotated[Mix, Setting("Mix pairs of images and labels; for objectives without an attack.")] = "none"
+    mix: Annotated[Mix, Setting("Mix pairs of images and labels; attacks take the label of the larger share.")] = "none"
     mix_alpha: Annotated[float, Setting("α of the Beta(α, α) distribution of the mixing weight.", "(0, inf)")] = 1.0
 
     objective: Annotated[Named, Setting("Objective of `advnorm ls objectives` with its options.")] = Named("hybrid")
@@ -66,12 +66,16 @@ class TrainingSettings:
     epochs: Annotated[int, Setting("Number of epochs.", "[1, inf)")] = 10
     budget: Annotated[int, Setting("Factor of every setting in epochs (paper B, table 1).", "[1, inf)")] = 1
     batch_size: Annotated[int, Setting("Batch size over all ranks; a smaller last batch is skipped.", "[1, inf)")] = 128
+    accumulate: Annotated[
+        int, Setting("Parts of a batch whose gradients are added one after another, to save memory.", "[1, inf)")
+    ] = 1
+    recompute: Annotated[bool, Setting("Activation checkpointing: blocks compute their activations twice.")] = False
 
     optimizer: Annotated[OptimizerName, Setting("Optimizer; `rmsprop`: decay 0.9, ε = 1 (paper E, table 3).")] = "sgd"
     lr: Annotated[float, Setting("Learning rate.", "(0, inf)")] = 0.1
-    momentum: Annotated[float, Setting("Momentum; β₁ of `adam`; unused by `adagrad`.", "[0, 1)")] = 0.9
+    momentum: Annotated[float, Setting("Momentum; β₁ of `adam`, `adamw`; unused by `adagrad`.", "[0, 1)")] = 0.9
     nesterov: Annotated[bool, Setting("Nesterov momentum, for `sgd`.")] = False
-    weight_decay: Annotated[float, Setting("Weight decay.", "[0, inf)")] = 5e-4
+    weight_decay: Annotated[float, Setting("Weight decay; decoupled from the gradient for `adamw`.", "[0, inf)")] = 5e-4
     norm_weight_decay: Annotated[bool, Setting("Whether weight decay applies to the parameters of norms.")] = True
     grad_clip: Annotated[float | None, Setting("Norm to which the gradient is clipped.", "(0, inf)")] = None
 

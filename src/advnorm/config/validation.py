@@ -77,6 +77,7 @@ def setting_problems(settings: TrainingSettings, invalid: Iterable[str] = ()) ->
     checks.check_objective()
     checks.check_second_pass()
     checks.check_mix()
+    checks.check_memory()
     checks.check_schedule()
     checks.check_effects()
     checks.check_validation_images()
@@ -194,12 +195,20 @@ class _Checks:
         s = self.settings
         if not self.valid("mix", "objective") or s.mix == "none":
             return
-        if OBJECTIVES.get(s.objective.name).needs_attack:
-            words = f"{{field}}={s.mix!r} gives soft labels, but the attack of {s.objective.name!r} needs hard labels"
-            self.reject("mix", words, "use objective='standard' or mix='none'")
         if self.valid("regularizer") and s.regularizer and s.regularizer.options.get("shift") in ATTACKS:
             words = f"{{field}}={s.mix!r} gives soft labels, but the regularizer's attack needs hard labels"
             self.reject("mix", words, "use regularizer.shift=gaussian or uniform")
+
+    def check_memory(self) -> None:
+        s = self.settings
+        if self.valid("accumulate", "batch_size") and s.batch_size % s.accumulate:
+            words = f"{{field}} must divide batch_size ({s.batch_size})"
+            self.reject("accumulate", words, got=s.accumulate)
+        if self.valid("accumulate", "second_pass") and s.accumulate > 1 and s.second_pass is not None:
+            words = f"second_pass {s.second_pass.name} takes the whole batch at once"
+            self.reject("accumulate", words, "use accumulate=1, or a smaller batch_size")
+        if self.valid("recompute", "compile") and s.recompute and s.compile is True:
+            self.reject("compile", "recompute=true runs without compilation", "use compile=false")
 
     def check_schedule(self) -> None:
         s = self.settings

@@ -308,7 +308,7 @@ class Objective(nn.Module):
     ) -> CraftedBatch:
         """Validate a batch and craft its adversarial images if the objective attacks. No ``index``: fresh noise."""
         _validate_image_dtype(x)
-        _validate_labels(x, y, soft=not self.needs_attack)
+        _validate_labels(x, y)
         hard = y.numel() and not y.is_floating_point()
         if self._largest_label is None and hard and not torch.compiler.is_compiling():
             least, largest = (int(value) for value in y.aminmax())
@@ -321,7 +321,8 @@ class Objective(nn.Module):
             message = f"{{field}} names {len(index)} images and the batch has {len(x)}"
             raise ConfigError("wrong_shape", message, field="index")
         craft = execution.craft or partial(self.craft, execution=execution)
-        return CraftedBatch(x, y, index, craft(x, y, index) if self.needs_attack else None)
+        hard_labels = y if y.dim() == 1 else y.argmax(1)  # of mixed images, the class with the larger share
+        return CraftedBatch(x, y, index, craft(x, hard_labels, index) if self.needs_attack else None)
 
     def validate_images(self, x: Tensor) -> None:
         """Reject images that an attack would not perturb by eps: outside of its box, or in half precision.
@@ -402,11 +403,11 @@ def _validate_image_dtype(x: Tensor) -> None:
         raise ConfigError("wrong_dtype", message, field="images", got=got, hint="use x.float() / 255")
 
 
-def _validate_labels(x: Tensor, y: Tensor, *, soft: bool) -> None:
-    """Reject wrong labels without a device synchronization; ``soft``: allow probabilities by class."""
+def _validate_labels(x: Tensor, y: Tensor) -> None:
+    """Reject labels that are neither classes nor probabilities by class, without a device synchronization."""
     if not isinstance(y, Tensor):
         got = Description(type(y).__name__)
         raise ConfigError("wrong_type", "{field} must be a tensor of class numbers", field="labels", got=got)
-    if soft and y.is_floating_point() and y.dim() == 2 and len(y) == len(x):
+    if y.is_floating_point() and y.dim() == 2 and len(y) == len(x):
         return
     raise_problems(label_problems(x, y), "bad batch")

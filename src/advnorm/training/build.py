@@ -21,7 +21,8 @@ from advnorm.training.ranks import Ranks
 def resolve_auto(config: Config, device: torch.device) -> Config:
     """The configuration with what ``auto`` means on a device."""
     on_cuda = device.type == "cuda"
-    here = {"precision": "bf16" if on_cuda else "float32", "channels_last": on_cuda, "compile": on_cuda}
+    compiled = on_cuda and not config.recompute
+    here = {"precision": "bf16" if on_cuda else "float32", "channels_last": on_cuda, "compile": compiled}
     return replace(config, **{name: value for name, value in here.items() if getattr(config, name) == "auto"})
 
 

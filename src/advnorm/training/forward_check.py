@@ -25,20 +25,27 @@ def check_forwards(program: StepProgram, config: Config, ranks: Ranks, data: Ima
     They run in the program's scope, because cuDNN keeps the kernels that it chooses here.
     """
     objective, model, device = program.objective.innermost, program.objective.model, ranks.device
-    count = config.batch_size // ranks.world
+    parts = ranks.world * config.accumulate
+    if config.batch_size % parts:
+        message = f"{{field}} must be a multiple of {parts}: {ranks.world} processes times {config.accumulate} parts"
+        raise ConfigError("out_of_range", message, field="batch_size", got=config.batch_size)
+    count = config.batch_size // parts
     share = getattr(objective, "clean_share", 1)
-    if ranks.world > 1 and not math.isclose(share * count, round(share * count)):
+    if parts > 1 and not math.isclose(share * count, round(share * count)):
         raise ConfigError(
             "conflict",
-            f"{{field}} {share} of the {count} images of each process is not a whole number, so that {ranks.world} "
-            "processes would not train like one",
+            f"{{field}} {share} of the {count} images of each process and part is not a whole number, so that they "
+            "would not train like one batch",
             field="objective.clean_share",
-            hint=f"change clean_share or batch_size so that clean_share · batch_size / {ranks.world} is whole",
+            hint=f"change clean_share or batch_size so that clean_share · batch_size / {parts} is whole",
         )
     memory_format = torch.channels_last if config.channels_last is True else torch.contiguous_format
     x = torch.full((count, *data.image_shape), 0.5, device=device).contiguous(memory_format=memory_format)
     index = torch.arange(count, device=device)
-    batch = CraftedBatch(x, index % data.num_classes, index, x)
+    labels = index % data.num_classes
+    if config.mix != "none":
+        labels = torch.nn.functional.one_hot(labels, data.num_classes).to(x.dtype)
+    batch = CraftedBatch(x, labels, index, x)
     size = "×".join(map(str, data.image_shape))
     field, tried = "model", f"model {config.model.name} with norm {config.norm} cannot take {count} images of {size}"
     hint = "use another model, norm, batch_size or image size"

@@ -37,6 +37,7 @@ from advnorm.training.journal import Journal, format_seconds
 from advnorm.training.mixing import mix_batch
 from advnorm.training.optimizer import make_optimizer, only_norms
 from advnorm.training.ranks import Ranks, TrainingError
+from advnorm.training.recomputation import recompute_blocks
 from advnorm.training.run import Run, load_initial_weights, snapshot
 from advnorm.training.schedule import learning_rate
 from advnorm.training.state import CheckpointMeta, TrainingState
@@ -89,6 +90,7 @@ class TrainingLoop:
             precision=config.precision,
             deterministic=config.deterministic,
             sync_buffers=not self._same_statistics,
+            accumulate=config.accumulate,
         )
         check_forwards(self.program, config, ranks, data)
         self.validation = None
@@ -114,6 +116,8 @@ class TrainingLoop:
             fingerprint = model_fingerprint(model)
         if config.train_only == "norms":
             only_norms(model)
+        if config.recompute:
+            recompute_blocks(model)
         memory_format = torch.channels_last if config.channels_last is True else torch.preserve_format
         return model.to(self.ranks.device, memory_format=memory_format), fingerprint  # pyright: ignore
 
@@ -257,10 +261,13 @@ class TrainingLoop:
             return validation(self.model, self._stops_validation)
 
     def _stops_validation(self) -> bool:
-        """Show progress; a time limit stops validation only after at least one step."""
+        """Show progress; return whether a process interrupts the validation."""
         self.journal.show_validation(self.state.step)
-        stop = self.signals.received or (self.state.step > self._first_step and self._should_stop())
-        return bool(self.ranks.agreed(int(stop)))
+        return bool(self.ranks.agreed(int(self._interrupts_validation())))
+
+    def _interrupts_validation(self) -> bool:
+        """A time limit interrupts validation only after at least one step."""
+        return self.signals.received or (self.state.step > self._first_step and self._should_stop())
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 

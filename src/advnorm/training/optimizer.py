@@ -40,11 +40,11 @@ def parameter_groups(model: nn.Module, settings: TrainingSettings) -> list[dict[
 
 
 def make_optimizer(model: nn.Module, settings: TrainingSettings) -> torch.optim.Optimizer:
-    """Make SGD, Adam (``momentum`` is its beta1), Adagrad (without momentum) or RMSProp over :func:`parameter_groups`.
+    """Make SGD, Adam(W) (``momentum`` is its beta1), Adagrad (without it) or RMSProp over :func:`parameter_groups`.
 
     RMSProp has decay 0.9 and ε = 1 like the original ALP (paper E, table 3), in torch's form with ε outside of the root
     and s = 0 at first: ``s = 0.9 s + 0.1 g²; b = momentum b + g / (√s + 1); w = w - lr b``. Weight decay adds
-    ``weight_decay * w`` to the gradient in all four.
+    ``weight_decay * w`` to the gradient in all but AdamW, which subtracts ``lr * weight_decay * w`` from the weight.
     """
     lr, momentum, groups = settings.lr, settings.momentum, parameter_groups(model, settings)
     # None lets torch choose. Not every torch >= 2.11 has a fused CUDA kernel for Adagrad; none has one for RMSProp.
@@ -53,6 +53,8 @@ def make_optimizer(model: nn.Module, settings: TrainingSettings) -> torch.optim.
         return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=settings.nesterov, fused=fused)
     if settings.optimizer == "adam":
         return torch.optim.Adam(groups, lr=lr, betas=(momentum, 0.999), fused=fused)
+    if settings.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=lr, betas=(momentum, 0.999), fused=fused)
     if settings.optimizer == "rmsprop":
         return torch.optim.RMSprop(groups, lr=lr, alpha=0.9, eps=1.0, momentum=momentum)
     return torch.optim.Adagrad(groups, lr=lr)

@@ -7,7 +7,7 @@ without it, and the log gives the reason.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from inspect import signature
@@ -41,7 +41,8 @@ class StepProgram:
     """Computes the loss of a batch and the gradients of the parameters; this one eagerly.
 
     With several processes the objective runs inside DDP. ``sync_buffers``: rank 0's statistics are sent to the others
-    before each step.
+    before each step. ``accumulate``: the batch is trained in so many equal parts, and the gradient is their mean. All
+    parts are attacked before the first one updates the statistics.
     """
 
     def __init__(
@@ -52,8 +53,9 @@ class StepProgram:
         precision: PrecisionName = "float32",
         deterministic: bool = False,
         sync_buffers: bool = True,
+        accumulate: int = 1,
     ) -> None:
-        self.objective, self.device = objective, ranks.device
+        self.objective, self.device, self.accumulate = objective, ranks.device, accumulate
         self.precision: PrecisionName = precision
         self.deterministic = deterministic
         self.execution = Execution()
@@ -70,12 +72,35 @@ class StepProgram:
 
     def __call__(self, x: Tensor, y: Tensor, index: Tensor) -> ObjectiveOutput:
         """Craft the batch, compute its loss, set the gradient of every parameter and update the statistics."""
+        if self.accumulate > 1:
+            return self._accumulate(x, y, index)
         with autocast(self.precision, self.device):
             output: ObjectiveOutput = self._module(x, y, index=index, execution=self.execution)
         for parameter in self.objective.parameters():
             parameter.grad = None
         output.loss.backward()
         return output
+
+    def _accumulate(self, x: Tensor, y: Tensor, index: Tensor) -> ObjectiveOutput:
+        """Compute the parts of a batch one after another; processes reduce the gradients after the last one."""
+        with autocast(self.precision, self.device):
+            parts = [
+                self.objective.craft_batch(*part, execution=self.execution)
+                for part in zip(*(value.chunk(self.accumulate) for value in (x, y, index)))
+            ]
+        for parameter in self.objective.parameters():
+            parameter.grad = None
+        outputs: list[ObjectiveOutput] = []
+        for number, part in enumerate(parts, 1):
+            execution = dataclasses.replace(self.execution, craft=lambda *_, crafted=part.x_adv: crafted)  # pyright: ignore
+            with ExitStack() as stack:
+                if isinstance(self._module, DistributedDataParallel) and number < len(parts):
+                    stack.enter_context(self._module.no_sync())
+                with autocast(self.precision, self.device):
+                    output = self._module(part.x, part.y, index=part.index, execution=execution)
+                (output.loss / len(parts)).backward()
+            outputs.append(_detached(output))
+        return _joined(outputs)
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -133,11 +158,28 @@ class CapturedProgram(CompiledProgram):
         return self.captured(batch)
 
 
+def _detached(output: ObjectiveOutput) -> ObjectiveOutput:
+    logits = {domain: value.detach() for domain, value in output.logits.items()}
+    return output._replace(loss=output.loss.detach(), logits=logits)
+
+
+def _joined(outputs: Sequence[ObjectiveOutput]) -> ObjectiveOutput:
+    """The output of a batch from those of its equal parts."""
+    first = outputs[0]
+    return ObjectiveOutput(
+        torch.stack([output.loss for output in outputs]).mean(),
+        {domain: torch.cat([output.logits[domain] for output in outputs]) for domain in first.logits},
+        {name: torch.stack([output.terms[name] for output in outputs]).mean() for name in first.terms},
+        {domain: torch.cat([output.labels[domain] for output in outputs]) for domain in first.labels},
+    )
+
+
 def make_step_program(objective: Objective, ranks: Ranks, log: Log, *, compiled: bool, **settings: Any) -> StepProgram:
     """Choose the fastest variant that the device and the objective allow; ``settings`` are those of StepProgram."""
     if not compiled:
         return StepProgram(objective, ranks, **settings)
-    if ranks.device.type == "cuda" and ranks.world == 1 and _is_replayable(objective):
+    one_step = ranks.world == 1 and settings.get("accumulate", 1) == 1
+    if ranks.device.type == "cuda" and one_step and _is_replayable(objective):
         return CapturedProgram(objective, ranks, log, **settings)
     return CompiledProgram(objective, ranks, log, **settings)
 
