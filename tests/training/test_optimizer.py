@@ -127,6 +127,23 @@ def test_adam_takes_momentum_as_its_beta1_and_adagrad_takes_none():
     assert adagrad.param_groups[0]["weight_decay"] == 0.1
 
 
+def test_adamw_subtracts_the_decay_from_the_weight():
+    model = nn.Linear(3, 2, bias=False).double()
+    settings = TrainingSettings(optimizer="adamw", lr=0.1, momentum=0.8, weight_decay=0.2)
+    optimizer, weight = make_optimizer(model, settings), model.weight.detach().clone()
+    x = torch.rand(5, 3, dtype=torch.float64)
+    mean = square = torch.zeros_like(weight)
+    for step in range(1, 5):
+        optimizer.zero_grad()
+        model(x).pow(3).sum().backward()
+        mean = 0.8 * mean + 0.2 * model.weight.grad
+        square = 0.999 * square + 0.001 * model.weight.grad**2
+        weight = weight - 0.1 * 0.2 * weight
+        weight = weight - 0.1 * (mean / (1 - 0.8**step)) / ((square / (1 - 0.999**step)).sqrt() + 1e-8)
+        optimizer.step()
+    assert torch.allclose(model.weight, weight, rtol=1e-12)
+
+
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_rmsprop_is_the_equation_and_norms_do_not_decay(momentum):
     model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2)).double()
@@ -165,5 +182,5 @@ def test_parameters_on_a_gpu_get_the_fused_kernel_where_there_is_one_and_the_sam
             model(torch.ones(4, 3, device=device)).square().sum().backward()
             optimizer.step()
         steps[device] = model.weight.detach().cpu()
-        assert bool(optimizer.param_groups[0].get("fused")) == (device == "cuda" and kind in ("sgd", "adam"))
+        assert bool(optimizer.param_groups[0].get("fused")) == (device == "cuda" and kind in ("sgd", "adam", "adamw"))
     torch.testing.assert_close(steps["cuda"], steps["cpu"])

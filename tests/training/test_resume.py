@@ -287,7 +287,7 @@ def test_a_signal_to_the_whole_process_group_stops_at_a_checkpoint(tmp_path, num
     assert process.returncode == status, out + err
     assert "Traceback" not in err and "same command" in out
     assert lines[0].strip() == "run: runs/grouped-seed0", "progress is printed without a terminal too"
-    assert "20000 steps of" in lines[2] and [line[:11] for line in lines[-2:]] == ["epoch   1  ", "epoch   2  "]
+    assert "20000 steps of" in lines[3] and [line[:11] for line in lines[-2:]] == ["epoch   1  ", "epoch   2  "]
     assert checkpoint.exists(tmp_path / "runs/grouped-seed0/checkpoints", "last")
 
 
