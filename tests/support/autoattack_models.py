@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from advnorm.attacks.autoattack import AutoAttack, AutoAttackResult
-from advnorm.attacks.autoattack.settings import VERSIONS
+from advnorm.attacks.autoattack.attack import VERSIONS
 from advnorm.threat import ThreatModel
 
 STANDARD = VERSIONS["standard"]

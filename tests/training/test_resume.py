@@ -316,3 +316,22 @@ def test_a_run_records_and_logs_another_number_of_threads(tmp_path, capfd):
         torch.set_num_threads(1)
     assert "now 2 CPU threads, before another number" in capfd.readouterr().out
     assert [piece["threads"] for piece in run.record["pieces"]] == [1, 2]
+
+
+def test_a_validation_by_the_quick_estimate_resumes_with_the_same_bits(tmp_path, monkeypatch):
+    config = small(validation_attack="quick-steps4-restarts1", epochs=2)
+    whole = train(config, tmp_path / "whole")
+    save = TrainingLoop._save
+
+    def dies(self):
+        save(self)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingLoop, "_save", dies)
+        with pytest.raises(KeyboardInterrupt):
+            train(config, tmp_path / "other")
+    other = train(config, tmp_path / "other")
+    found, expected = state(other), state(whole)
+    assert found.pop("pieces") != expected.pop("pieces") and found == expected
+    assert all("quick-steps4-restarts1" in row["held_out"] for row in whole.metrics())

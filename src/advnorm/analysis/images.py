@@ -16,7 +16,8 @@ from advnorm._core.precision import float32_as
 from advnorm._core.registry import keywords
 from advnorm._core.wrappers import device_of
 from advnorm.analysis.settings import Inputs, RouteSetting, require_any
-from advnorm.attacks import Attack, AutoAttack, predicting
+from advnorm.attacks import Attack, predicting
+from advnorm.attacks.autoattack import CascadeAttack
 from advnorm.attacks.base import Progress
 from advnorm.evaluation.model_branches import branches
 from advnorm.evaluation.target import EvaluationTarget
@@ -144,7 +145,7 @@ def craft_inputs(target: EvaluationTarget, names: Sequence[str], *, route: str |
     for name, attack in input_attacks(target, names, route=route).items():
         if attack is None:
             crafted[name] = target.images
-        elif isinstance(attack, AutoAttack):
+        elif isinstance(attack, CascadeAttack):
             attack = dataclasses.replace(attack, progress=PROGRESS.get())
             crafted[name] = attack.evaluate(*data, bar=False).x_adv.cpu()
         else:

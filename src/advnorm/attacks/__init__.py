@@ -7,6 +7,7 @@ from advnorm.attacks.fab import FAB
 from advnorm.attacks.model_access import input_gradient, predicting
 from advnorm.attacks.names import ATTACKS, get, list_attacks, register_attack
 from advnorm.attacks.pgd import FGSM, PGD
+from advnorm.attacks.quick import Quick
 from advnorm.attacks.random_noise import RandomNoise
 from advnorm.attacks.square import Square
 
@@ -20,6 +21,7 @@ __all__ = [
     "AttackResult",
     "AutoAttack",
     "AutoAttackResult",
+    "Quick",
     "RandomNoise",
     "Square",
     "get",

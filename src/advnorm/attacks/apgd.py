@@ -29,6 +29,9 @@ from advnorm.threat import ThreatModel, per_image
 Value = Callable[[Tensor, Tensor, Tensor], Tensor]
 #: Steps between two verifications of the candidates.
 VERIFY_EVERY = 5
+#: APGD also verifies after its first steps, when most images fall; not for randomized models, whose draws would get
+#: more chances.
+VERIFY_FIRST = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,21 +54,31 @@ class APGD(Search):
     def forwards(self, classes: int) -> int:
         return (self.steps + 1) * self.samples * self.variants(classes)
 
-    def search(self, victim: VictimModel, x: Tensor, y: Tensor, noise: ImageNoise) -> SearchResult:
+    def search(
+        self, victim: VictimModel, x: Tensor, y: Tensor, noise: ImageNoise, *, start: Tensor | None = None
+    ) -> SearchResult:
+        """``start``: start of every variant instead of a random point; the targets are the most likely classes there.
+
+        Not for L1, whose search starts outside the ball.
+        """
         clean = victim.strict_logits(x)
         classes = clean.shape[1]
         grid = CandidateGrid(victim, self.threat, x, y, self.variants(classes))
-        target = ranked_targets(clean, y, max(1, self.targets)).repeat_interleave(self.restarts, 1).flatten()
+        likely = clean if start is None else victim.strict_logits(start)
+        target = ranked_targets(likely, y, max(1, self.targets)).repeat_interleave(self.restarts, 1).flatten()
         rows = _Rows(x=grid.to_rows(x), y=grid.to_rows(y), target=target, noise=grid.row_noise(noise))
+        first = rows.x if start is None else grid.to_rows(start)
         grid.offer(rows.x, label_margin(grid.to_rows(clean), rows.y))
         kept = grid.verify()
-        rows = rows if kept is None else select_rows(rows, kept)
+        if kept is not None:
+            rows, first = select_rows(rows, kept), select_rows(first, kept)
         if len(rows.y):
             ascend = partial(_ascend, victim=victim, grid=grid, value=self._value(classes), samples=self.samples)
             if self.threat.norm == "L1":
                 self._sparse(rows, ascend)
             else:
-                ascend(rows, on_sphere(self.threat, rows.x, rows.noise), rule=_Dense(self.threat, self.steps, self.rho))
+                first = on_sphere(self.threat, rows.x, rows.noise) if start is None else first
+                ascend(rows, first, rule=_Dense(self.threat, self.steps, self.rho))
         return grid.finish()
 
     def _sparse(self, rows: _Rows, ascend: Callable[..., Tensor]) -> None:
@@ -160,6 +173,7 @@ def _ascend(
         moved=(start != rows.x).flatten(1).sum(1),
     )
     project, checked = fast_projection(rule.threat, rows.x), 0
+    early = VERIFY_FIRST if samples == 1 else 0
     for step in range(1, rule.steps + 1):
         point = project(rule.ahead(c, project, first=step == 1))
         c.previous, c.point = c.point, point
@@ -173,7 +187,7 @@ def _ascend(
         if step in rule.checkpoints:
             rule.check(c, step - checked)
             checked = step
-        if counts and step % VERIFY_EVERY == 0 and step < rule.steps:
+        if counts and (step <= early or step % VERIFY_EVERY == 0) and step < rule.steps:
             kept = grid.verify()
             if kept is not None:
                 if not len(kept):

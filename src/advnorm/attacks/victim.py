@@ -58,8 +58,7 @@ class VictimModel:
 
     def misclassifies(self, x: Tensor, y: Tensor) -> Tensor:
         """Whether the strict prediction differs from the label, or a logit is NaN."""
-        logits = self.strict_logits(x)
-        return (logits.argmax(1) != y) | logits.isnan().any(1)
+        return misclassified(self.strict_logits(x), y)
 
     def gradient(
         self, x: Tensor, value: Callable[[Tensor, slice], Tensor], samples: int = 1
@@ -115,6 +114,11 @@ class VictimModel:
         self.backwards += images * backwards
         if self.on_call is not None:
             self.on_call()
+
+
+def misclassified(logits: Tensor, y: Tensor) -> Tensor:
+    """Whether the prediction differs from the label, or a logit is NaN."""
+    return (logits.argmax(1) != y) | logits.isnan().any(1)
 
 
 def _concatenate(parts: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

@@ -225,13 +225,14 @@ def printing_result(record: Path | None, show: Callable[[Any], object]) -> Itera
 
 
 def faster_search(attacks: Sequence[str], device: torch.device) -> str | None:
-    """Return a hint at the bf16 search of AutoAttack, if one of the attacks would gain from it."""
-    from advnorm.attacks.names import ATTACKS, parse_name
+    """Return a hint at the bf16 search of a cascade, if one of the attacks would gain from it."""
+    from advnorm.attacks.autoattack import CascadeAttack
+    from advnorm.attacks.names import parse_name
 
     if device.type != "cuda":
         return None
     for name in attacks:
         family, given = parse_name(name)
-        if family is ATTACKS.get("autoattack") and "precision" not in given:
+        if issubclass(family.attack, CascadeAttack) and "precision" not in given:
             return f"{name} searches in float32; {name}-bf16 is many times faster, and a float32 forward still decides"
     return None

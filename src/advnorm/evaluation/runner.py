@@ -19,7 +19,7 @@ from advnorm._core.progress import ProgressDisplay, show_progress
 from advnorm._core.records import write_json, writing
 from advnorm._core.shapes import with_digest
 from advnorm.attacks import Attack
-from advnorm.attacks.autoattack import AutoAttack
+from advnorm.attacks.autoattack import CascadeAttack
 from advnorm.attacks.autoattack.checks import square_warnings
 from advnorm.attacks.autoattack.record import AutoAttackResult
 from advnorm.attacks.search import Search
@@ -126,10 +126,10 @@ class EvaluationRunner:
             attack = job.attack
             if attack.progress is None:  # the progress within a batch as progress over all images
                 attack = replace(attack, progress=lambda n, of: shown.update(done + len(rows) * n / of))
-            extended = rows if isinstance(attack, AutoAttack) else self._at_least_minimum(rows)
+            extended = rows if isinstance(attack, CascadeAttack) else self._at_least_minimum(rows)
             x, y, index = plan.images[extended], plan.labels[extended], plan.index[extended]
-            if isinstance(attack, AutoAttack):
-                found = self._run_autoattack(job, attack, x, y, index)
+            if isinstance(attack, CascadeAttack):
+                found = self._run_cascade(job, attack, x, y, index)
                 x_adv, started = found.x_adv, time.perf_counter() - sum(found.seconds.values())  # earlier runs too
             else:
                 x, y, index = (tensor.to(plan.device) for tensor in (x, y, index))
@@ -149,7 +149,7 @@ class EvaluationRunner:
         None: all images, because a cascade keeps a record of its own. If outputs depend on the batch or on chance, only
         whole batches give reproducible results.
         """
-        if isinstance(attack, AutoAttack):
+        if isinstance(attack, CascadeAttack):
             return None
         if isinstance(attack, Search):
             forwards = attack.forwards(self._classes)
@@ -178,8 +178,8 @@ class EvaluationRunner:
 
         return torch.cat(AdaptiveBatchSize(plan.batch_size, minimum=self._minimum).map(len(x), evaluate))[: len(rows)]
 
-    def _run_autoattack(
-        self, job: AttackJob, attack: AutoAttack, x: Tensor, y: Tensor, index: Tensor
+    def _run_cascade(
+        self, job: AttackJob, attack: CascadeAttack, x: Tensor, y: Tensor, index: Tensor
     ) -> AutoAttackResult:
         plan = self.plan
         self.partial.begin(job.key)
@@ -190,6 +190,8 @@ class EvaluationRunner:
             found = attack.evaluate(plan.model, x, y, index=index, record=folder, bar=False)
         # Relative to all images: x lacks those that are misclassified without an attack.
         flags = [flag for flag in found.warnings if flag.name not in (*_CHECKED, "square-better")]
+        if attack.note:
+            self.partial.warn(job.key, f"{job.name}: {attack.note}")
         for flag in flags + square_warnings(found.stages, found.fooled_by, len(plan.images)):
             self.partial.warn(job.key, f"{job.name}: {flag.message}")
         self._warn_about_memory(job.key, job.name, found, "rows")

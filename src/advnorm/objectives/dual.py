@@ -13,7 +13,7 @@ from torch import Tensor
 
 from advnorm._core.errors import ConfigError, Description, Problem
 from advnorm._core.settings import Setting
-from advnorm.attacks.autoattack import AutoAttack
+from advnorm.attacks.autoattack import CascadeAttack
 from advnorm.attacks.base import Attack
 from advnorm.attacks.losses import kl_to_clean
 from advnorm.attacks.pgd import PGD
@@ -215,7 +215,7 @@ class TRADES(DualDomain):
     @classmethod
     def adapt_attack(cls, attack: Attack) -> Attack:
         target = attack.target if isinstance(attack, PGD) else None
-        if target is not None or isinstance(attack, Search | AutoAttack):
+        if target is not None or isinstance(attack, Search | CascadeAttack):
             what = type(attack).__name__ if target is None else f"the target {target!r}"
             raise ConfigError(
                 "conflict",

@@ -12,7 +12,7 @@ import advnorm
 from advnorm._core import progress
 from advnorm.attacks.apgd import APGD
 from advnorm.attacks.autoattack import AutoAttack
-from advnorm.attacks.autoattack.settings import VERSIONS
+from advnorm.attacks.autoattack.attack import VERSIONS
 from advnorm.threat import THREAT_NORMS, ThreatModel
 from support.autoattack_models import STANDARD, Double, Wrapped, quick, same
 from support.problems import raises_problem

@@ -1,4 +1,4 @@
-"""AutoAttack as an attack and as an evaluation.
+"""A cascade as an attack and as an evaluation, and AutoAttack.
 
 Source: Croce & Hein 2020, "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free
 attacks"; settings and checks as in the authors' code (github.com/fra31/auto-attack).
@@ -8,47 +8,55 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from advnorm._core.errors import Problem, unknown_name
 from advnorm._core.precision import float32_as, snapshot_precision
 from advnorm._core.progress import show_progress
 from advnorm._core.records import digest, model_fingerprint
 from advnorm._core.seeding import ImageNoise
+from advnorm._core.settings import Setting
+from advnorm.attacks.apgd import APGD
 from advnorm.attacks.autoattack.cascade import Cascade
 from advnorm.attacks.autoattack.record import AutoAttackResult, CascadeRecord
-from advnorm.attacks.autoattack.settings import VERSIONS, AutoAttackSettings, Precision
+from advnorm.attacks.autoattack.settings import CascadeSettings, Precision
 from advnorm.attacks.autoattack.surrogate import search_surrogate
-from advnorm.attacks.base import detach, validated_index
+from advnorm.attacks.base import Steps, detach, validated_index
+from advnorm.attacks.fab import FAB
 from advnorm.attacks.inputs import validate_batch, validating_first_logits
 from advnorm.attacks.model_access import Predict, predicting
 from advnorm.attacks.names import NameOption, count_options, register_attack
+from advnorm.attacks.search import Search
+from advnorm.attacks.square import Queries, Square
+
+#: Precisions of the search as options of a name: ``autoattack-bf16``.
+PRECISION_OPTIONS = {precision: NameOption(setting="precision", value=precision) for precision in get_args(Precision)}
+SearchPrecision = Annotated[Precision, Setting("Precision of the search; a float32 forward decides.")]
+SearchRows = Annotated[
+    int | None,
+    Setting("Rows of one forward, one per target or restart of an image; none: a fast size.", "[1, inf)"),
+]
+Version = Literal["standard", "plus", "rand"]
+VERSIONS: Mapping[str, tuple[str, ...]] = {
+    "standard": ("apgd-ce", "apgd-t", "fab-t", "square"),
+    "plus": ("apgd-ce", "apgd-dlr", "fab", "square", "apgd-t", "fab-t"),
+    "rand": ("apgd-ce", "apgd-dlr"),
+}
 
 
-@register_attack(
-    "autoattack",
-    options={
-        **count_options("steps", "queries"),
-        **{version: NameOption(setting="version", value=version) for version in VERSIONS},
-        **{precision: NameOption(setting="precision", value=precision) for precision in get_args(Precision)},
-    },
-    summary="APGD-CE, APGD-T, FAB-T and Square in a cascade",
-    paper="A, C",
-)
-@dataclass(frozen=True, kw_only=True)
-class AutoAttack(AutoAttackSettings):
-    """A cascade: each attack runs on the images that the attacks before it did not fool.
+class CascadeAttack(CascadeSettings):
+    """A cascade: each stage runs on the images that the stages before it did not fool.
 
-    Version ``plus`` adds restarts and untargeted attacks. ``rand`` is for randomized models: every gradient is the mean
-    of ``samples`` forwards. A success counts only after a strict float32 forward of the projected image. After a search
-    in ``tf32`` or ``bf16``, FAB-T in float32 continues from the best point of each surviving image whose margin is at
-    most 8 times the difference of margins between the two precisions. The batch size is halved after an out-of-memory
-    error.
+    A success counts only after a strict float32 forward of the projected image. After a search in ``tf32`` or ``bf16``,
+    FAB-T in float32 continues from the best point of each surviving image whose margin is at most 8 times the
+    difference of margins between the two precisions. The batch size is halved after an out-of-memory error.
     """
 
     def perturb(self, predict: Predict, x: Tensor, y: Tensor, noise: ImageNoise) -> Tensor:
@@ -93,8 +101,9 @@ class AutoAttack(AutoAttackSettings):
             if record is not None:
                 cascade.record = CascadeRecord(Path(record), self._request(model, x, y, index, cascade))
             if sys.stderr.isatty() if bar is None else bar:
-                task = stack.enter_context(show_progress()).task("AutoAttack", 100, unit="percent")
-                cascade.reports.append(lambda name, share: task.update(100 * share, description=f"AutoAttack: {name}"))
+                task = stack.enter_context(show_progress()).task(self.title, 100, unit="percent")
+                title = self.title
+                cascade.reports.append(lambda name, share: task.update(100 * share, description=f"{title}: {name}"))
             return cascade.run()
 
     def _request(self, model: nn.Module, x: Tensor, y: Tensor, index: Tensor, cascade: Cascade) -> dict[str, Any]:
@@ -111,3 +120,69 @@ class AutoAttack(AutoAttackSettings):
             # As text, since JSON has no infinity: an excluded class has a logit of -inf.
             "logits": [[str(v) for v in row] for row in logits],
         }
+
+
+@register_attack(
+    "autoattack",
+    options={
+        **count_options("steps", "queries"),
+        **{version: NameOption(setting="version", value=version) for version in VERSIONS},
+        **PRECISION_OPTIONS,
+    },
+    summary="APGD-CE, APGD-T, FAB-T and Square in a cascade",
+    paper="A, C",
+)
+@dataclass(frozen=True, kw_only=True)
+class AutoAttack(CascadeAttack):
+    """The cascade of Croce & Hein 2020: APGD-CE, targeted APGD on the DLR loss, targeted FAB and Square.
+
+    Version ``plus`` adds restarts and untargeted attacks. ``rand`` is for randomized models: every gradient is the mean
+    of ``samples`` forwards.
+    """
+
+    version: Annotated[Version, Setting("Which attacks run, with the authors' settings.")] = "standard"
+    attacks: Annotated[
+        tuple[str, ...] | None, Setting("Names of the attacks in order, instead of the attacks of a version.")
+    ] = None
+    precision: SearchPrecision = "float32"
+    steps: Steps = 100
+    targets: Annotated[int, Setting("Number of most likely other classes to target.", "[1, inf)")] = 9
+    queries: Queries = 5000
+    samples: Annotated[int, Setting("Forwards per gradient in version `rand`.", "[1, inf)")] = 20
+    batch_size: SearchRows = None
+
+    def problems(self) -> list[Problem]:
+        problems, attacks = super().problems(), self.attacks
+        if isinstance(attacks, tuple):
+            names = dict.fromkeys(name for version in VERSIONS.values() for name in version)
+            problems += [unknown_name("attack", name, names, "attacks") for name in attacks if name not in names]
+            if not attacks or len(set(attacks)) < len(attacks):
+                message = "{field} must name at least one attack, and each once"
+                problems.append(Problem(code="conflict", field="attacks", message=message, got=attacks))
+        return problems
+
+    @property
+    def title(self) -> str:
+        return f"AutoAttack {self.version}"
+
+    @property
+    def gradient_samples(self) -> int | None:
+        return self.samples if self.version == "rand" else None
+
+    def stages(self) -> dict[str, Search]:
+        """The attacks by name, in order, with the authors' settings."""
+        sparse, plus = self.threat.norm == "L1", self.version == "plus"
+        base = {name: getattr(self, name) for name in ("threat", "seed", "route", "statistics")}
+        restarts = 5 if plus or (sparse and self.version == "standard") else 1
+        samples = self.samples if self.version == "rand" else 1
+        apgd: dict[str, Any] = {**base, "steps": self.steps, "samples": samples}
+        targets = min(self.targets, 5) if sparse and not plus else self.targets
+        table: dict[str, Search] = {
+            "apgd-ce": APGD(**apgd, restarts=restarts),
+            "apgd-dlr": APGD(**apgd, restarts=restarts, loss="dlr"),
+            "apgd-t": APGD(**apgd, loss="dlr", targets=targets),
+            "fab": FAB(**base, steps=self.steps, targets=0, restarts=5),
+            "fab-t": FAB(**base, steps=self.steps, targets=self.targets),
+            "square": Square(**base, queries=self.queries),
+        }
+        return {name: table[name] for name in self.attacks or VERSIONS[self.version]}

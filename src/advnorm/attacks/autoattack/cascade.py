@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,15 +14,16 @@ from advnorm._core.errors import ConfigError
 from advnorm._core.memory import AdaptiveBatchSize
 from advnorm._core.precision import ContextFactory, choose_kernels
 from advnorm._core.seeding import ImageNoise
+from advnorm.attacks.apgd import APGD
 from advnorm.attacks.autoattack.checks import warnings_after, warnings_before
 from advnorm.attacks.autoattack.record import AutoAttackResult, CascadeRecord, ReliabilityWarning, StageBatch
-from advnorm.attacks.autoattack.settings import AutoAttackSettings
+from advnorm.attacks.autoattack.settings import CascadeSettings
 from advnorm.attacks.autoattack.surrogate import CapturedSurrogate
 from advnorm.attacks.fab import FAB
 from advnorm.attacks.losses import cross_entropy, label_margin
 from advnorm.attacks.model_access import Predict, never_alone, pad_rows, padded_size
 from advnorm.attacks.search import Search, SearchResult
-from advnorm.attacks.victim import VictimModel
+from advnorm.attacks.victim import VictimModel, misclassified
 
 #: The stage that decides close calls of a fast search. A margin is close if it is at most CLOSE times the tolerance.
 FINISH, CLOSE = "float32", 8
@@ -40,7 +42,7 @@ class Cascade:
 
     def __init__(
         self,
-        attack: AutoAttackSettings,
+        attack: CascadeSettings,
         predict: Predict,
         x: Tensor,
         y: Tensor,
@@ -69,9 +71,12 @@ class Cascade:
         self.warnings: list[ReliabilityWarning] = []
         self.fooled_by = torch.full_like(y, ROBUST)
         self.best, self.margin = x.clone(), torch.full(y.shape, torch.inf, device=x.device)
+        self.clean_margin = self.margin.clone()
+        self.zero_gradient = torch.zeros_like(y, dtype=torch.bool)
         self.no_gradient: dict[str, int] = {}
         self.seconds: dict[str, float] = {}
         self.forwards: dict[str, int] = {}
+        self.backwards: dict[str, int] = {}
 
     def run(self) -> AutoAttackResult:
         finished = self.record.load_result(self.attack, self.x.device) if self.record else None
@@ -87,6 +92,8 @@ class Cascade:
             left = (self.fooled_by == ROBUST) & ~done[name]
             if name == FINISH:
                 left &= self.margin <= CLOSE * self.victim.tolerance
+            else:
+                left &= self.attack.selected(name, self.margin / self.clean_margin, self.zero_gradient)
             self._stage(place, names, stages[name], left.nonzero()[:, 0], classes)
         result = AutoAttackResult(
             attack=self.attack,
@@ -95,6 +102,7 @@ class Cascade:
             stages=names,
             seconds=self.seconds,
             forwards=self.forwards,
+            backwards=self.backwards,
             warnings=(*self.warnings, *warnings_after(names, self.fooled_by, self.no_gradient)),
             batch_size=self.memory.size or 1,
             halved=tuple(self.memory.halved),
@@ -119,15 +127,16 @@ class Cascade:
             self.warnings.append(ReliabilityWarning("no-gradients", f"{error}; only Square ran"))
         if self.victim is not self.strict:
             self._compare(probe, labels, logits)
-        if self.victim is not self.strict and set(stages) - {"square"} and self.attack.version != "rand":
+        if self.victim is not self.strict and set(stages) - {"square"} and self.attack.gradient_samples is None:
             stages[FINISH] = FAB(threat=self.attack.threat, targets=3, steps=20)
         if self.attack.batch_size is None and self.device.type == "cuda":
             self.memory.size = _fitting_rows(self.victim, probe, labels)
         for part in torch.arange(len(self.x), device=self.x.device).split(self.memory.size or len(self.x)):
-            wrong = self.strict.misclassifies(self.x[part].to(self.device), self.y[part].to(self.device))
-            self.fooled_by[part[wrong.to(part.device)]] = 0
+            clean, labels = self.strict.strict_logits(self.x[part].to(self.device)), self.y[part].to(self.device)
+            self.fooled_by[part[misclassified(clean, labels).to(part.device)]] = 0
+            self.clean_margin[part] = label_margin(clean, labels).to(part.device)
         self.seconds["clean"] = time.perf_counter() - started
-        self.forwards["clean"] = len(self.x)
+        self.forwards["clean"], self.backwards["clean"] = len(self.x), 0
         return logits.shape[1], stages
 
     def _compare(self, probe: Tensor, labels: Tensor, logits: Tensor) -> None:
@@ -149,6 +158,7 @@ class Cascade:
         name, variants = names[place], search.variants(classes)
         self.seconds.setdefault(name, 0.0)
         self.forwards.setdefault(name, 0)
+        self.backwards.setdefault(name, 0)
         batches = AdaptiveBatchSize((self.memory.size or 1) // variants or 1)
 
         def show(images: float) -> None:
@@ -157,6 +167,7 @@ class Cascade:
 
         def attack_part(part: slice) -> None:
             images, before, started = left[part], self._counted(), time.perf_counter()
+            backwards = self._counted("backwards")
             most = search.forwards(classes) * len(images)
 
             def on_call() -> None:
@@ -165,7 +176,10 @@ class Cascade:
             self.strict.on_call = self.victim.on_call = on_call if self.reports else None
             found = self._attack(name, search, images).to(self.x.device)
             seconds, forwards = time.perf_counter() - started, self._counted() - before
-            batch = StageBatch(stage=name, images=images, found=found, seconds=seconds, forwards=forwards)
+            backwards = self._counted("backwards") - backwards
+            batch = StageBatch(
+                stage=name, images=images, found=found, seconds=seconds, forwards=forwards, backwards=backwards
+            )
             if self.record:
                 self.record.add(batch)
             self._merge(place, batch)
@@ -184,10 +198,11 @@ class Cascade:
     def _attack(self, name: str, search: Search, images: Tensor) -> SearchResult:
         x, y = self.x[images].to(self.device), self.y[images].to(self.device)
         noise = self.noise.select(images.to(self.device)).fold(name)
-        if name == FINISH:
-            assert isinstance(search, FAB)
-            return search.search(self.strict, x, y, noise, start=self.best[images].to(self.device))
-        return search.search(self.victim, x, y, noise)
+        victim = self.strict if name == FINISH else self.victim
+        if name == FINISH or name in self.attack.continued:
+            assert isinstance(search, APGD | FAB)
+            return search.search(victim, x, y, noise, start=self.best[images].to(self.device))
+        return search.search(victim, x, y, noise)
 
     def _merge(self, place: int, batch: StageBatch) -> None:
         images, found = batch.images, batch.found
@@ -195,12 +210,14 @@ class Cascade:
         self.best[images[closer]] = found.x_adv[closer]
         self.margin[images[closer]] = found.margin[closer]
         self.fooled_by[images[found.fooled]] = place
+        self.zero_gradient[images] |= found.zero_gradient
         self.no_gradient[batch.stage] = self.no_gradient.get(batch.stage, 0) + int(found.zero_gradient.sum())
         self.seconds[batch.stage] = self.seconds.get(batch.stage, 0.0) + batch.seconds
         self.forwards[batch.stage] = self.forwards.get(batch.stage, 0) + batch.forwards
+        self.backwards[batch.stage] = self.backwards.get(batch.stage, 0) + batch.backwards
 
-    def _counted(self) -> int:
-        return sum(victim.forwards for victim in {self.strict, self.victim})
+    def _counted(self, passes: Literal["forwards", "backwards"] = "forwards") -> int:
+        return sum(getattr(victim, passes) for victim in {self.strict, self.victim})
 
 
 def _padded(predict: Predict, memory: AdaptiveBatchSize, *, searches: bool) -> Predict:

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from advnorm.attacks.autoattack.record import ReliabilityWarning
-from advnorm.attacks.autoattack.settings import AutoAttackSettings
+from advnorm.attacks.autoattack.settings import CascadeSettings
 from advnorm.attacks.losses import minimum_classes
 from advnorm.attacks.search import Search
 from advnorm.attacks.victim import VictimModel
 
 
 def warnings_before(
-    victim: VictimModel, attack: AutoAttackSettings, stages: Mapping[str, Search], x: Tensor, logits: Tensor
+    victim: VictimModel, attack: CascadeSettings, stages: Mapping[str, Search], x: Tensor, logits: Tensor
 ) -> list[ReliabilityWarning]:
     """Check the model before the attack, as the authors do, and whether images of a batch influence each other."""
     warnings = []
@@ -25,10 +25,11 @@ def warnings_before(
     again = [_finite(victim.strict_logits(x)) for _ in range(4)]
     scale = logits.norm(dim=1).clamp_min(1e-10)
     randomized = max(((other - logits).norm(dim=1) / scale).max().item() for other in again) > 1e-4
-    if randomized and attack.version != "rand":
+    samples = attack.gradient_samples
+    if randomized and samples is None:
         warnings.append(ReliabilityWarning("randomized", "two forwards of the same images differ; use version='rand'"))
-    if not randomized and attack.version == "rand" and attack.samples > 1:
-        message = f"{attack.samples} samples per gradient on a model that is not randomized; use version='standard'"
+    if not randomized and samples is not None and samples > 1:
+        message = f"{samples} samples per gradient on a model that is not randomized; use version='standard'"
         warnings.append(ReliabilityWarning("deterministic", message))
     if not randomized and len(x) > 1:
         alone = _finite(torch.cat([victim.strict_logits(image) for image in x[:4].split(1)]))

@@ -17,7 +17,7 @@ from torch import Tensor
 from advnorm._core.errors import ConfigError
 from advnorm._core.records import digest, interrupted_write, require_regular, write_atomic, write_json
 from advnorm._core.shapes import read_record, with_digest
-from advnorm.attacks.autoattack.settings import AutoAttackSettings
+from advnorm.attacks.autoattack.settings import CascadeSettings
 from advnorm.attacks.search import SearchResult
 
 
@@ -33,15 +33,16 @@ class ReliabilityWarning:
 class AutoAttackResult:
     """The result of an evaluation, with its conditions."""
 
-    attack: AutoAttackSettings
+    attack: CascadeSettings
     #: Adversarial images; for robust images the candidate nearest to the decision boundary.
     x_adv: Tensor
     #: The attack that fooled each image, as a position in ``stages``; 0 (``clean``): wrong without attack; -1: robust.
     fooled_by: Tensor
     stages: tuple[str, ...]
     seconds: dict[str, float]
-    #: Number of forwards in images, without backwards.
+    #: Number of forwards and of backwards of each stage, in images.
     forwards: dict[str, int]
+    backwards: dict[str, int]
     warnings: tuple[ReliabilityWarning, ...]
     batch_size: int
     #: Batch sizes that ran out of memory.
@@ -75,13 +76,14 @@ class AutoAttackResult:
             "images": len(self.x_adv),
             "accuracy": self.accuracy,
             "forwards": self.forwards,
+            "backwards": self.backwards,
             "warnings": [dataclasses.asdict(warning) for warning in self.warnings],
             "batch_size": self.batch_size,
             "halved": list(self.halved),
         }
 
     def __str__(self) -> str:
-        lines = [f"AutoAttack {self.attack.version}, {self.attack.threat}, {len(self.x_adv)} images"]
+        lines = [f"{self.attack.title}, {self.attack.threat}, {len(self.x_adv)} images"]
         width = max(map(len, self.stages))
         for name, accuracy in self.accuracy.items():
             lines.append(f"  {name:{width}} {100 * accuracy:6.2f} %  {self.seconds.get(name, 0):8.1f} s")
@@ -97,6 +99,7 @@ class StageBatch:
     found: SearchResult
     seconds: float
     forwards: int
+    backwards: int
 
 
 class CascadeAnswer(TypedDict):
@@ -120,7 +123,7 @@ class CascadeRecord:
     While the evaluation runs, the folder holds a file for each finished batch. Every file is written atomically.
     """
 
-    FORMAT = 2
+    FORMAT = 3
 
     def __init__(self, folder: Path, request: dict[str, Any]) -> None:
         self.folder, self.request = folder, request
@@ -154,7 +157,7 @@ class CascadeRecord:
         """Write a finished batch."""
         tensors = {name: value for name, value in vars(batch.found).items() if value is not None}
         tensors["images"] = batch.images
-        facts = {"stage": batch.stage, "seconds": batch.seconds, "forwards": batch.forwards}
+        facts = {name: getattr(batch, name) for name in ("stage", "seconds", "forwards", "backwards")}
         self._count += 1
         _write_tensors(self.folder / f"batch-{self._count:06}.safetensors", tensors, facts)
 
@@ -179,7 +182,7 @@ class CascadeRecord:
         for path in self.folder.glob("batch-*.safetensors"):
             path.unlink()
 
-    def load_result(self, attack: AutoAttackSettings, device: torch.device) -> AutoAttackResult | None:
+    def load_result(self, attack: CascadeSettings, device: torch.device) -> AutoAttackResult | None:
         """Return the result of a finished evaluation, else None."""
         answer = self._data.get("answer")
         if answer is None:
@@ -192,6 +195,7 @@ class CascadeRecord:
             stages=tuple(answer["stages"]),
             seconds=answer["seconds"],
             forwards=summary["forwards"],
+            backwards=summary["backwards"],
             warnings=tuple(ReliabilityWarning(**warning) for warning in summary["warnings"]),
             batch_size=summary["batch_size"],
             halved=tuple(summary["halved"]),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from advnorm._core.errors import AdvnormError
 from advnorm._core.precision import ContextFactory, float32_as
-from advnorm.attacks.autoattack.settings import AutoAttackSettings
+from advnorm.attacks.autoattack.settings import CascadeSettings
 from advnorm.attacks.folded_copy import make_folded_copy
 from advnorm.attacks.model_access import Predict, extract_logits, pad_rows, padded_size
 from advnorm.norms import Mode, routed_modules
@@ -32,7 +32,7 @@ MOST_ROWS = 1024
 
 
 def search_surrogate(
-    attack: AutoAttackSettings, predict: Predict, device: torch.device, model: nn.Module | None = None
+    attack: CascadeSettings, predict: Predict, device: torch.device, model: nn.Module | None = None
 ) -> tuple[Predict | None, ContextFactory]:
     """Return the surrogate for the attack's precision, None for the model itself, and the scope to run it in."""
     if attack.precision == "float32":
