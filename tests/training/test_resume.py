@@ -332,6 +332,6 @@ def test_a_validation_by_the_quick_estimate_resumes_with_the_same_bits(tmp_path,
         with pytest.raises(KeyboardInterrupt):
             train(config, tmp_path / "other")
     other = train(config, tmp_path / "other")
-    found, expected = state(other), state(whole)
-    assert found.pop("pieces") != expected.pop("pieces") and found == expected
+    assert "resuming from step 4" in (other.folder / "log.txt").read_text()
+    assert state(other) == state(whole)
     assert all("quick-steps4-restarts1" in row["held_out"] for row in whole.metrics())
