@@ -6,10 +6,11 @@ import subprocess
 import matplotlib
 from IPython import get_ipython
 
-from advnorm.analysis.plots import figure_style
+from advnorm.analysis.plots import COLOURS, figure_style
 
 _style = figure_style()
 _style.__enter__()
+matplotlib.rcParams["axes.prop_cycle"] = matplotlib.cycler(color=COLOURS)
 matplotlib.rcParams["svg.fonttype"] = "path"  # letters as shapes: the same on every device
 
 

@@ -56,8 +56,11 @@ def write_tutorial(source: Path, out: Path) -> None:
         NotebookClient(notebook, config=kernel, kernel_name="python3", **options).execute()
     print(f"tutorial {source.stem}: {time.perf_counter() - start:.0f} s")
     out.mkdir(parents=True, exist_ok=True)
-    nbformat.write(notebook, out / f"{source.stem}.ipynb")
     (out / f"{source.stem}.md").write_text(Renderer(source.stem, out).page(notebook))
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":  # a notebook lies beside the pages of the site
+            cell.source = re.sub(r"(\]\((?!https?:)[^)\s]+)\.md\b", r"\1.html", cell.source)
+    nbformat.write(notebook, out / f"{source.stem}.ipynb")
 
 
 class Renderer:

@@ -119,7 +119,7 @@ for name, label, colour in (
     ("clean_ce", "clean images", "#0072B2"),
     ("adv_ce", "adversarial images", "#D55E00"),
 ):
-    axes.plot([row[name] for row in history], label=label, color=colour, marker="")
+    axes.plot([row[name] for row in history], label=label, color=colour)
 axes.set(xlabel="step", ylabel="cross-entropy")
 axes.legend()
 plt.show()

@@ -109,9 +109,10 @@ for name, verdict in verdicts.items():
     axes.plot(
         [rung.attack for rung in rungs],
         [rung.worst for rung in rungs],
+        marker="o",
         label=f"{name}: {verdict.verdict}",
     )
-axes.axhline(verdict.chance, color="grey", linestyle=":", marker="", label="chance")
+axes.axhline(verdict.chance, color="grey", linestyle=":", label="chance")
 axes.set(ylabel="worst case so far", ylim=(0, 1.02))
 axes.tick_params(axis="x", labelrotation=60)
 axes.legend(loc="lower left")

@@ -157,10 +157,10 @@ against_eps = advnorm.accuracy_against_eps(robust, (x, y), threat, radii, "pgd10
 against_steps = advnorm.accuracy_against_steps(robust, (x, y), threat, (1, 2, 5, 10, 20))
 
 figure, (left, right) = plt.subplots(1, 2, sharey=True)
-left.plot((0, *radii), [against_eps.result.accuracy(), *against_eps.robust_accuracies()])
-left.axhline(0.1, color="grey", linestyle=":", marker="")
+left.plot((0, *radii), [against_eps.result.accuracy(), *against_eps.robust_accuracies()], "o-")
+left.axhline(0.1, color="grey", linestyle=":")
 left.set(xlabel="eps", ylabel="robust accuracy", ylim=(0, 1))
-right.plot(against_steps.values, against_steps.robust_accuracies())
+right.plot(against_steps.values, against_steps.robust_accuracies(), "o-")
 right.set(xlabel="steps of PGD", xscale="log")
 plt.show()
 

@@ -5,7 +5,7 @@
 # this is not obvious: each process sees a part of the batch, and the parts have other
 # statistics than the whole. In this tutorial you train with `torchrun` in two processes on
 # the CPU, compare with one process, and run a study on Ray. On a machine with GPUs the
-# commands are the same.
+# commands are the same. Run them in the root of the repository.
 #
 # ## One process
 
@@ -37,36 +37,34 @@ print(one.folder, [round(row["loss"], 3) for row in one.metrics()])
 # %%
 # !torchrun --nproc-per-node 2 -m advnorm train config.yaml --set name=unsynchronized --device cpu
 
-# %% alt="Loss by epoch for one process, two synchronized and two unsynchronized processes"
-import matplotlib.pyplot as plt
-
+# %%
 runs = {
     name: advnorm.Run.open(f"runs/{name}-seed0") for name in ("one", "two", "unsynchronized")
 }
+losses = {name: [row["loss"] for row in run.metrics()] for name, run in runs.items()}
+for name, values in losses.items():
+    print(f"{name:14}", *(f"{value:.6f}" for value in values))
+
+# %% [markdown]
+# How far are two processes from one?
+
+# %% alt="Difference of the training loss from one process: tiny with synchronized statistics, larger without"
+import matplotlib.pyplot as plt
+
 figure, axes = plt.subplots(figsize=(7, 3))
-for (name, run), style in zip(runs.items(), ("-", "--", ":")):
-    axes.plot(
-        [row["epoch"] for row in run.metrics()],
-        [row["loss"] for row in run.metrics()],
-        style,
-        label=name,
-    )
-axes.set(xlabel="epoch", ylabel="training loss")
-axes.set_xticks([row["epoch"] for row in run.metrics()])
+for name, label in (("two", "synchronized"), ("unsynchronized", "not synchronized")):
+    apart = [abs(value - one) for value, one in zip(losses[name], losses["one"])]
+    axes.plot(range(1, len(apart) + 1), apart, "o-", label=f"two processes, {label}")
+axes.set(xlabel="epoch", ylabel="difference from one process", yscale="log")
+axes.set_xticks(range(1, len(apart) + 1))
 axes.legend()
 plt.show()
 
 # %% [markdown]
-# One process and two synchronized processes lie on top of each other. How close are they?
-
-# %%
-for row, other in zip(runs["one"].metrics(), runs["two"].metrics()):
-    print(f"epoch {row['epoch']}: loss {row['loss']:.4f} and {other['loss']:.4f}")
-
-# %% [markdown]
-# The difference comes from rounding: sums over two halves are added in another order. It
-# grows slowly, because PGD takes the sign of a gradient, and a gradient near zero can flip.
-# Attacks communicate nothing, and gradients are reduced once per step.
+# With synchronized statistics, the difference comes from rounding: sums over two halves are
+# added in another order. It grows slowly, because PGD takes the sign of a gradient, and a
+# gradient near zero can flip. Attacks communicate nothing, and gradients are reduced once per
+# step.
 #
 # ## In your own loop
 #

@@ -3,8 +3,8 @@
 #
 # Research means adding what does not exist yet. In this tutorial you look at a small package
 # with a norm, an attack and an objective of its own, install it, and use its parts by name:
-# in Python, in a configuration, and in every command. Its folder is `examples/own_parts`;
-# copy it to start your own.
+# in Python, in a configuration, and in every command. Its folder is `examples/own_parts` in the
+# repository; copy it to start your own. Run the commands in the root of the repository.
 
 # %%
 # !find examples/own_parts/ -name '*.py' -o -name '*.toml' | sort
@@ -44,8 +44,17 @@
 # %% [markdown]
 # ## Install it
 #
-# Importing the package registers its parts. Here it goes to a folder of its own; with your
-# package you would write `pip install .`:
+# The package needs two more files: one that names it, and one that imports the parts.
+# Importing the package registers them:
+
+# %%
+# !cat examples/own_parts/pyproject.toml
+
+# %%
+# !cat examples/own_parts/src/own_parts/__init__.py
+
+# %% [markdown]
+# Here the package goes to a folder of its own; with yours you would write `pip install .`:
 
 # %%
 # !pip install --quiet --no-deps --no-build-isolation --target packages examples/own_parts/
@@ -117,7 +126,7 @@ for family, label in (
     found = advnorm.benchmark(
         model, test, threat, [f"{family}{n}" for n in steps], "adv", limit=200
     )
-    axes.plot(steps, [found.accuracy(f"{family}{n}") for n in steps], label=label)
+    axes.plot(steps, [found.accuracy(f"{family}{n}") for n in steps], "o-", label=label)
 axes.set(xlabel="steps", ylabel="robust accuracy", xscale="log")
 axes.set_xticks(steps, steps)
 axes.legend()

@@ -19,7 +19,7 @@
 # ## What we measured
 #
 # A *record* holds the numbers of one training with all conditions. The repository keeps
-# records under `results/`. They were made with the `fast` protocol, a shortened schedule: a
+# records under `results/`; run this in its root. They were made with the `fast` protocol, a shortened schedule: a
 # recipe of its own, not the paper's. Compare both:
 
 # %%
@@ -41,12 +41,12 @@ print(len(pairs), "of", len(study.numbers), "printed numbers were measured")
 import matplotlib.pyplot as plt
 
 figure, axes = plt.subplots(figsize=(5.2, 4.2))
-axes.plot([0, 100], [0, 100], color="grey", linestyle=":", marker="", zorder=0)
+axes.plot([0, 100], [0, 100], color="grey", linestyle=":", zorder=0)
 for metric, label in (("clean", "clean"), ("pgd10", "PGD-10"), ("autoattack", "AutoAttack")):
     chosen = [
         (number.printed, value) for number, value in pairs if number.column.endswith(metric)
     ]
-    axes.plot(*zip(*chosen), linestyle="", label=label)
+    axes.plot(*zip(*chosen), "o", label=label)
 axes.set(xlabel="printed in the paper (%)", ylabel="measured, fast protocol (%)")
 axes.legend()
 plt.show()

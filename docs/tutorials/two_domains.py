@@ -193,8 +193,8 @@ for axes, (title, model, inputs) in zip(panels, cases):
         )
         mean, variance = model.bn2.statistics_bank(bank)[:2]
         gaussian = torch.distributions.Normal(mean[channel], variance[channel].sqrt())
-        line = {"color": "black" if bank == "shared" else colour, "marker": ""}
-        axes.plot(places, gaussian.log_prob(places).exp(), **line, label=f"bank {bank}")
+        line = "black" if bank == "shared" else colour
+        axes.plot(places, gaussian.log_prob(places).exp(), color=line, label=f"bank {bank}")
     axes.set(title=f"{title}, channel {channel}", xlabel="input of bn2", yticks=[])
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(dict(zip(labels, handles)).values(), dict(zip(labels, handles)))
