@@ -115,7 +115,7 @@ for name, verdict in verdicts.items():
 axes.axhline(verdict.chance, color="grey", linestyle=":", label="chance")
 axes.set(ylabel="worst case so far", ylim=(0, 1.02))
 axes.tick_params(axis="x", labelrotation=60)
-axes.legend(loc="lower left")
+axes.legend(ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
 plt.show()
 
 # %% [markdown]

@@ -48,7 +48,7 @@ for name, values in losses.items():
 # %% [markdown]
 # How far are two processes from one?
 
-# %% alt="Difference of the training loss from one process: tiny with synchronized statistics, larger without"
+# %% alt="Difference of the training loss from one process: smaller with synchronized statistics"
 import matplotlib.pyplot as plt
 
 figure, axes = plt.subplots(figsize=(7, 3))
@@ -62,9 +62,9 @@ plt.show()
 
 # %% [markdown]
 # With synchronized statistics, the difference comes from rounding: sums over two halves are
-# added in another order. It grows slowly, because PGD takes the sign of a gradient, and a
-# gradient near zero can flip. Attacks communicate nothing, and gradients are reduced once per
-# step.
+# added in another order. It grows during training, because PGD takes the sign of a gradient,
+# and a gradient near zero can flip. Attacks communicate nothing, and gradients are reduced
+# once per step.
 #
 # ## In your own loop
 #

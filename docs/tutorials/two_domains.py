@@ -76,7 +76,7 @@ for row, accuracy in enumerate(results.values()):
 axes.set_yticks(range(2), results)
 axes.invert_yaxis()
 axes.grid(visible=False, axis="y")
-axes.set(xlabel="accuracy: blue under AutoAttack, hatched under PGD-10 only", xlim=(0, 0.65))
+axes.set(xlabel="accuracy: blue under AutoAttack, hatched under PGD-10 only", xlim=(0, 0.75))
 plt.show()
 
 # %% [markdown]

@@ -230,7 +230,9 @@ def _run_table(runs: Sequence[Row]) -> ReportTable:
     for run in runs:
         settings = [run["model"], run["data"], run["norm"], run["objective"], str(run["config.eps"]), str(run["seed"])]
         epochs = f"{run.get('last.epoch', 0)} of {run['epochs']}"
-        minutes = "not finished" if run["minutes"] is None else f"{run['minutes']:.1f}"
+        minutes = (
+            "not finished" if run["minutes"] is None else f"{run['minutes']:{'.1f' if run['minutes'] >= 1 else '.2g'}}"
+        )
         held_out = [_pair_text(run, f"{which}.held_out.", "") for which in ("best", "last")]
         rows += [[run["run"]], [*settings, epochs, minutes, *held_out, _pair_text(run, "last.", "_accuracy")]]
     numbers = ("epochs", "minutes", "held out, best", "held out, last", "training")
