@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -400,7 +401,7 @@ def test_an_ascent_that_starts_at_nan_continues_from_the_first_finite_value(linf
         return linf.model(x) * (torch.nan if len(calls) == 1 else 1)
 
     victim, rows = VictimModel(late), _Rows(x=x, y=y, target=y, noise=ImageNoise(0, torch.arange(20)))
-    settings = {"victim": victim, "grid": CandidateGrid(victim, linf.threat, x, y), "samples": 1}
-    rule = _Dense(linf.threat, 10, 0.75)
-    best = _ascend(rows, x, value=lambda z, y, _: cross_entropy(z, y), rule=rule, counts=False, **settings)
+    measure = partial(APGD(threat=linf.threat)._gradient, victim=victim, value=lambda z, y, _: cross_entropy(z, y))
+    grid, rule = CandidateGrid(victim, linf.threat, x, y), _Dense(linf.threat, 10, 0.75)
+    best = _ascend(rows, x, measure=measure, victim=victim, grid=grid, rule=rule, counts=False)
     assert (cross_entropy(linf.model(best), y) > cross_entropy(linf.model(x), y)).all()

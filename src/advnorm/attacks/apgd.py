@@ -20,8 +20,10 @@ from advnorm._core.settings import Setting
 from advnorm.attacks.base import Restarts, Steps
 from advnorm.attacks.geometry import fast_projection, threat_norm
 from advnorm.attacks.losses import LOSSES, label_margin, minimum_classes
-from advnorm.attacks.names import count_options, register_attack
+from advnorm.attacks.model_access import Predict
+from advnorm.attacks.names import NameOption, count_options, register_attack
 from advnorm.attacks.search import CandidateGrid, Search, SearchResult, ranked_targets, select_rows
+from advnorm.attacks.straight_through import StraightPredict
 from advnorm.attacks.victim import VictimModel
 from advnorm.threat import ThreatModel, per_image
 
@@ -32,6 +34,7 @@ VERIFY_EVERY = 5
 #: APGD also verifies after its first steps, when most images fall; not for randomized models, whose draws would get
 #: more chances.
 VERIFY_FIRST = 3
+STRAIGHT = NameOption(setting="straight", value=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +50,20 @@ class APGD(Search):
     restarts: Restarts = 1
     samples: Annotated[int, Setting("Forwards per gradient, for randomized models.", "[1, inf)")] = 1
     rho: Annotated[float, Setting("Share of rising steps below which the step size halves.", "(0, 1)")] = 0.75
+    smoothing: Annotated[
+        float, Setting("Gradients are means over points within this share of eps; 0: at the point.", "[0, 1]")
+    ] = 0.0
+    patient: Annotated[bool, Setting("Continue after a success, for the worst case of a randomized model.")] = False
+    straight: Annotated[bool, Setting("Replace functions without a gradient in the backward pass (BPDA).")] = False
 
     def variants(self, classes: int) -> int:
         return self.restarts * max(1, min(self.targets, classes - 1))
 
     def forwards(self, classes: int) -> int:
         return (self.steps + 1) * self.samples * self.variants(classes)
+
+    def guide(self, predict: Predict, x: Tensor) -> Predict:
+        return StraightPredict(predict, x) if self.straight else predict
 
     def search(
         self, victim: VictimModel, x: Tensor, y: Tensor, noise: ImageNoise, *, start: Tensor | None = None
@@ -63,7 +74,7 @@ class APGD(Search):
         """
         clean = victim.strict_logits(x)
         classes = clean.shape[1]
-        grid = CandidateGrid(victim, self.threat, x, y, self.variants(classes))
+        grid = CandidateGrid(victim, self.threat, x, y, self.variants(classes), patient=self.patient)
         likely = clean if start is None else victim.strict_logits(start)
         target = ranked_targets(likely, y, max(1, self.targets)).repeat_interleave(self.restarts, 1).flatten()
         rows = _Rows(x=grid.to_rows(x), y=grid.to_rows(y), target=target, noise=grid.row_noise(noise))
@@ -73,13 +84,33 @@ class APGD(Search):
         if kept is not None:
             rows, first = select_rows(rows, kept), select_rows(first, kept)
         if len(rows.y):
-            ascend = partial(_ascend, victim=victim, grid=grid, value=self._value(classes), samples=self.samples)
+            measure = partial(self._gradient, victim=victim, value=self._value(classes))
+            early = VERIFY_FIRST if self.samples == 1 else 0
+            ascend = partial(_ascend, measure=measure, victim=victim, grid=grid, early=early)
             if self.threat.norm == "L1":
                 self._sparse(rows, ascend)
             else:
                 first = on_sphere(self.threat, rows.x, rows.noise) if start is None else first
                 ascend(rows, first, rule=_Dense(self.threat, self.steps, self.rho))
         return grid.finish()
+
+    def _gradient(
+        self, rows: _Rows, point: Tensor, step: int, *, victim: VictimModel, value: Value
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits, values and gradients at the points; with smoothing, the mean gradient of points around them."""
+
+        def objective(logits: Tensor, part: slice) -> Tensor:
+            return value(logits, rows.y[part], rows.target[part])
+
+        if not self.smoothing:
+            return victim.gradient(point, objective, self.samples)
+        total: list[Tensor] = []
+        for sample in range(self.samples):
+            around = on_sphere(self.threat, point, rows.noise.fold("smoothing").fold(step).fold(sample))
+            found = victim.gradient(point + self.smoothing * (around - point), objective)[1:]
+            total = [a + b for a, b in zip(total, found)] if total else list(found)
+        values, grads = (part / self.samples for part in total)
+        return victim.search_logits(point), values, grads
 
     def _sparse(self, rows: _Rows, ascend: Callable[..., Tensor]) -> None:
         early = math.ceil(0.3 * self.steps)
@@ -136,25 +167,22 @@ def _ascend(
     rows: _Rows,
     start: Tensor,
     *,
+    measure: Callable[[_Rows, Tensor, int], tuple[Tensor, Tensor, Tensor]],
     victim: VictimModel,
     grid: CandidateGrid,
-    value: Value,
-    samples: int,
     rule: _Dense | _Sparse,
     counts: bool = True,
+    early: int = 0,
 ) -> Tensor:
     """Maximize the values by ``rule`` and return the best points. If ``counts``, offer every point to the grid."""
 
-    def gradient(rows: _Rows, point: Tensor) -> tuple[Tensor, Tensor]:
-        def objective(logits: Tensor, part: slice) -> Tensor:
-            return value(logits, rows.y[part], rows.target[part])
-
-        logits, values, grads = victim.gradient(point, objective, samples)
+    def gradient(rows: _Rows, point: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        logits, values, grads = measure(rows, point, step)
         if counts:
             grid.offer(point, victim.search_margin(logits, rows.y))
         return values, grads
 
-    values, grads = gradient(rows, start)
+    values, grads = gradient(rows, start, 0)
     if counts:
         grid.record_zero_gradients(grads)
     c = _Ascent(
@@ -173,11 +201,10 @@ def _ascend(
         moved=(start != rows.x).flatten(1).sum(1),
     )
     project, checked = fast_projection(rule.threat, rows.x), 0
-    early = VERIFY_FIRST if samples == 1 else 0
     for step in range(1, rule.steps + 1):
         point = project(rule.ahead(c, project, first=step == 1))
         c.previous, c.point = c.point, point
-        values, c.gradient = gradient(c.rows, point)
+        values, c.gradient = gradient(c.rows, point, step)
         c.rises += values > c.value
         better = values > c.best_value
         c.best = torch.where(per_image(better, point), point, c.best)
@@ -262,6 +289,15 @@ for _name, _settings, _summary in (
     ("apgd-ce", {"loss": "ce"}, "Auto-PGD on the cross-entropy"),
     ("apgd-dlr", {"loss": "dlr"}, "Auto-PGD on the DLR loss"),
     ("apgd-t", {"loss": "dlr", "targets": 9}, "Auto-PGD on the DLR loss towards the 9 most likely other classes"),
+    ("apgd-margin-t", {"loss": "cw", "targets": 9}, "Auto-PGD on the margin towards the 9 most likely other classes"),
+    ("apgd-eot", {"loss": "cw", "samples": 20, "patient": True}, "Auto-PGD on the mean margin of a randomized model"),
+    ("apgd-smooth", {"loss": "cw", "samples": 10, "smoothing": 0.2}, "Auto-PGD on gradients averaged around a point"),
 ):
-    _options = count_options("steps", "restarts", "samples")
+    _options = {**count_options("steps", "restarts", "samples", "targets"), "bpda": STRAIGHT}
     register_attack(_name, settings=_settings, options=_options, summary=_summary, paper="A, C")(APGD)
+register_attack(
+    "apgd-bpda",
+    settings={"loss": "cw", "straight": True},
+    options=count_options("steps", "restarts", "samples", "targets"),
+    summary="Auto-PGD on the margin with BPDA",
+)(APGD)

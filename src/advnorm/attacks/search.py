@@ -45,14 +45,24 @@ class CandidateGrid:
     Rows are image-major: the variants of an image are adjacent. A search passes its points to :meth:`offer` and calls
     :meth:`verify` at intervals. Verification projects the best candidate of each image and evaluates it with a strict
     forward; a misclassified image is dropped with all its variants. An image's result depends on its own rows only,
-    so dropping other images changes nothing but the time.
+    so dropping other images changes nothing but the time. A ``patient`` grid verifies at the end only: one draw of a
+    randomized model proves little.
     """
 
     #: Finished rows are dropped when they make up this share: from there on copying is cheaper than computing them.
     DROP = 0.25
 
-    def __init__(self, victim: VictimModel, threat: ThreatModel, x: Tensor, y: Tensor, variants: int = 1) -> None:
-        self.victim, self.threat, self.variants = victim, threat, variants
+    def __init__(
+        self,
+        victim: VictimModel,
+        threat: ThreatModel,
+        x: Tensor,
+        y: Tensor,
+        variants: int = 1,
+        *,
+        patient: bool = False,
+    ) -> None:
+        self.victim, self.threat, self.variants, self.patient = victim, threat, variants, patient
         no = torch.zeros_like(y, dtype=torch.bool)
         self._result = SearchResult(x.clone(), no, x.new_full((len(x),), torch.inf), zero_gradient=no.clone())
         self._clean = x
@@ -90,6 +100,8 @@ class CandidateGrid:
 
         Misclassified images are dropped, and images that the search marks as ``finished``.
         """
+        if self.patient and finished is None:
+            return None
         suspects = ((self._margin <= self.victim.tolerance) & ~self._done).nonzero()[:, 0]
         if len(suspects):
             candidates = self.threat.project(self._point[suspects], self._x[suspects])
@@ -152,6 +164,10 @@ class Search(Attack):
     def forwards(self, classes: int) -> int:
         """Approximate number of forwards for an image that resists."""
 
+    def guide(self, predict: Predict, x: Tensor) -> Predict:
+        """Return the forward that guides the search; ``predict`` decides."""
+        return predict
+
     def perturb(self, predict: Predict, x: Tensor, y: Tensor, noise: ImageNoise) -> Tensor:
         predict = never_alone(predict) if self.statistics == "batch_frozen" else predict
-        return self.search(VictimModel(predict), x, y, noise).x_adv
+        return self.search(VictimModel(predict, search_predict=self.guide(predict, x)), x, y, noise).x_adv

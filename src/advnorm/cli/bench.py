@@ -1,4 +1,4 @@
-"""The verbs ``bench norms``, ``bench train`` and ``bench autoattack``."""
+"""The verbs ``bench norms``, ``bench train``, ``bench autoattack`` and ``bench audit``."""
 
 from __future__ import annotations
 
@@ -149,6 +149,41 @@ def bench_autoattack(
             on_result=lambda so_far: json and write_json(json, so_far.record()),  # a row can take many minutes
         )
     console.print(autoattack_table(result))
+    _write(json, result.record())
+
+
+@command(app, "audit")
+def bench_audit(
+    specimens: Annotated[list[str] | None, typer.Argument(help="Specimens of the gallery. Default: all.")] = None,
+    data: Annotated[str, typer.Option(help="digits (embedded), or cifar10 for a GPU.")] = "digits",
+    data_dir: Annotated[Path | None, typer.Option(help="Folder of CIFAR-10.")] = None,
+    budget: Annotated[str, typer.Option(help="Budget of each audit; see `advnorm audit --help`.")] = "quick",
+    limit: Annotated[int | None, typer.Option(min=1, help="Number of images. Default: by the budget.")] = None,
+    device: Device = None,
+    seed: Seed = 0,
+    json: JsonCopy = None,
+) -> None:
+    """Measure how often the audit is wrong, on trained classifiers whose robustness is known.
+
+    Examples: `advnorm bench audit --json audit.json`, `advnorm bench audit kwta mean_sparse pgd_at --limit 50`
+    """
+    from advnorm._core.records import write_json
+    from advnorm.bench.audit import bench_audit as measure
+    from advnorm.cli.bench_tables import audit_tables
+
+    with _measuring(json) as show:
+        result = measure(
+            specimens or (),
+            data=data,
+            data_dir=data_dir,
+            budget=budget,  # pyright: ignore[reportArgumentType]  # validated there
+            limit=limit,
+            device=device,
+            seed=seed,
+            on_row=show,
+            on_result=lambda so_far: json and write_json(json, so_far.record()),
+        )
+    console.print(audit_tables(result))
     _write(json, result.record())
 
 

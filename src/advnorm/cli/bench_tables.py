@@ -7,6 +7,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from advnorm.bench.audit import AuditBenchmark, score
 from advnorm.bench.autoattack import AutoAttackBenchmark
 from advnorm.bench.norms import LIMITS, NormBenchmark
 from advnorm.bench.train import TrainBenchmark, TrainRow
@@ -99,3 +100,31 @@ def autoattack_table(result: AutoAttackBenchmark) -> Table:
     table.caption = " ".join([f"clean accuracy {clean:.2%}; compared with {result.reference}.", *result.notes])
     table.caption_justify = "left"
     return table
+
+
+def audit_tables(result: AuditBenchmark) -> Group:
+    """Return the verdict on each specimen and the score of each half."""
+    title = f"audit of known classifiers: {result.data}, {result.images} images, budget {result.budget}"
+    table = Table("specimen", "truth", "verdict", title=title, title_justify="left", box=SIMPLE, pad_edge=False)
+    for column in ("clean", "PGD-10", "worst", "known", "s"):
+        table.add_column(column, justify="right")
+    expected = {"sound": "real", "false": "false", "undefended": "none"}
+    for name, row in result.rows.items():
+        colour = "green" if row.verdict == expected[row.truth] else "red"
+        accuracies = (f"{100 * value:.1f}" for value in (row.clean, row.pgd10, row.worst_case, row.known))
+        table.add_row(name, row.truth, Text(row.verdict, colour), *accuracies, f"{row.seconds:.1f}")
+    parts: list[Table | str] = [table]
+    for name, held_out in (("thresholds chosen on this half", False), ("held-out half", True)):
+        found = score(result.half(held_out=held_out))
+        if not found["matrix"]:
+            continue
+        matrix = Table(name, title_justify="left", box=SIMPLE, pad_edge=False)
+        verdicts = list(next(iter(found["matrix"].values())))
+        for verdict in verdicts:
+            matrix.add_column(verdict, justify="right")
+        for truth, counts in found["matrix"].items():
+            matrix.add_row(truth, *(str(counts[verdict]) for verdict in verdicts))
+        shares = {"precision of false": found["precision"], "recall of false": found["recall"]}
+        text = ", ".join(f"{key} {'–' if value is None else f'{value:.0%}'}" for key, value in shares.items())
+        parts += [matrix, f"{text}, {found['seconds']:.1f} s per audit"]
+    return Group(*parts)

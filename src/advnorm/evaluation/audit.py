@@ -14,17 +14,27 @@ from itertools import pairwise
 from typing import Any, Unpack
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import advnorm.attacks as attack_names
 from advnorm._core.errors import ConfigError, Problem, raise_problems
 from advnorm._core.memory import AdaptiveBatchSize
 from advnorm._core.records import digest, model_fingerprint
+from advnorm._core.seeding import ImageNoise
 from advnorm.attacks import Attack, input_gradient
 from advnorm.attacks.losses import cross_entropy
+from advnorm.attacks.straight_through import StraightPredict
 from advnorm.evaluation import audit_thresholds as limits
-from advnorm.evaluation.audit_ladder import BUDGET_IMAGES, Budget, budget_problems, build_ladder
-from advnorm.evaluation.evidence import EvidenceList, RungResult, VerdictName, decide, weigh_gap
+from advnorm.evaluation.audit_ladder import (
+    BUDGET_IMAGES,
+    Budget,
+    Obstacles,
+    adaptive_rungs,
+    budget_problems,
+    build_ladder,
+)
+from advnorm.evaluation.evidence import EvidenceList, RungResult, VerdictName, decide, weigh_gap, weigh_one_step
 from advnorm.evaluation.jobs import AttackJob
 from advnorm.evaluation.model_branches import branches, mixing_norms, same_branch
 from advnorm.evaluation.plan import PROBE_IMAGES, EvaluationOptions, plan_evaluation, type_problems
@@ -37,6 +47,8 @@ from advnorm.threat import ThreatModel
 
 #: Number of correct images whose gradients are measured.
 GRADIENT_IMAGES = 256
+#: Forwards of a randomized model whose majority decides on an image.
+DRAWS = 9
 #: Signs of an obstacle between attack and model, which more steps of the same attacks do not overcome.
 OBSTACLES = frozenset({"zero gradients", "broken gradients", "logit gap", "probabilities", "random", "batch"})
 
@@ -111,6 +123,8 @@ class _Audit:
         self.chance = labels.bincount().max().item() / len(labels)
         self.evidence = EvidenceList(len(labels))
         self.advice: list[str] = []
+        if any(reference.is_random for reference in runner.plan.references.values()):
+            runner.draws = DRAWS
         self.gradients = {route: self._has_gradients(route) for route in routes}
         self.clean = {route: runner.evaluate_clean(route) for route in routes}
         self.outputs = {route: runner.check_outputs(route) for route in routes}
@@ -122,6 +136,7 @@ class _Audit:
         plan, runner, route = self.plan, self.runner, self.route
         self._measure_outputs(self.outputs[route])
         ladder, worst = self._run_ladder()
+        worst = self._overcome_obstacles(ladder, worst)
         curve = self._vary_eps()
         worst = self._transfer(ladder, worst)
         others = {
@@ -132,6 +147,9 @@ class _Audit:
         others |= self._evaluate_components()
         claimed, worst_case, images = fraction(self.claims[route]), fraction(worst), len(self.correct)
         gap = weigh_gap(claimed, worst_case, self.evidence.items, norm=self.threat.norm, images=images)
+        one_step = next((rung.alone for rung in ladder if rung.attack == "fgsm"), None)
+        if one_step is not None:
+            self.evidence.items.insert(0, weigh_one_step(one_step, worst_case, fraction(self.correct), images=images))
         evidence = [gap, *self.evidence.items]
         verdict, reasons = decide(claimed, worst_case, evidence, chance=self.chance, images=images)
         return Verdict(
@@ -218,6 +236,36 @@ class _Audit:
             self._compare_strengths(results)
         return ladder, worst
 
+    def _overcome_obstacles(self, ladder: list[RungResult], worst: Tensor) -> Tensor:
+        """Attack the survivors with what overcomes the obstacles that were found."""
+        for rung in adaptive_rungs(self.budget, self._find_obstacles()):
+            gradients = self.gradients[self.route] or "bpda" in rung.attack
+            if gradients:
+                worst = worst & self._attack(rung.attack, self.route, worst)
+            skipped = "" if gradients else "no gradients"
+            ladder.append(
+                RungResult(attack=rung.attack, text=rung.text, alone=None, worst=fraction(worst), skipped=skipped)
+            )
+        return worst
+
+    def _find_obstacles(self) -> Obstacles:
+        failed = {item.name for item in self.evidence.items if not item.ok}
+        random = "random" in failed  # such gradients change their direction by chance
+        return Obstacles(blocked=self._is_blocked(), random=random, shattered="gradient angle" in failed and not random)
+
+    def _is_blocked(self) -> bool:
+        """Return whether BPDA replaces functions of this model and gets a gradient."""
+        plan = self.plan
+        x = plan.images[:PROBE_IMAGES].to(plan.device).requires_grad_()
+        y = plan.labels[:PROBE_IMAGES].to(plan.device)
+        with plan.forward.seeded("bpda"), plan.forward.differentiable(self.route) as predict:
+            smooth = StraightPredict(predict, x)
+            try:
+                input_gradient(cross_entropy(smooth(x), y), x)
+            except (ConfigError, RuntimeError):
+                return False
+        return smooth.replaced > 0
+
     def _compare_strengths(self, results: Mapping[str, Tensor]) -> None:
         """Expect noise and a single step not to beat ten steps, and many steps not to beat ten steps by much."""
         points = {name: 100 * fraction(robust) for name, robust in results.items()}
@@ -290,41 +338,49 @@ class _Audit:
     # -- outputs and gradients -----------------------------------------------------------------------------------------
 
     def _measure_outputs(self, outputs: OutputCheck) -> None:
-        logits, norms = self._logits_and_gradient_norms()
-        self._measure_gradients(norms)
+        logits, norms, angles = self._logits_and_gradients()
+        self._measure_gradients(norms, angles)
         expect, reference = self.evidence.expect, outputs.reference
         text = "relative difference of logits, alone and in a batch"
         expect("batch", text, outputs.batch_difference, reference.tolerance)
         text = "relative difference of logits, two forwards of an image"
-        expect("random", text, reference.difference, reference.tolerance)
+        expect("random", text, reference.difference, reference.tolerance, weight="note")
         expect("probabilities", "outputs are probabilities, not logits (1: yes)", float(outputs.probabilities), 0)
-        self.advice += outputs.warnings()
+        draws = f"the outputs are random: the majority of {DRAWS} draws decides on an image"
+        self.advice += [draws] if reference.is_random else outputs.warnings()
         top = logits.topk(2, dim=1).values
         gap = (top[:, 0] - top[:, 1]).median().item()
         if not expect("logit gap", "median difference of the two largest logits", gap, limits.LOGIT_GAP, weight="note"):
             self.advice.append("divide the logits: they are so large that float32 cross-entropy loses its gradient")
 
-    def _logits_and_gradient_norms(self) -> tuple[Tensor, Tensor]:
-        """Logits and norms of the loss gradient on some of the correct images."""
+    def _logits_and_gradients(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits, norms of the loss gradient and its angle to a gradient beside it, on some of the correct images."""
         plan, forward = self.plan, self.plan.forward
         rows = self.correct.nonzero()[:GRADIENT_IMAGES, 0]
         if len(rows) < forward.minimum_batch:
             rows = torch.arange(min(len(plan.images), GRADIENT_IMAGES))
+        beside = replace(self.threat, eps=limits.ANGLE_STEP * self.threat.eps)
         with forward.seeded("gradients"), forward.differentiable(self.route) as predict:
 
-            def measure(part: slice) -> tuple[Tensor, Tensor]:
-                x, y = (v[rows[part]].to(plan.device) for v in (plan.images, plan.labels))
+            def gradient(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
                 logits = predict(x.requires_grad_())
+                return logits.detach(), input_gradient(cross_entropy(logits, y), x).double().flatten(1).cpu()
+
+            def measure(part: slice) -> tuple[Tensor, Tensor, Tensor]:
+                x, y = (v[rows[part]].to(plan.device) for v in (plan.images, plan.labels))
                 if not self.gradients[self.route]:
-                    return logits.detach(), torch.zeros(len(x))
-                gradient = input_gradient(cross_entropy(logits, y), x)
-                return logits.detach(), gradient.double().flatten(1).norm(dim=1).cpu()
+                    return predict(x).detach(), torch.zeros(len(x)), torch.zeros(len(x))
+                noise = ImageNoise(plan.seed, plan.index[rows[part]].to(plan.device)).fold("angle")
+                other = gradient(beside.random_start(x, noise), y)[1]
+                logits, own = gradient(x, y)
+                cosine = F.cosine_similarity(own, other, dim=1)
+                return logits, own.norm(dim=1), cosine.clamp(-1, 1).arccos().rad2deg()
 
             memory = AdaptiveBatchSize(min(plan.batch_size, 64), minimum=forward.minimum_batch)
-            logits, norms = (torch.cat(parts) for parts in zip(*memory.map(len(rows), measure)))
-        return logits, norms
+            logits, norms, angles = (torch.cat(parts) for parts in zip(*memory.map(len(rows), measure)))
+        return logits, norms, angles
 
-    def _measure_gradients(self, norms: Tensor) -> None:
+    def _measure_gradients(self, norms: Tensor, angles: Tensor) -> None:
         finite = norms.isfinite()
         zero = (norms == 0).double().mean().item()
         text = "share of the images whose loss gradient is zero"
@@ -336,6 +392,9 @@ class _Audit:
             low, middle, high = sizes.quantile(torch.tensor([0.05, 0.5, 0.95], dtype=sizes.dtype)).tolist()
             text = f"median norm of the loss gradient; 5 % are below {low:.2g}, 5 % above {high:.2g}"
             self.evidence.expect("gradient norm", text, middle, math.inf, weight="note")
+        text = f"median angle (degrees) between loss gradients {limits.ANGLE_STEP:g} eps apart"
+        angle = angles.nanmedian().item()
+        self.evidence.expect("gradient angle", text, angle, limits.GRADIENT_ANGLE, weight="note")
         if not few_zeros:
             without = "and give the model without it as the surrogate"
             self.advice.append(

@@ -49,6 +49,38 @@ def build_ladder(budget: Budget, classes: int) -> tuple[Rung, ...]:
     return tuple(rungs)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Obstacles:
+    """What stands between a gradient attack and a model."""
+
+    blocked: bool = False  # functions without a gradient, or that pass a part of it
+    random: bool = False
+    shattered: bool = False  # gradients that change their direction from point to point
+
+    def __bool__(self) -> bool:
+        return self.blocked or self.random or self.shattered
+
+
+def adaptive_rungs(budget: Budget, obstacles: Obstacles) -> tuple[Rung, ...]:
+    """Return attacks that overcome the obstacles found; on the survivors of the ladder."""
+    quick = budget == "quick"
+    steps = "-steps40" if quick else ""
+    bpda = "-bpda" if obstacles.blocked else ""
+    names = {}
+    if obstacles or not quick:
+        names[f"apgd-margin-t{steps}"] = "targets each class, by the margin"
+    if obstacles.random:
+        names[f"apgd-eot{steps}{bpda}"] = "mean gradient over random draws" + (", BPDA" if bpda else "")
+        names[f"apgd-eot{steps}-targets3{bpda}"] = "the same towards three classes"
+    elif obstacles.blocked:
+        names[f"apgd-bpda{steps}"] = "backward pass without obstacles (BPDA)"
+        names[f"apgd-bpda{steps}-restarts3-targets9"] = "the same towards each class, with restarts"
+    if obstacles.shattered or obstacles.blocked:
+        names[f"apgd-smooth{steps}{bpda}"] = "mean gradient around each point" + (", BPDA" if bpda else "")
+        names[f"apgd-smooth{steps}-targets9{bpda}"] = "the same towards each class"
+    return tuple(Rung(attack=name, text=text) for name, text in names.items())
+
+
 def budget_problems(budget: object) -> list[Problem]:
     """Return the problem of an unknown budget."""
     return [] if budget in BUDGET_IMAGES else [unknown_name("budget", budget, BUDGET_IMAGES)]

@@ -22,6 +22,9 @@ DOUBT_RATIO = 0.5
 #: Slack, in images, when deciding whether a gap or an order of attacks is significant.
 SLACK_IMAGES = 2
 
+#: Share of the clean accuracy under one step from which on one step claims robustness: undefended models have less.
+ONE_STEP_SHARE = 0.5
+
 # -- no robustness -----------------------------------------------------------------------------------------------------
 
 #: Up to this PGD-10 accuracy nobody claims robustness: undefended models have 0 to 2 %.
@@ -46,3 +49,7 @@ ZERO_SHARE = 0.1
 LARGE_EPS_POINTS = 3.0
 #: Median difference of the two largest logits: float32 cross-entropy loses its gradient, exp(-88) underflows.
 LOGIT_GAP = 50.0
+#: Median angle, in degrees, between loss gradients at an image and beside it; more means shattered gradients.
+GRADIENT_ANGLE = 40.0
+#: Distance of the two points, as a share of eps.
+ANGLE_STEP = 0.1

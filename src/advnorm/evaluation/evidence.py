@@ -75,22 +75,44 @@ def weigh_gap(
     Under L1 a gap alone decides nothing: PGD is so weak there that it leaves 35 % of a linear model's images, where
     adaptive attacks leave 1 %.
     """
-    least = min(claimed, (round(worst * images) + limits.SLACK_IMAGES) / images) if images else worst
-    points, ratio = 100 * (claimed - least), least / claimed if claimed else 1.0
+    slack = 100 * limits.SLACK_IMAGES / images if images else 0.0
+    total, gap = 100 * claimed, 100 * (claimed - worst)
     zero = max((item.value for item in evidence if item.name == "zero gradients"), default=0.0)
-    false = (
-        ratio < limits.FALSE_RATIO
-        or (points > limits.FALSE_POINTS and ratio < limits.FALSE_POINTS_RATIO)
-        or (points > limits.BLIND_POINTS and zero >= limits.BLIND_SHARE)
+    blind = limits.BLIND_POINTS if zero >= limits.BLIND_SHARE else math.inf
+    # A gap of up to GAP_POINTS is no sign. Each condition limits the points that may be lost at this PGD-10 accuracy.
+    false = min(
+        (1 - limits.FALSE_RATIO) * total,
+        max(limits.FALSE_POINTS, (1 - limits.FALSE_POINTS_RATIO) * total),
+        blind,
+    )
+    most, decides = (
+        max(limits.GAP_POINTS, points) + slack for points in (min(false, (1 - limits.DOUBT_RATIO) * total), false)
     )
     shown = worst / claimed if claimed else 1.0
+    extra = f" with a slack of {limits.SLACK_IMAGES} images" if images else ""
     return Evidence(
         name="gap",
-        value=100 * (claimed - worst),
-        expected=f"at most {limits.GAP_POINTS:g}, or {limits.DOUBT_RATIO:g} of PGD-10 left",
-        ok=points <= limits.GAP_POINTS or not (false or ratio < limits.DOUBT_RATIO),
-        weight="decides" if false and norm != "L1" else "doubt",
-        text=f"points from PGD-10 ({100 * claimed:.1f}) to the worst case ({100 * worst:.1f}); {shown:.2f} left",
+        value=gap,
+        expected=f"at most {most:.3g}{extra}",
+        ok=gap <= most + 1e-9,
+        weight="decides" if gap > decides + 1e-9 and norm != "L1" else "doubt",
+        text=f"points from PGD-10 ({total:.1f}) to the worst case ({100 * worst:.1f}); {shown:.2f} left",
+    )
+
+
+def weigh_one_step(one_step: float, worst: float, clean: float, *, images: int) -> Evidence:
+    """Weigh the accuracy under one step: a network that overfits to one step keeps it, and loses all else."""
+    least = worst + limits.SLACK_IMAGES / images
+    claims = one_step >= limits.ONE_STEP_SHARE * clean and one_step > limits.NONE_CLAIMED
+    return Evidence(
+        name="one step",
+        value=100 * (one_step - worst),
+        expected=f"at most {100 * (one_step - limits.FALSE_RATIO * one_step) + 100 * limits.SLACK_IMAGES / images:.3g}"
+        if claims
+        else "no claim",
+        ok=not claims or least >= limits.FALSE_RATIO * one_step,
+        weight="decides",
+        text=f"points from one step ({100 * one_step:.1f}) to the worst case ({100 * worst:.1f})",
     )
 
 
@@ -104,17 +126,14 @@ def decide(
     numbers = f"accuracy is {claimed:.1%} under PGD-10 and {worst:.1%} in the worst case, on {images} images"
     constant = f"always answering the most frequent class has an accuracy of {chance:.1%}"
     lost = worst <= max(limits.NONE_LEFT, chance)
+    if images >= limits.LEAST_IMAGES and any(item.name == "one step" for item in doubts):
+        return "false", [numbers, *signs]
     if lost and claimed <= limits.NONE_CLAIMED:
         return "none", [numbers]
     if lost and claimed <= chance and (gap.ok or (gap.value <= limits.FALSE_POINTS and not doubts)):
         return "none", [numbers, constant]
     if images < limits.LEAST_IMAGES:
         return "inconclusive", [numbers, f"fewer than {limits.LEAST_IMAGES} images are not enough", *signs]
-    if any(item.name == "random" for item in doubts):
-        draws = (
-            "the worst case over attacks is also a worst case over random draws, so random outputs always show a gap"
-        )
-        return "inconclusive", [numbers, *signs, draws]
     if not gap.ok and (gap.weight == "decides" or doubts):
         return "false", [f"{numbers}: a soundly trained model does not have such a gap", *signs]
     if not gap.ok:

@@ -81,6 +81,7 @@ class EvaluationRunner:
         self._deterministic = True
         self._classes = 2
         self._forward_seconds = math.inf  # per image
+        self.draws = 1  # forwards of a randomized model that decide on an image by their majority
 
     def evaluate_clean(self, route: str | None) -> Tensor:
         """Return which images are classified correctly without an attack."""
@@ -203,10 +204,10 @@ class EvaluationRunner:
     def _classify(self, x: Tensor, y: Tensor, route: str | None, *tags: Any) -> tuple[Tensor, Tensor]:
         """Return which images are classified correctly, and which have NaN logits."""
         with self._forward.through(route, *tags) as predict:
-            logits = predict(x)
-        self._classes = logits.shape[1]
-        nan = logits.isnan().any(1)
-        return (logits.argmax(1) == y) & ~nan, nan
+            draws = torch.stack([predict(x) for _ in range(self.draws)])
+        self._classes = draws.shape[2]
+        nan = draws.isnan().any(2).any(0)
+        return ((draws.argmax(2) == y).double().mean(0) > 0.5) & ~nan, nan
 
     def _warn_about_memory(
         self, key: str, name: str, memory: AdaptiveBatchSize | AutoAttackResult, unit: str = "images"
