@@ -14,10 +14,10 @@ from advnorm._core.devices import resolve_device
 from advnorm._core.errors import collect_problems, raise_problems, unknown_name
 from advnorm._core.provenance import environment
 from advnorm.bench.timing import MeasuredConditions
+from advnorm.data.gather import spread_rows
 from advnorm.evaluation import audit
 from advnorm.evaluation import audit_thresholds as limits
 from advnorm.evaluation.audit_ladder import BUDGET_IMAGES, Budget, budget_problems
-from advnorm.evaluation.data_source import spread_rows
 from advnorm.evaluation.evidence import VerdictName
 from advnorm.evaluation.gallery import SCALES, SPECIMENS, Parents, Truth, held_out, known_accuracy
 from advnorm.evaluation.verdict import Verdict

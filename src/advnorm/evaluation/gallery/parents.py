@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import advnorm.data as data_sets
 from advnorm._core.registry import Registry
 from advnorm.attacks import FGSM, PGD
-from advnorm.evaluation.data_source import gather
+from advnorm.data.gather import gather
 from advnorm.evaluation.gallery.defences import KWTA, RandomResize, SteepTanh, Thermometer, replace_activations
 from advnorm.models import create_model
 from advnorm.objectives import AWP, KL, TRADES, Classical, Hybrid
