@@ -52,6 +52,22 @@ def test_batches_of_a_concatenated_step_have_distance_zero_in_its_layout(digits,
         assert statistics_shift(model, inputs, routes=found.conditions["routes"]).sums["clean"] > 1e-3
 
 
+def test_each_kind_of_images_in_a_concatenated_batch_has_a_curve_of_its_own(digits, untouched, updated_once):
+    """Together both halves have the moments that the bank stores; alone each is as far from it as the other."""
+    inputs = {"clean": digits.x[:100], "adv": (digits.x[:100] + 0.3).clamp(0, 1)}
+    model = updated_once("bn", *inputs.values(), "concatenated")
+    with untouched(model):
+        found = statistics_shift(model, inputs, layout="concatenated", moments="own", batch_size=100)
+    moments = collect_moments(model, inputs["clean"], statistics="running")["bn1"]  # the first norm's inputs
+    stored = model.bn1
+    mean, std = (part.double().flatten() for part in (stored.running_mean, stored.running_var.sqrt()))
+    expected = (moments.mean - mean).square().sum() + (moments.unbiased_variance.sqrt() - std).square().sum()
+    assert found.layers["clean"]["bn1"][0] == pytest.approx(expected.item(), rel=1e-5)
+    assert found.sums["clean"] != pytest.approx(found.sums["adv"], rel=1e-3) and min(found.sums.values()) > 1e-3
+    run = ANALYSES.get("statistics_shift").run(digits.target("bn"), layout="concatenated", moments="own")
+    assert run.conditions["moments"] == "own" and run.sums["clean"] != run.sums["adv"]
+
+
 def test_a_sequential_step_stores_the_statistics_of_its_last_batch(digits, updated_once):
     inputs = {"clean": digits.x[:100], "adv": digits.x[:100].flip(2)}
     found = statistics_shift(updated_once("bn", *inputs.values(), "sequential"), inputs, batch_size=100)

@@ -33,7 +33,7 @@ def test_swapped_and_recalibrated_statistics_equal_those_set_by_hand(digits, unt
     steps = []
     with untouched(model), reporting_progress(lambda *at: steps.append(at)):
         found = swap_table(model, x, y, {"pgd": attack}, x_adv=x_adv, batch_size=96)
-    assert steps == [(n, 6) for n in range(1, 7)]
+    assert steps == [(n, 8) for n in range(1, 9)]
     assert [(row.setup, row.ns, row.ap) for row in found.rows] == [
         ("default", ("adv", "adv"), "adv"),
         ("default", ("clean", "clean"), "clean"),
@@ -41,11 +41,21 @@ def test_swapped_and_recalibrated_statistics_equal_those_set_by_hand(digits, unt
         ("swapped", ("adv", "adv"), "clean"),
         ("re-calibrated", ("adv", "clean"), "adv"),
         ("re-calibrated", ("clean", "adv"), "clean"),
+        ("control", ("adv", "adv"), "adv"),
+        ("control", ("clean", "clean"), "clean"),
     ]
     calibrated = copy.deepcopy(model)
     advnorm.recalibrate(calibrated, x, route="adv", into="adv", batch_size=96)
     advnorm.recalibrate(calibrated, x_adv, route="clean", into="clean", batch_size=96)
-    by_hand = {"default": model, "swapped": swapped_by_hand(model), "re-calibrated": calibrated}
+    control = copy.deepcopy(model)
+    advnorm.recalibrate(control, x_adv, route="adv", into="adv", batch_size=96)
+    advnorm.recalibrate(control, x, route="clean", into="clean", batch_size=96)
+    by_hand = {
+        "default": model,
+        "swapped": swapped_by_hand(model),
+        "re-calibrated": calibrated,
+        "control": control,
+    }
     for row in found.rows:
         network = by_hand[row.setup]
         with advnorm.route(network, row.ap):
@@ -60,7 +70,7 @@ def test_the_swap_table_of_a_run_is_drawn_and_saved(digits, tmp_path):
     few = {"images": digits.x[:64], "labels": digits.y[:64]}
     found = ANALYSES.get("swap_table").run(digits.target("dual_bn", **few), attacks=["pgd2", "fgsm"])
     axes = found.figure().axes[0]
-    assert len(axes.patches) == 18 and len(axes.get_yticklabels()) == 6
+    assert len(axes.patches) == 24 and len(axes.get_yticklabels()) == 8
     assert json.loads(found.save(tmp_path / "swap")[0].read_text()) == found.record()
     assert set(found.rows[0].accuracy) == {"clean", "pgd2", "fgsm"}
 

@@ -65,7 +65,8 @@ def result(**changes):
 
 def study(name, results, **more):
     texts = {"caption": f"caption of {name}", "where": "section 3", "claim": f"claim <of> {name}", "notes": "a note"}
-    return {"name": name, "printed": {**texts, **more}, "results": results}
+    about = {"deviations": [f"{name} <deviates>."], "print_fails": ["even <print> fails"]}
+    return {"name": name, "printed": {**texts, **more}, **about, "results": results}
 
 
 DONE = result(
@@ -88,7 +89,10 @@ CURVES = result(
     verdict="contradicted",
     networks=1,
     without_outcomes=1,
-    clauses=[("the loss <falls>: 3 and 1", False, "contradicted", False), ("it is finite", True, "supported", False)],
+    clauses=[
+        ("the loss <falls>: 3 and 1", False, "contradicted", "far: by 3 (our margin: <none>)", False),
+        ("it is finite", True, "supported", "", False),
+    ],
     entries=[entry("bn", f"v{i}", "bn", None, 0.00012, None, 1) for i in range(MOST_ENTRIES + 5)],
     series=[{"cell": "bn", "value": "loss", "over": "epoch", "x": [1, 2, 3], "ours": [-1.0, 250.0, 3.0]}],
     cells=[cell("bn", [0], 1.0)],
@@ -265,7 +269,7 @@ def test_the_page_follows_light_and_dark_and_the_width_of_a_phone():
 
 def test_an_undecided_claim_says_what_would_decide_and_which_clauses_are_open():
     some = copy.deepcopy(SUMMARY)
-    clauses = [("a: 1 and 2", True, "undecided", False), ("b: 3", False, "undecided", True)]
+    clauses = [("a: 1 and 2", True, "undecided", "", False), ("b: 3", False, "undecided", "", True)]
     cells = [cell("bn/eps8", [0], 1.0), cell("bn/eps16", [], None)]
     open_claim = {"verdict": "undecided", "needs": "1 more cell", "networks": 2, "clauses": clauses}
     some["studies"][1]["results"] = [result(protocol="fast", cells=cells, **open_claim)]
@@ -287,7 +291,15 @@ def test_the_markdown_page_lists_every_claim_with_its_evidence():
     assert "from 4 trained networks and 0.2 GPU hours" in text
     assert "- ✗ fails: the loss <falls>: 3 and 1" in text and "1 records without results per image" in text
     assert "**Contradicted, on 1 network** by `paper`" in text
+    assert "The paper's own numbers fail: even <print> fails." in text and "Deviations: D/fig4 <deviates>." in text
+    assert "Margins: far: by 3 (our margin: <none>)." in text
     assert text.index("## Not run") < text.index("- **A/table4**: claim <of> A/table4")
+
+
+def test_margins_deviations_and_what_print_fails_stand_beside_the_clauses():
+    text = Reader(section(render_studies_page(SUMMARY), "D-fig4")).text
+    assert "The paper's own numbers fail: even <print> fails." in text
+    assert "Deviations: D/fig4 <deviates>." in text and "Margins: far: by 3 (our margin: <none>)." in text
 
 
 def test_a_study_under_two_protocols_shows_both_and_counts_once():

@@ -21,6 +21,11 @@ from support.study_records import (
     write_table2,
 )
 
+
+def spoil_value(record, value):
+    return json.dumps({**record, "values": {**record["values"], "shared/pgd10": value}})
+
+
 BAD = {
     "cut short": (lambda record: json.dumps(record)[:-20], "damaged"),
     "no JSON": (lambda record: "hello", "damaged"),
@@ -35,6 +40,8 @@ BAD = {
     "no values": (lambda record: json.dumps({**record, "values": None}), "values must be"),
     "NaN": (lambda record: json.dumps({**record, "values": {"shared/clean": float("nan")}}), "it is damaged"),
     "a huge number": (lambda record: json.dumps({**record, "values": {"shared/clean": 10**400}}), "values must be"),
+    "an accuracy above 100 %": (lambda record: spoil_value(record, 131.0), "outside 0 to 100 %: shared/pgd10"),
+    "a negative accuracy": (lambda record: spoil_value(record, -0.5), "outside 0 to 100 %: shared/pgd10"),
     "no run": (lambda record: json.dumps({**record, "run": 3}), "run must contain"),
     "no seconds": (lambda record: json.dumps({**record, "run": {"config": {}}}), "run must contain"),
     "no measurements": (lambda record: json.dumps({**record, "measures": None}), "measures must be"),

@@ -47,8 +47,8 @@ def test_for_each_evaluates_every_item_even_if_one_lacks_numbers():
     [
         (lambda values: [], "not run", [], None),
         (lambda values: True, "not run", [], "'bool' object is not iterable"),
-        (lambda values: [("one", True, 3)], "not run", [], "positional arguments"),
-        (lambda values: [("one", True)], "supported", [Clause("one", True)], None),
+        (lambda values: [("one", True, None, 4)], "not run", [], "positional arguments"),
+        (lambda values: [("one", True)], "supported", [("one", True)], None),
         (
             lambda values: (Clause(f"{place}", place < 0) for place in (1, math.log(0))),
             "not run",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,10 @@ from advnorm.norms.plan import SHARED
 from advnorm.objectives.base import OBJECTIVES, Layout
 
 LayoutSetting = Annotated[Layout, Setting("How batches are forwarded: one domain at a time, or all together.")]
+OwnMoments = Annotated[
+    Literal["shared", "own"],
+    Setting("Moments of all images that update a bank together, or of each kind of images alone (paper C, fig. 4)."),
+]
 RunLayout = Annotated[Layout | None, Setting("How batches are forwarded. Default: as in the training of the run.")]
 
 
@@ -57,13 +61,15 @@ def statistics_shift(
     *,
     routes: Mapping[str, str | None] | None = None,
     layout: LayoutSetting = "sequential",
+    moments: OwnMoments = "shared",
     batch_size: BatchSize = 256,
 ) -> StatisticsShift:
     """Return squared 2-Wasserstein distances between the moments of batches and the running statistics.
 
     They show the difference between the normalization in training and at test time (paper C, fig. 4). ``inputs``: a
     tensor or batches by name. A ``sequential`` batch is forwarded alone and normalized by its own moments. In a
-    ``concatenated`` batch, all images that update the same bank share their moments. ``routes``: the branch of each
+    ``concatenated`` batch, all images that update the same bank normalize together; ``moments`` of each kind are then
+    those of all of them, or its ``own``. ``routes``: the branch of each
     name, by default the branch of the same name. Both variances are unbiased.
     """
     problems = setting_problems(statistics_shift, locals())
@@ -94,11 +100,13 @@ def statistics_shift(
             batch = dict(zip(names, parts))
             routed = {chosen[name]: len(part) for name, part in batch.items()} if known else None
             how = update_settings(model, chosen[names[0]]) if alone else {"statistics": "batch_frozen", "route": routed}
-            for name, moments in _update_moments(model, batch, chosen, layers=list(stored[names[0]]), **how).items():
-                current = {layer: one.gaussian(unbiased=True) for layer, one in moments.items()}
+            how |= {"own": moments == "own", "layers": list(stored[names[0]])}
+            for name, measured in _update_moments(model, batch, chosen, **how).items():
+                current = {layer: one.gaussian(unbiased=True) for layer, one in measured.items()}
                 for layer, distance in layer_distances(current, stored[name]).items():
                     found[name].setdefault(layer, []).append(distance.total)
-    return StatisticsShift(layers=found, conditions={"routes": chosen, "layout": layout, "variance": "unbiased"})
+    conditions = {"routes": chosen, "layout": layout, "moments": moments, "variance": "unbiased"}
+    return StatisticsShift(layers=found, conditions=conditions)
 
 
 def _updated_domains(model: nn.Module) -> tuple[str, ...]:
@@ -107,9 +115,12 @@ def _updated_domains(model: nn.Module) -> tuple[str, ...]:
 
 
 def _update_moments(
-    model: nn.Module, batch: Mapping[str, Tensor], routes: Mapping[str, str | None], **how: Any
+    model: nn.Module, batch: Mapping[str, Tensor], routes: Mapping[str, str | None], *, own: bool, **how: Any
 ) -> dict[str, Moments]:
-    """Return the moments that update the bank of each kind of images at every norm, from one forward of all images."""
+    """Return the moments that update the bank of each kind of images at every norm, from one forward of all images.
+
+    With ``own``, those of each kind alone.
+    """
     found = {name: Moments() for name in batch}
     sizes = [len(part) for part in batch.values()]
     norms = norm_layers(model)
@@ -121,7 +132,8 @@ def _update_moments(
     def compute(layer: str, value: Tensor) -> None:
         parts = dict(zip(batch, value.double().split(sizes)))
         for name in parts:
-            shared = torch.cat([part for other, part in parts.items() if bank(layer, other) == bank(layer, name)])
+            kinds = [name] if own else [other for other in parts if bank(layer, other) == bank(layer, name)]
+            shared = torch.cat([parts[kind] for kind in kinds])
             mean, var = functional.moments(shared[None])
             found[name][layer] = LayerMoments(mean[0].cpu(), var[0].cpu(), shared.numel() // shared.shape[1])
 
@@ -131,7 +143,11 @@ def _update_moments(
 
 @register_analysis("statistics_shift", summary="batches against running statistics, by layer", paper="C fig. 4")
 def statistics_shift_of_run(
-    target: EvaluationTarget, *, inputs: Inputs = ("clean", "adv"), layout: RunLayout = None
+    target: EvaluationTarget,
+    *,
+    inputs: Inputs = ("clean", "adv"),
+    layout: RunLayout = None,
+    moments: OwnMoments = "shared",
 ) -> StatisticsShift:
     """Measure the shift of the images of a run, each kind through its own branch, else through that of ``adv``.
 
@@ -140,7 +156,8 @@ def statistics_shift_of_run(
     known = _updated_domains(target.model)
     routes = {name: name if name in known else default_branch(target.model) for name in inputs}
     layout = layout or (_training_layout(target) if set(inputs) == {"clean", "adv"} else "sequential")
-    return measure_images(statistics_shift, target, inputs=inputs, routes=routes, layout=layout)
+    settings = {"routes": routes, "layout": layout, "moments": moments}
+    return measure_images(statistics_shift, target, inputs=inputs, **settings)
 
 
 def _training_layout(target: EvaluationTarget) -> Layout:

@@ -1,4 +1,4 @@
-"""Accuracy of each branch with default, swapped and re-calibrated statistics (paper A, table 5)."""
+"""Accuracy of each branch with default, swapped, re-calibrated and re-estimated statistics (paper A, table 5)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SwapRow(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SwapTable(Finding):
-    """Accuracy of each affine bank with default, swapped and re-calibrated statistics (paper A, table 5)."""
+    """Accuracy of each affine bank with default, swapped, re-calibrated and re-estimated statistics (A, table 5)."""
 
     RECORD = ("analysis", "rows", "conditions")
     analysis = "swap_table"
@@ -72,11 +72,13 @@ def swap_table(
     domains: tuple[str, str] = ("clean", "adv"),
     batch_size: BatchSize = 256,
 ) -> SwapTable:
-    """Return the accuracy of each branch with its own, the other branch's and re-calibrated statistics.
+    """Return the accuracy of each branch with its own, the other branch's, re-calibrated and re-estimated statistics.
 
     ``attacks`` by name; each runs against every setup. ``x_adv`` are adversarial images for the re-calibration;
     ``calibration`` replaces ``x`` and ``x_adv`` by images of both domains, for example from the training set.
-    NS^adv_clean replaces the adversarial branch's statistics by those of clean images under its affine bank.
+    NS^adv_clean replaces the adversarial branch's statistics by those of clean images under its affine bank. The
+    ``control`` re-estimates a branch's statistics on its own images in the same way. So it differs from the
+    re-calibration in the images only, while the default differs also in the estimate: running averages over training.
     """
     problems = _swap_problems(model, domains)
     problems += empty_problems(attacks, "attacks", "{'pgd10': PGD(...)}")
@@ -90,13 +92,14 @@ def swap_table(
     other = dict(zip(domains, reversed(domains)))
     threat = next(iter(attacks.values())).threat
     rows: list[SwapRow] = []
-    for setup, ap in track(product(("default", "swapped", "re-calibrated"), reversed(domains))):
+    for setup, ap in track(product(("default", "swapped", "re-calibrated", "control"), reversed(domains))):
         network, ns = model, (ap, ap)
         if setup == "swapped":
             ns = (other[ap], other[ap])
-        elif setup == "re-calibrated":
-            network, ns = copy.deepcopy(unwrap_model(model)), (ap, other[ap])
-            recalibrate(network, images[other[ap]], route=ap, batch_size=batch_size)
+        elif setup != "default":
+            source = other[ap] if setup == "re-calibrated" else ap
+            network, ns = copy.deepcopy(unwrap_model(model)), (ap, source)
+            recalibrate(network, images[source], route=ap, batch_size=batch_size)
         with pair_banks(network, statistics=other[ap], affine=ap) if setup == "swapped" else route(network, ap):
             result = benchmark(network, (x, y), threat, attacks, batch_size=batch_size)
         robust = {name: result.robust_accuracy(name) for name in attacks}

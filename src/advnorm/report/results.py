@@ -12,6 +12,7 @@ from advnorm.report.studies import (
     describe_clause,
     describe_verdict,
     format_cost,
+    margins_of,
     most_informative,
 )
 
@@ -73,6 +74,9 @@ def _study_block(study: report_data.StudySummary) -> str:
     for result in study["results"]:
         if result["protocol"] not in (None, "smoke"):
             lines += [*_result_lines(result), ""]
+    lines += [f"The paper's own numbers fail: {'; '.join(study['print_fails'])}.", ""] if study["print_fails"] else []
+    lines += [f"Margins: {'; '.join(margins_of(study))}.", ""] if margins_of(study) else []
+    lines += [f"Deviations: {' '.join(study['deviations'])}", ""] if study["deviations"] else []
     return "\n".join([*lines, f"Printed: {study['printed']['where']}. {study['printed']['notes']}".rstrip()])
 
 

@@ -61,12 +61,19 @@ def most_informative(study: report_data.StudySummary) -> report_data.ProtocolRes
 
 def describe_clause(clause: ClauseResult) -> str:
     """The clause with its numbers; an undecided or failing one says so."""
-    text, held, verdict, one_network = clause
+    text, held, verdict, _, one_network = clause
+    state = "holds" if held else "fails"
     if one_network:
-        return f"{'holds' if held else 'fails'} on one network: {text}"
+        return f"{state} on one network: {text}"
     if verdict == "undecided":
-        return f"undecided, {'holds' if held else 'fails'} as measured: {text}"
+        return f"undecided, {state} as measured: {text}"
     return text if held else f"fails: {text}"
+
+
+def margins_of(study: report_data.StudySummary) -> list[str]:
+    """The margins of the evaluated clauses with their sources, each once."""
+    clauses = (clause for result in study["results"] for clause in result["clauses"])
+    return list(dict.fromkeys(margin for *_, margin, _ in clauses if margin))
 
 
 def describe_verdict(result: report_data.ProtocolResult) -> str:
@@ -91,6 +98,9 @@ def _study_data(study: report_data.StudySummary) -> dict[str, Any]:
         "name": study["name"],
         "said": study["printed"].get("printed", ()),  # numbers of the paper's text
         "anchor": study["name"].replace("/", "-"),
+        "deviations": study["deviations"],
+        "print_fails": study["print_fails"],
+        "margins": margins_of(study),
         "open": any(result["protocol"] is not None for result in study["results"]),
         "results": [_result_data(study, result) for result in study["results"]],
     }
@@ -123,7 +133,7 @@ def _result_data(study: report_data.StudySummary, result: report_data.ProtocolRe
         "needs": result["needs"],
         "networks": result["networks"],
         "clauses": [(clause[2], describe_clause(clause)) for clause in result["clauses"]],
-        "failed": [text for text, _, verdict, _ in result["clauses"] if verdict == "contradicted"],
+        "failed": [text for text, _, verdict, *_ in result["clauses"] if verdict == "contradicted"],
         "done": f"{len(done)} of {len(result['cells'])} cells{_seed_counts(done)}"
         + (f", {len(result['outdated'])} outdated" if result["outdated"] else ""),
         "table": _number_table(shown) if shown else None,

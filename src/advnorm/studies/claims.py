@@ -1,8 +1,8 @@
-"""Building blocks of the checks of claims: thresholds, numbers over seeds, and clauses that show what they compare.
+"""Building blocks of the checks of claims: margins, numbers over seeds, and clauses that show what they compare.
 
-No paper defines "comparable" or "significant", so one threshold in points of accuracy serves all papers. A check with
-another threshold names the sentence or number of the paper that requires it. The sizes of gains that a claim names
-("by over 4") are shown beside the measured ones but not required.
+No paper defines "comparable" or "significant". A clause therefore carries its margin, and a margin says what it means
+and where it comes from: the paper's words, or "our margin". Margins are never widened so that the printed numbers
+pass: a page reports the clauses that the paper's own numbers fail (:attr:`Study.printed_conclusion`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,32 @@ from advnorm.studies.uncertainty import MeasuredValues
 
 #: Measured numbers by cell and name, each a list over seeds.
 Values = Mapping[tuple[str, str], Sequence[float]]
-#: Accuracies this close are "comparable", "similar" or "nearly the same". A "slight" loss is at most this, a "large"
-#: gap is larger. Paper A calls differences of up to 2.3 points comparable. With 1,000 images, as in a shortened
-#: analysis, an accuracy of 30 % is uncertain by 3 points (two standard deviations).
-COMPARABLE = 3.0
-#: "Almost zero" robustness goes up to here: BN_clean and the single BN of paper A have up to 0.5.
-ALMOST_NONE = 2.0
-#: Gains from here on are "significant": the smallest gain that paper E calls significant is 1.6.
-SIGNIFICANT = 1.0
+
+
+class Margin(float):
+    """A threshold of a clause with its meaning and source. ``str`` gives both: ``up to 2 % (our margin: …)``."""
+
+    meaning: str
+    source: str
+
+    def __new__(cls, value: float, meaning: str, source: str) -> Margin:
+        found = super().__new__(cls, value)
+        found.meaning, found.source = meaning.format(f"{value:g}"), source
+        return found
+
+    def __str__(self) -> str:
+        return f"{self.meaning} ({self.source})"
+
+
+COMPARABLE = Margin(
+    3.0,
+    "comparable, similar, nearly the same: within {} points; a large gap: more than {} points".replace("{}", "3"),
+    "our margin: paper A calls differences of up to 2.3 points comparable; 1,000 images give ±3 points at 30 %",
+)
+ALMOST_NONE = Margin(2.0, "almost no robustness: up to {} %", "our margin: paper A writes almost zero for up to 0.5 %")
+SIGNIFICANT = Margin(
+    1.0, "significant: {} point or more", "our margin: the smallest gain that paper E calls significant is 1.6 points"
+)
 #: The words of a claim, for readers of a verdict.
 DEFINITIONS = {
     "comparable": f"within {COMPARABLE:g} points",
@@ -67,15 +85,17 @@ def join_numbers(*numbers: float, form: str = ".1f") -> str:
 
 
 class Clause(NamedTuple):
-    """One part of a claim with the numbers that it compares, and whether it holds."""
+    """One part of a claim with the numbers that it compares, whether it holds, and its margin if it has one."""
 
     text: str
     held: bool
+    margin: Margin | None = None
 
     @classmethod
     def higher(cls, text: str, one: float, other: float, *, by: float = 0.0, form: str = ".1f") -> Clause:
         """``one`` exceeds ``other`` by more than ``by``."""
-        return cls(f"{text}: {join_numbers(one, other, form=form)}", one > other + by)
+        margin = by if isinstance(by, Margin) else None
+        return cls(f"{text}: {join_numbers(one, other, form=form)}", one > other + by, margin)
 
     @classmethod
     def far_higher(cls, text: str, one: float, other: float) -> Clause:
@@ -87,27 +107,35 @@ class Clause(NamedTuple):
 
     @classmethod
     def significantly_higher(
-        cls, text: str, one: float, other: float, *, by: float = SIGNIFICANT, form: str = ".1f"
+        cls, text: str, one: float, other: float, *, by: Margin = SIGNIFICANT, form: str = ".1f"
     ) -> Clause:
-        return cls(f"{text}: {join_numbers(one, other, form=form)}", one >= other + by)
+        return cls(f"{text}: {join_numbers(one, other, form=form)}", one >= other + by, by)
 
     @classmethod
     def comparable(cls, text: str, one: float, other: float) -> Clause:
-        return cls(f"{text}: {join_numbers(one, other)}", are_comparable(one, other))
+        return cls(f"{text}: {join_numbers(one, other)}", are_comparable(one, other), COMPARABLE)
 
     @classmethod
     def robust(cls, text: str, *accuracies: float) -> Clause:
-        return cls(f"{text}: {join_numbers(*accuracies)}", are_robust(*accuracies))
+        return cls(f"{text}: {join_numbers(*accuracies)}", are_robust(*accuracies), ALMOST_NONE)
 
     @classmethod
     def almost_no_robustness(cls, text: str, *accuracies: float) -> Clause:
-        return cls(f"{text}: {join_numbers(*accuracies)}", max(accuracies) <= ALMOST_NONE)
+        return cls(f"{text}: {join_numbers(*accuracies)}", max(accuracies) <= ALMOST_NONE, ALMOST_NONE)
 
     @classmethod
-    def in_cases(cls, text: str, held: Collection[bool], detail: str, *, required: float | None = None) -> Clause:
-        """``text: in 17 of 20 cases, DETAIL``. All cases must hold, or ``required`` of them."""
-        required = len(held) if required is None else required
-        return cls(f"{text}: in {sum(held)} of {len(held)} cases, {detail}", sum(held) >= required)
+    def in_cases(
+        cls,
+        text: str,
+        held: Collection[bool],
+        detail: str,
+        *,
+        share: Margin | None = None,
+        margin: Margin | None = None,
+    ) -> Clause:
+        """``text: in 17 of 20 cases, DETAIL``. All cases must hold, or a ``share`` of them."""
+        required = len(held) if share is None else share * len(held)
+        return cls(f"{text}: in {sum(held)} of {len(held)} cases, {detail}", sum(held) >= required, share or margin)
 
     @classmethod
     def conjunction(cls, text: str, parts: Iterable[Clause]) -> Clause:
@@ -135,3 +163,8 @@ def for_each(items: Iterable[T], clauses: Callable[[T], Iterable[Clause]]) -> It
             missing = error
     if missing is not None:
         raise missing
+
+
+def in_parts(*parts: Iterable[Clause]) -> Iterator[Clause]:
+    """Yield the clauses of every part. A number that one part lacks does not hide the clauses of the others."""
+    return for_each(parts, iter)

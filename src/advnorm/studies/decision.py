@@ -22,12 +22,14 @@ MOST_SEEDS = 10
 class ClauseResult(NamedTuple):
     """A clause with the measured numbers, whether it holds for them, and the verdict on it.
 
-    ``one_network``: it reads a number of one network that has no interval, so it stays undecided.
+    ``margin`` is the meaning and the source of its margin, empty without one. ``one_network``: it reads a number of one
+    network that has no interval, so it stays undecided.
     """
 
     text: str
     held: bool
     verdict: ClaimVerdict
+    margin: str = ""
     one_network: bool = False
 
 
@@ -101,7 +103,7 @@ def _decide_clauses(
     name: str, check: Check, values: Values, clauses: Sequence[Clause], seeds: int | None = None
 ) -> list[ClauseResult]:
     if not isinstance(values, MeasuredValues):
-        return [ClauseResult(text, held, "supported" if held else "contradicted") for text, held in clauses]
+        return [ClauseResult(*c[:2], "supported" if c.held else "contradicted", _margin_text(c)) for c in clauses]
     labels = _labels(clauses)
     times, held, unchanged = Counter[tuple[str, int]](), Counter[tuple[str, int]](), Counter[tuple[str, int]]()
     resampled = ResampledValues(values, seeds)
@@ -124,8 +126,12 @@ def _decide_clauses(
                 verdict = "supported"
             elif not clause.held and share <= 1 - DECIDED:
                 verdict = "contradicted"
-        results.append(ClauseResult(clause.text, clause.held, verdict, one_network))
+        results.append(ClauseResult(clause.text, clause.held, verdict, _margin_text(clause), one_network))
     return results
+
+
+def _margin_text(clause: Clause) -> str:
+    return "" if clause.margin is None else str(clause.margin)
 
 
 def _labels(clauses: Sequence[Clause]) -> list[tuple[str, int]]:

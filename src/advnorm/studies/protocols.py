@@ -48,7 +48,7 @@ def fast(cell: Cell) -> Cell:
             schedule="one_cycle",
             **_NO_STEPS,
             nesterov=config.optimizer == "sgd",
-            grad_clip=config.grad_clip or (FAST_CLIP if _ends_without_norm(config) else None),
+            grad_clip=config.grad_clip or (FAST_CLIP if cell.clip or _ends_without_norm(config) else None),
             running_epochs=min(config.running_epochs, epochs // 10),
             snapshots=tuple(dict.fromkeys(max(1, round(share * epoch)) for epoch in config.snapshots)),
             validate_every=5 if config.validate_every else 0,

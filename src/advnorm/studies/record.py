@@ -12,6 +12,7 @@ from advnorm.config import Config
 from advnorm.studies.protocols import plan_cell, with_fast_autoattack
 from advnorm.studies.registry import find
 from advnorm.studies.study import Cell, Protocol
+from advnorm.studies.uncertainty import kind_of_value
 
 FORMAT = "advnorm.cell/1"
 #: Settings that distinguish runs but not methods.
@@ -43,7 +44,18 @@ def record_problems(record: CellRecord, name: str) -> list[Problem]:
         found.append(Problem(code="wrong_type", message=message, field="run"))
     if not isinstance(measures, list) or not all(isinstance(one, dict) and "options" in one for one in measures):
         found.append(Problem(code="wrong_type", message="{field} must be a list of measurements", field="measures"))
-    return found
+    return found or _impossible_accuracies(record)
+
+
+def _impossible_accuracies(record: CellRecord) -> list[Problem]:
+    """Report accuracies outside 0 to 100 %, and measurements whose settings cannot be read."""
+    try:
+        units = {name: kind_of_value(record, name, value)[0] for name, value in record["values"].items()}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return [Problem(code="wrong_type", message="{field} must be a list of measurements", field="measures")]
+    outside = [name for name, unit in units.items() if unit is not None and not 0 <= record["values"][name] <= unit]
+    message = f"{{field}} has accuracies outside 0 to 100 %: {', '.join(outside)}"
+    return [Problem(code="out_of_range", message=message, field="values")] if outside else []
 
 
 def _is_finite(value: object) -> bool:

@@ -59,6 +59,8 @@ def register_study(
     cells: Callable[[], Iterable[Cell]],
     locate: Locate = lambda label, column: None,
     each: Sequence[Any] = (),
+    deviations: Sequence[str] = (),
+    printed_elsewhere: Callable[[], Mapping[tuple[str, str], float]] = dict,
 ) -> Callable[[Callable[..., Iterable[Clause]]], object]:
     """Register the decorated function as the check of a study. By default the paper prints no numbers.
 
@@ -67,7 +69,15 @@ def register_study(
 
     def register(check: Callable[..., Iterable[Clause]]) -> object:
         whole: Check = (lambda values: for_each(each, partial(check, values))) if each else check
-        return STUDIES.add(name, Study(name=name, cells=cells, locate=locate, check=whole))
+        study = Study(
+            name=name,
+            cells=cells,
+            locate=locate,
+            check=whole,
+            deviations=tuple(deviations),
+            printed_elsewhere=printed_elsewhere,
+        )
+        return STUDIES.add(name, study)
 
     return register
 

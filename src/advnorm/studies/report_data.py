@@ -99,10 +99,15 @@ class ProtocolResult(TypedDict):
 
 
 class StudySummary(TypedDict):
-    """A table or figure with the paper's entry: caption, claim, notes. ``results`` has at least one entry."""
+    """A table or figure with the paper's entry: caption, claim, notes. ``results`` has at least one entry.
+
+    ``deviations`` lists what differs from the paper. ``print_fails`` lists clauses that the paper's own numbers fail.
+    """
 
     name: str
     printed: Mapping[str, Any]
+    deviations: list[str]
+    print_fails: list[str]
     results: list[ProtocolResult]
 
 
@@ -156,6 +161,8 @@ def _summarize_study(study: Study, records: Sequence[CellRecord], problems: list
     return StudySummary(
         name=study.name,
         printed=study.printed,
+        deviations=list(study.deviations),
+        print_fails=[clause.text for clause in study.printed_conclusion.clauses if not clause.held],
         results=[
             _summarize_protocol(study, protocol, [r for r in found if r["protocol"] == protocol], problems)
             for protocol in protocols or (None,)

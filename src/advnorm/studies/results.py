@@ -28,7 +28,8 @@ def evaluate_study(
     current = current_records(records, study.by_name)
     conclusion = study.evaluate_claim(collect_samples(current))
     problems += [conclusion.problem] if conclusion.problem else []
-    problems += missing_numbers(study, current, conclusion)
+    if protocol != "smoke":  # a smoke test measures less
+        problems += missing_numbers(study, current, conclusion)
     return collect_samples(shown_records(records, study.by_name)), conclusion, problems
 
 

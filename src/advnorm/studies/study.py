@@ -53,7 +53,8 @@ class Cell:
 
     ``after`` names a cell of the same study that is trained first. This cell starts from its weights or, with
     ``features`` (a recipe such as ``"D_R"``), trains on features that its network extracts: from ordinary images, or
-    from the features that the cell ``feature_images`` trains on.
+    from the features that the cell ``feature_images`` trains on. ``clip``: a shortened schedule clips its gradients
+    whether it needs that or not, because the cells that it is compared with need it.
     """
 
     name: str
@@ -62,13 +63,14 @@ class Cell:
     after: str | None = None
     features: str | None = None
     feature_images: str | None = None
+    clip: bool = False
 
     @cached_property
     def identity(self) -> tuple[Any, ...]:
         """Equal for cells that give the same numbers. A cell that depends on other cells equals only itself."""
         depends = self.after or self.features or any("beside" in measure.options for measure in self.measures)
         measures = tuple((measure.key, measure.scale) for measure in self.measures)
-        return self.config.digest, measures, id(self) if depends else None
+        return self.config.digest, measures, self.clip, id(self) if depends else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,12 +86,18 @@ class PrintedNumber:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A table or figure of a paper. ``locate`` finds the cell of a printed number, ``check`` evaluates the claim."""
+    """A table, figure or section of a paper. ``locate`` finds the cell of a printed number, ``check`` the clauses.
+
+    ``deviations`` lists what differs from the paper under every protocol. ``printed_elsewhere`` returns numbers that
+    the check reads and that the paper prints in another place, by cell and value.
+    """
 
     name: str
     cells: Callable[[], Iterable[Cell]]
     locate: Locate
     check: Check
+    deviations: tuple[str, ...] = ()
+    printed_elsewhere: Callable[[], Mapping[tuple[str, str], float]] = dict
 
     @property
     def printed(self) -> Mapping[str, Any]:
@@ -110,6 +118,17 @@ class Study:
         if name not in cells:
             raise_problems([unknown_name("cell", name, cells)], self.name)
         return cells[name]
+
+    @cached_property
+    def printed_values(self) -> Values:
+        """The paper's numbers as if one seed had measured them."""
+        own = {(n.cell, n.value): n.printed for n in self.numbers if n.printed is not None}
+        return {key: [number] for key, number in {**self.printed_elsewhere(), **own}.items()}
+
+    @cached_property
+    def printed_conclusion(self) -> Conclusion:
+        """The verdict on the paper's own numbers: a clause that they fail contradicts the paper's sentence."""
+        return decide(self.name, self.check, self.printed_values, self.by_name)
 
     def verdict(self, values: Values) -> ClaimVerdict:
         return self.evaluate_claim(values).verdict

@@ -156,7 +156,7 @@ def collect_samples(records: Sequence[Mapping[str, Any]]) -> MeasuredValues:
             name: len(decode_rows(part["rows"])) for part in record.get("outcomes") or () for name in part["bits"]
         }
         for name, value in record["values"].items():
-            unit, images = _kind_of_value(record, name, float(value))
+            unit, images = kind_of_value(record, name, float(value))
             one = float(value), unit, counted.get(name, images)
             found.setdefault((record["cell"], name), []).append(one)
     samples: dict[Key, Sample] = {}
@@ -168,7 +168,7 @@ def collect_samples(records: Sequence[Mapping[str, Any]]) -> MeasuredValues:
     return MeasuredValues(samples)
 
 
-def _kind_of_value(record: Mapping[str, Any], name: str, value: float) -> tuple[float | None, int | None]:
+def kind_of_value(record: Mapping[str, Any], name: str, value: float) -> tuple[float | None, int | None]:
     """Return the unit of an accuracy and its number of images, from the measurement that gave a value."""
     config = record["run"]["config"]
     data = config.get("data") or {}

@@ -1,5 +1,5 @@
 """C: Improving the Accuracy-Robustness Trade-Off for Dual-Domain Adversarial Training."""
 
-from advnorm.papers.c import studies, trainings
+from advnorm.papers.c import figures, tables, trainings
 
-__all__ = ["studies", "trainings"]
+__all__ = ["figures", "tables", "trainings"]

@@ -11,6 +11,12 @@ from advnorm.studies.study import Cell, Measure
 #: Data and eps of a training.
 SETTINGS = ("cifar10/eps8", "cifar10/eps16", "imagenette/eps16")
 LARGE_EPS = "cifar10/eps16"
+DEVIATIONS = (
+    "Images are cropped and flipped; the paper also scales them and jitters their brightness, without sizes.",
+    "The network is a pre-activation ResNet-18 (app. B) with a norm at its end; table 1's caption names ResNet-20.",
+    "The paper does not print the size of Imagenette's images (224 here), the number of groups of GN, and a weight of "
+    "eq. 21 (1e-4 here).",
+)
 #: Weight of eq. 21, a sum over thousands of positions. The paper adds it without a weight; 1 would dominate the loss.
 LIKELIHOOD_WEIGHT = 1e-4
 
@@ -58,6 +64,11 @@ def adversarial(setting: str) -> Config:
     return replace(mat(setting, 0.5), objective=Named("classical"))
 
 
+def clean(setting: str) -> Config:
+    """Normal training, on clean images only."""
+    return replace(mat(setting, 0.5), objective=Named("standard"))
+
+
 def dbn(config: Config) -> Config:
     """The same with Dual Batch Normalization and its likelihood loss (eq. 20, 21)."""
     objective = Named(config.objective.name, **config.objective.options, likelihood_weight=LIKELIHOOD_WEIGHT)
@@ -75,6 +86,7 @@ def name_of(config: Config) -> str:
     layout = "seq" if options.get("layout") == "sequential" else "cat"
     parts = {
         "adversarial_training": objective == "classical",
+        "normal": objective == "standard",
         f"trades_{layout}_{options.get('beta', 0):g}": objective == "trades",
         f"mat_{layout}_{options.get('clean_weight', 0):g}": objective in ("hybrid", "kl"),
         "dbn": config.norm == "gmm_bn",

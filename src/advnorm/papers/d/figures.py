@@ -5,19 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from advnorm.config import Config, Named
-from advnorm.papers.d.trainings import CORRUPTIONS_AND_SPECKLE, NORM_NAMES, NORMED, PGD10, imagenet, robust, standard
-from advnorm.studies.claims import Clause, Values, epochs_of, join_numbers, mean, means_along_training
+from advnorm.papers.d.trainings import (
+    CORRUPTED,
+    CORRUPTIONS_AND_SPECKLE,
+    DEVIATIONS,
+    NORM_NAMES,
+    NORMED,
+    PGD10,
+    imagenet,
+    robust,
+    standard,
+)
+from advnorm.studies.claims import Clause, Margin, Values, epochs_of, join_numbers, mean, means_along_training
 from advnorm.studies.registry import register_study
 from advnorm.studies.study import Cell, Measure
 
 #: "Noise corruptions, i.e. Gaussian/Speckle/Shot" (sec. 3.2).
 NOISE = ("gaussian_noise", "speckle_noise", "shot_noise")
 FOG_AND_CONTRAST = ("fog", "contrast")
-#: A difference of LIGS that counts as trivial; the paper names none.
-TRIVIAL = 0.05
+TRIVIAL = Margin(0.05, "a trivial difference of LIGS: up to {}", "our margin: the paper names none")
+CLOSE_TO_1 = Margin(0.9, "LIGS close to 1, very high: above {}", "the paper's words for D_R: more than 0.9")
+VERY_LOW = Margin(0.5, "very low LIGS: below {}", "our margin: the paper names none")
+LARGE_MARGIN = Margin(10.0, "a large margin: {} points or more", "our margin: the paper names none")
+SMALL_INFLUENCE = Margin(5.0, "a small influence: up to {} points", "our margin: the paper names none")
 #: Networks with a variant without shortcut and a variant with Fixup initialization.
 SHORTCUTS = ("resnet20", "resnet56")
 #: Gaussian noise of deviation 0.01 (app. B.4), and all four kinds.
@@ -26,8 +40,11 @@ ALL_LIGS = Measure(name="ligs", options={"shifts": ["gaussian", "uniform", "fgsm
 ALIGNMENT = Measure(name="alignment", options={"limit": None}, scale=100)
 LANDSCAPE = Measure(name="landscape", options={"limit": 1000})
 TREND = (PGD10, LIGS)
-#: Indices of the moments of a training.
-AT_FIRST, WARMED, AT_LAST = 0, 1, -1
+GAUSSIAN = "networks/run/shifts/gaussian/mean"
+#: Moments of a training as shares of its epochs: the first and the last one measured, and the end of the warm-up.
+AT_FIRST, WARMED, AT_LAST = 0.0, 20 / 150, 1.0
+#: Epochs of 150 after which curves are measured whose course matters: densely at first, then every tenth.
+DENSE = (1, 2, 3, 5, 7, *range(10, 40, 5), *range(40, 151, 10))
 
 
 def fixup(model: str) -> Config:
@@ -38,7 +55,12 @@ def fixup(model: str) -> Config:
 def along_training(name: str, config: Config, *measures: Measure, **dependencies: Any) -> Cell:
     """A cell that is measured at every snapshot of its training."""
     along = tuple(replace(one, checkpoint="along") for one in measures)
-    return Cell(name=name, config=config, measures=along, **dependencies)
+    return Cell(name=name, config=config, measures=along, clip=True, **dependencies)
+
+
+def dense(config: Config) -> Config:
+    """The same training with more snapshots."""
+    return replace(config, snapshots=DENSE)
 
 
 def norms_along_training(config: Config, norms: Iterable[str], *measures: Measure, prefix: str = "") -> list[Cell]:
@@ -46,13 +68,14 @@ def norms_along_training(config: Config, norms: Iterable[str], *measures: Measur
     return [along_training(f"{prefix}{norm}", replace(config, norm=norm), *measures) for norm in norms]
 
 
-def value_at(values: Values, cell: str, value: str, moment: int) -> float:
-    """Return a value at a moment of the training, or at its last moment if it has fewer."""
+def value_at(values: Values, cell: str, value: str, moment: float) -> float:
+    """Return a value at the last snapshot up to a share of the training, at least at the first."""
     epochs = epochs_of(values, cell, value)
-    return mean(values, cell, f"{epochs[min(moment, len(epochs) - 1)]}/{value}")
+    last = max([epochs[0], *(epoch for epoch in epochs if epoch <= moment * epochs[-1])])
+    return mean(values, cell, f"{last}/{value}")
 
 
-def clean_accuracy(values: Values, cell: str, moment: int = AT_LAST) -> float:
+def clean_accuracy(values: Values, cell: str, moment: float = AT_LAST) -> float:
     return value_at(values, cell, "shared/clean", moment)
 
 
@@ -60,8 +83,8 @@ def robust_accuracy(values: Values, cell: str) -> float:
     return value_at(values, cell, "shared/pgd10", AT_LAST)
 
 
-def ligs(values: Values, cell: str, moment: int = AT_LAST) -> float:
-    return value_at(values, cell, "networks/run/shifts/gaussian/mean", moment)
+def ligs(values: Values, cell: str, moment: float = AT_LAST) -> float:
+    return value_at(values, cell, GAUSSIAN, moment)
 
 
 def with_norm(norm: str) -> str:
@@ -71,10 +94,15 @@ def with_norm(norm: str) -> str:
 def _fig1_cells() -> Iterable[Cell]:
     for training, base in (("standard", standard("vgg16")), ("robust", robust("vgg16"))):
         for norm in NORM_NAMES:
-            yield Cell(name=f"{training}/{norm}", config=replace(base, norm=norm), measures=(CORRUPTIONS_AND_SPECKLE,))
+            yield Cell(
+                name=f"{training}/{norm}",
+                config=replace(base, norm=norm),
+                measures=(CORRUPTIONS_AND_SPECKLE,),
+                clip=True,
+            )
 
 
-@register_study("D/fig1", cells=_fig1_cells)
+@register_study("D/fig1", cells=_fig1_cells, deviations=(*DEVIATIONS, CORRUPTED))
 def fig1(values: Values) -> Iterator[Clause]:
     """Standard training: without a norm, noise does less harm, and fog and contrast more, than with any norm.
 
@@ -125,13 +153,20 @@ def fig1(values: Values) -> Iterator[Clause]:
     "D/fig2",
     cells=lambda: norms_along_training(standard("resnet18"), ("none", "bn"), ALL_LIGS),
     each=ALL_LIGS.options["shifts"],
+    deviations=(*DEVIATIONS, "The paper does not name the network: ResNet18 here, as in figure 4."),
 )
 def fig2(values: Values, shift: str) -> Iterator[Clause]:
-    """Under every kind of shift LIGS falls during training, and is always higher without BN than with it."""
+    """ "A general trend that the LIGS decreases with training", and "consistently" higher without BN than with it.
+
+    A curve that first rises does not decrease with training: no rise between two snapshots is more than trivial.
+    """
     path = f"networks/run/shifts/{shift}/mean"
     none, bn = (means_along_training(values, norm, path) for norm in ("none", "bn"))
-    text = f"{none[0]:.3f} to {none[-1]:.3f} without BN, {bn[0]:.3f} to {bn[-1]:.3f} with it"
-    yield Clause(f"{shift}: LIGS falls during training: {text}", none[0] > none[-1] and bn[0] > bn[-1])
+    for name, curve in (("without BN", none), ("with BN", bn)):
+        rise = max((after - before for before, after in pairwise(curve)), default=0.0)
+        text = f"{shift}: {name} LIGS falls during training and never rises by more than {TRIVIAL:g}"
+        shown = f"{curve[0]:.3f} to {curve[-1]:.3f}, the largest step {rise:+.3f}"
+        yield Clause(f"{text}: {shown}", curve[-1] < curve[0] and rise <= TRIVIAL, TRIVIAL)
     least = min(above - below for above, below in zip(none, bn, strict=True))
     yield Clause(f"{shift}: LIGS is always higher without BN than with it: by {least:.3f} at least", least > 0)
 
@@ -143,7 +178,7 @@ def _check_less_robust(values: Values, norm: str) -> Iterator[Clause]:
     """
 
     def ligs_along_training(cell: str) -> list[float]:
-        return means_along_training(values, cell, "networks/run/shifts/gaussian/mean")
+        return means_along_training(values, cell, GAUSSIAN)
 
     def differences(training: str) -> list[float]:
         none, normed = (ligs_along_training(f"{training}/{name}") for name in ("none", norm))
@@ -155,7 +190,8 @@ def _check_less_robust(values: Values, norm: str) -> Iterator[Clause]:
     normed, none = (robust_accuracy(values, f"standard/{kind}") for kind in (norm, "none"))
     yield Clause.lower(f"standard training: {name} is less robust than no norm", normed, none)
     least = min(ligs_along_training(f"robust/{norm}"))
-    yield Clause(f"adversarial training: LIGS stays above 0.9 with {name}: {least:.3f} at least", least > 0.9)
+    text = f"adversarial training: LIGS stays above {CLOSE_TO_1:g} with {name}"
+    yield Clause(f"{text}: {least:.3f} at least", least > CLOSE_TO_1, CLOSE_TO_1)
     text = f"{name} makes less of a difference to LIGS in adversarial training than in standard training"
     yield Clause.lower(text, abs(differences("robust")[-1]), lower[-1], form=".3f")
 
@@ -166,7 +202,9 @@ def _standard_and_robust(norms: Iterable[str]) -> Iterable[Cell]:
 
 
 for _name, _norms in (("D/fig4", ("bn",)), ("D/fig10", NORMED[1:])):
-    register_study(_name, cells=partial(_standard_and_robust, _norms), each=_norms)(_check_less_robust)
+    register_study(_name, cells=partial(_standard_and_robust, _norms), each=_norms, deviations=DEVIATIONS)(
+        _check_less_robust
+    )
 
 
 def _fig5_cells() -> Iterable[Cell]:
@@ -177,17 +215,26 @@ def _fig5_cells() -> Iterable[Cell]:
         yield along_training(f"{norm}/ligs", replace(config, regularizer=Named("ligs", weight=1.0)), *TREND)
 
 
-@register_study("D/fig5", cells=_fig5_cells, each=("none", "bn"))
+@register_study(
+    "D/fig5",
+    cells=_fig5_cells,
+    each=("none", "bn"),
+    deviations=(
+        *DEVIATIONS,
+        "Network, norm and weight are not printed: ResNet18 without a norm and with BN, weight 1.",
+    ),
+)
 def fig5(values: Values, norm: str) -> Iterator[Clause]:
-    """The regularizer raises LIGS, and robust accuracy by 10 points or more; clean accuracy loses at most 5."""
+    """Regularized LIGS improves robust accuracy "by a large margin despite small influence on clean accuracy"."""
     both, text = (norm, f"{norm}/ligs"), f"{with_norm(norm)} the regularizer"
     before, after = (ligs(values, cell) for cell in both)
     yield Clause(f"{text} raises LIGS: {before:.3f} to {after:.3f}", after > before)
     before, after = (robust_accuracy(values, cell) for cell in both)
-    raised = after >= before + 10
-    yield Clause(f"{text} raises robust accuracy by 10 points or more: {before:.1f} to {after:.1f}", raised)
+    gain = f"{text} raises robust accuracy by {LARGE_MARGIN:g} points or more"
+    yield Clause(f"{gain}: {before:.1f} to {after:.1f}", after >= before + LARGE_MARGIN, LARGE_MARGIN)
     before, after = (clean_accuracy(values, cell) for cell in both)
-    yield Clause(f"{text} costs at most 5 points of clean accuracy: {before:.1f} to {after:.1f}", after >= before - 5)
+    cost = f"{text} costs at most {SMALL_INFLUENCE:g} points of clean accuracy"
+    yield Clause(f"{cost}: {before:.1f} to {after:.1f}", after >= before - SMALL_INFLUENCE, SMALL_INFLUENCE)
 
 
 #: What fig. 8 changes in the ResNet18 with BN. The text names three activations, three optimizers and the learning rate
@@ -214,6 +261,7 @@ FACTORS: dict[str, dict[str, Any]] = {
         along_training(name, replace(standard("resnet18"), **changes), *TREND)
         for name, changes in {"base": {}, "none": {"norm": "none"}, **FACTORS}.items()
     ],
+    deviations=(*DEVIATIONS, "Most values of the factors are not printed; FACTORS lists those chosen here."),
 )
 def fig8(values: Values) -> Iterator[Clause]:
     """No factor changes LIGS as much as removing BN does; width, SELU and Adam raise it, depth lowers it.
@@ -221,7 +269,7 @@ def fig8(values: Values) -> Iterator[Clause]:
     A high weight decay or learning rate raises it early and lowers it at the end.
     """
 
-    def change(factor: str, moment: int = AT_LAST) -> float:
+    def change(factor: str, moment: float = AT_LAST) -> float:
         return ligs(values, factor, moment=moment) - ligs(values, "base", moment=moment)
 
     without = change("none")
@@ -245,12 +293,13 @@ def fig8(values: Values) -> Iterator[Clause]:
         for config in (standard(model), standard(f"{model}_noshortcut"), fixup(model))
     ],
     each=SHORTCUTS,
+    deviations=DEVIATIONS,
 )
 def fig9(values: Values, model: str) -> Iterator[Clause]:
     """The shortcut has a trivial influence on LIGS. Fixup has a higher LIGS than BN at comparable accuracy."""
     cut, bn = ligs(values, f"{model}_noshortcut"), ligs(values, model)
     text = f"{model}: LIGS differs by at most {TRIVIAL} without the shortcut and with it"
-    yield Clause(f"{text}: {join_numbers(cut, bn, form='.3f')}", abs(cut - bn) <= TRIVIAL)
+    yield Clause(f"{text}: {join_numbers(cut, bn, form='.3f')}", abs(cut - bn) <= TRIVIAL, TRIVIAL)
     fixed = ligs(values, f"fixup_{model}")
     yield Clause.higher(f"{model}: LIGS is higher with Fixup than with BN", fixed, bn, form=".3f")
     both = clean_accuracy(values, f"fixup_{model}"), clean_accuracy(values, model)
@@ -265,6 +314,7 @@ def fig9(values: Values, model: str) -> Iterator[Clause]:
         for cell in norms_along_training(imagenet(model), NORM_NAMES, *TREND, prefix=f"{model}/")
     ],
     each=("resnet18", "resnet50"),
+    deviations=("The epochs on ImageNet are not printed: 90 here.",),
 )
 def fig11(values: Values, model: str) -> Iterator[Clause]:
     """On ImageNet norms have a lower LIGS; BN is the most accurate, IN the least."""
@@ -277,155 +327,3 @@ def fig11(values: Values, model: str) -> Iterator[Clause]:
     text = ", ".join(f"{norm} {clean[norm]:.1f}" for norm in order)
     extremes = order[0], order[-1]
     yield Clause(f"{model}: IN is the least accurate and BN the most: {text}", extremes == ("in", "bn"))
-
-
-# -- training on features of other networks ----------------------------------------------------------------------------
-
-
-#: Accuracy in percent, of 10 classes, below which a data set is not learned.
-NOT_LEARNED = 15
-
-
-def learns(recipe: str) -> Config:
-    """ResNet18 on a feature data set (table 6): 150 epochs, decayed at 50 and 100."""
-    targets = recipe in ("D_det", "D_conflict")
-    return replace(standard("resnet18"), lr=0.1 if targets else 0.01, augment="none" if targets else "crop_flip")
-
-
-def on_features(recipe: str, norm: str, *measures: Measure) -> Cell:
-    """A network on features of a ResNet50 (app. E), robust for D_R; D_conflict starts from the images of D_R."""
-    source = "source/robust" if recipe == "D_R" else "source/standard"
-    images = "D_R/bn" if recipe == "D_conflict" else None
-    dependencies = {"after": source, "features": recipe, "feature_images": images}
-    return along_training(f"{recipe}/{norm}", replace(learns(recipe), norm=norm), *measures, **dependencies)
-
-
-def sources() -> list[Cell]:
-    """The networks that features are extracted from, a robust and a standard one."""
-    configs = {"robust": robust("resnet50"), "standard": standard("resnet50")}
-    return [Cell(name=f"source/{name}", config=config, measures=(PGD10,)) for name, config in configs.items()]
-
-
-@register_study(
-    "D/fig6",
-    cells=lambda: [
-        *sources(),
-        *(on_features(recipe, norm, *TREND) for norm in ("none", "bn") for recipe in ("D_R", "D_rand")),
-    ],
-)
-def fig6(values: Values) -> Iterator[Clause]:
-    """LIGS is above 0.9 on D_R and below 0.5 on D_rand. D_rand is not learned without BN, and learned late with it."""
-    none, bn = (ligs(values, f"D_R/{norm}") for norm in ("none", "bn"))
-    text = f"LIGS is above 0.9 on D_R without BN and with it: {join_numbers(none, bn, form='.3f')}"
-    yield Clause(text, min(none, bn) > 0.9)
-    low = ligs(values, "D_rand/bn")
-    yield Clause(f"LIGS is below 0.5 on D_rand with BN: {low:.3f}", low < 0.5)
-    never, early = clean_accuracy(values, "D_rand/none"), clean_accuracy(values, "D_rand/bn", WARMED)
-    yield Clause(f"D_rand is not learned without BN: accuracy {never:.1f}", never < NOT_LEARNED)
-    yield Clause(f"D_rand is not learned with BN after the warm-up: accuracy {early:.1f}", early < NOT_LEARNED)
-    late = clean_accuracy(values, "D_rand/bn")
-    yield Clause(f"D_rand is learned with BN at the end: accuracy {late:.1f}", late >= NOT_LEARNED)
-
-
-def _check_conflict(values: Values, recipe: str) -> Iterator[Clause]:
-    """With BN robust features decide early and non-robust ones at the end; without BN robust ones decide at the end."""
-
-    def alignment(norm: str, moment: int) -> list[float]:
-        """Accuracy by robust features and by non-robust ones."""
-        names = (f"aligned_with_{kind}_features/0" for kind in ("robust", "non_robust"))
-        return [value_at(values, f"{recipe}/{norm}", name, moment) for name in names]
-
-    early, late, none = alignment("bn", AT_FIRST), alignment("bn", AT_LAST), alignment("none", AT_LAST)
-    yield Clause.higher("with BN robust features outweigh non-robust ones early", *early)
-    yield Clause.lower("with BN non-robust features outweigh robust ones at the end", *late)
-    yield Clause(f"with BN the accuracy by robust features falls: {early[0]:.1f} to {late[0]:.1f}", early[0] > late[0])
-    yield Clause.higher("without BN robust features outweigh non-robust ones at the end", *none)
-
-
-register_study(
-    "D/fig7",
-    cells=lambda: [
-        *sources(),
-        on_features("D_R", "bn", *TREND),
-        *(on_features("D_conflict", norm, ALIGNMENT) for norm in ("none", "bn")),
-    ],
-    each=["D_conflict"],
-)(_check_conflict)
-register_study(
-    "D/fig13",
-    cells=lambda: [sources()[1], *(on_features("D_det", norm, ALIGNMENT) for norm in ("none", "bn"))],
-    each=["D_det"],
-)(_check_conflict)
-
-
-@register_study(
-    "D/fig12",
-    cells=lambda: [*sources(), *(on_features(recipe, "bn", *TREND) for recipe in ("D_R", "D_NR", "D_rand"))],
-)
-def fig12(values: Values) -> Iterator[Clause]:
-    """LIGS is high on D_R, low on D_rand, and between on D_NR."""
-    high, middle = ligs(values, "D_R/bn"), ligs(values, "D_NR/bn")
-    yield Clause.higher("LIGS is higher on D_R than on D_NR", high, middle, form=".3f")
-    yield Clause.higher("LIGS is higher on D_NR than on D_rand", middle, ligs(values, "D_rand/bn"), form=".3f")
-
-
-# -- the optimization landscape, measured early, while the network still learns ----------------------------------------
-
-
-def _smoothness(values: Values, cell: str) -> float:
-    """Effective β-smoothness early in training, averaged over batches. At the end the gradients are too small."""
-    paths = {path.partition("/")[2] for name, path in values if name == cell and path.endswith("/smoothness")}
-    if not paths:
-        raise KeyError(cell)
-    return sum(value_at(values, cell, path, AT_FIRST) for path in paths) / len(paths)
-
-
-@register_study("D/fig14", cells=lambda: norms_along_training(standard("resnet18"), NORM_NAMES, LANDSCAPE))
-def fig14(values: Values) -> Iterator[Clause]:
-    """In ResNet18 gradients are smoother with BN than without a norm, and not smoother with IN, LN and GN."""
-    beta = {norm: _smoothness(values, norm) for norm in NORM_NAMES}
-    none, least = beta["none"], min(beta[norm] for norm in NORMED if norm != "bn")
-    yield Clause.lower("β-smoothness is lower with BN than without a norm", beta["bn"], none, form=".4g")
-    text = "β-smoothness is no lower with IN, LN and GN than without a norm"
-    yield Clause(f"{text}: {least:.4g} at least and {none:.4g}", none <= least)
-
-
-# The caption names VGG16 with and without BN; the text discusses all norms, in a ResNet50 that no figure shows.
-@register_study("D/fig15", cells=lambda: norms_along_training(standard("vgg16"), NORM_NAMES, LANDSCAPE))
-def fig15(values: Values) -> Iterator[Clause]:
-    """Gradients are smoother with every norm than without, and with BN by more than twice as much as with others."""
-    beta = {norm: _smoothness(values, norm) for norm in NORM_NAMES}
-    gains = {norm: beta["none"] - beta[norm] for norm in NORMED}
-    most = max(beta[norm] for norm in NORMED)
-    text = "β-smoothness is lower with every norm than without"
-    yield Clause(f"{text}: {most:.4g} at most and {beta['none']:.4g}", min(gains.values()) > 0)
-    others = [gains[norm] for norm in NORMED if norm != "bn"]
-    text = "BN lowers β-smoothness by more than twice as much as IN, LN and GN"
-    twice = all(gains["bn"] > 2 * other for other in others)
-    yield Clause(f"{text}: {gains['bn']:.4g} and {max(others):.4g} at most", twice)
-
-
-@register_study(
-    "D/fig16",
-    cells=lambda: [along_training(model, standard(model), LANDSCAPE) for model in ("resnet18", "resnet18_noshortcut")],
-)
-def fig16(values: Values) -> Iterator[Clause]:
-    """The shortcut has a trivial influence on the smoothness: less than a factor of 2."""
-    cut, whole = _smoothness(values, "resnet18_noshortcut"), _smoothness(values, "resnet18")
-    text = "β-smoothness is within a factor of 2 without the shortcut and with it"
-    yield Clause(f"{text}: {join_numbers(cut, whole, form='.4g')}", 0.5 < cut / whole < 2)
-
-
-@register_study(
-    "D/fig17",
-    cells=lambda: [
-        along_training(config.model.name, config, LANDSCAPE)
-        for model in SHORTCUTS
-        for config in (standard(model), fixup(model))
-    ],
-    each=SHORTCUTS,
-)
-def fig17(values: Values, model: str) -> Iterator[Clause]:
-    """Gradients are less smooth with Fixup than with BN."""
-    fixed, bn = _smoothness(values, f"fixup_{model}"), _smoothness(values, model)
-    yield Clause.higher(f"{model}: β-smoothness is higher with Fixup than with BN", fixed, bn, form=".4g")

@@ -1,5 +1,5 @@
 """E: Intriguing Properties of Adversarial Training. Figure 4 is a drawing."""
 
-from advnorm.papers.e import studies, trainings
+from advnorm.papers.e import appendix, studies, trainings
 
-__all__ = ["studies", "trainings"]
+__all__ = ["appendix", "studies", "trainings"]

@@ -22,6 +22,11 @@ STEP_SIZES = {5: 4, 10: 2}
 DEPTHS = (152, 200, 338, 518, 638)
 #: Steps of the attacks of evaluation (table 7, fig. 2 and 3).
 EVALUATION_STEPS = (10, 20, 100, 500, 2000)
+DEVIATIONS = (
+    "Batch statistics are those of the images on one device: 32 with the paper's 128 GPUs, the whole batch on one.",
+    "Where the paper is silent, settings are those of the pipeline that it names, without its colour jitter; ALP's "
+    "weight is that of Kannan et al. 2018.",
+)
 #: A placeholder in a configuration for the run of the cell before.
 RUN_BEFORE = "the run of the cell before"
 
@@ -136,6 +141,7 @@ def name_of(config: Config) -> str:
         "running": config.running_epochs > 0,
         "uniform": config.attack.start == "uniform",
         f"batch{config.batch_size}": config.batch_size != 4096,
+        f"eps{str(config.eps).split('/')[0]}": config.eps != "16/255",
         config.optimizer: config.optimizer != "sgd",
         f"lr{rate}": rate != "0.1",
         "exponential": config.gamma != 0.1,
