@@ -37,9 +37,9 @@ def test_a_wrong_argument_of_norms_is_an_error(arguments, code):
         invoke("bench", "norms", *arguments)
 
 
-@pytest.mark.parametrize("kind", ["norms", "train", "autoattack"])
+@pytest.mark.parametrize("kind", ["norms", "train", "autoattack", "quick"])
 def test_a_record_that_cannot_be_written_is_an_error_before_any_measurement(kind, tmp_path, monkeypatch):
-    for name in ("norms.bench_norms", "train.bench_train", "autoattack.bench_autoattack"):
+    for name in ("norms.bench_norms", "train.bench_train", "autoattack.bench_autoattack", "quick.bench_quick"):
         monkeypatch.setattr(f"advnorm.bench.{name}", lambda *_, **__: pytest.fail("measured first"))
     (tmp_path / "file").touch()
     for place in (tmp_path, tmp_path / "file" / "r"):

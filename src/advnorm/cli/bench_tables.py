@@ -10,6 +10,7 @@ from rich.text import Text
 from advnorm.bench.audit import AuditBenchmark, score
 from advnorm.bench.autoattack import AutoAttackBenchmark
 from advnorm.bench.norms import LIMITS, NormBenchmark
+from advnorm.bench.quick import QuickBenchmark
 from advnorm.bench.train import TrainBenchmark, TrainRow
 
 
@@ -128,3 +129,26 @@ def audit_tables(result: AuditBenchmark) -> Group:
         text = ", ".join(f"{key} {'–' if value is None else f'{value:.0%}'}" for key, value in shares.items())
         parts += [matrix, f"{text}, {found['seconds']:.1f} s per audit"]
     return Group(*parts)
+
+
+def quick_table(result: QuickBenchmark) -> Table:
+    """Return accuracy and passes of the quick estimate and of AutoAttack for each network."""
+    title = f"quick estimate and AutoAttack standard, {result.networks}, {result.precision}, {result.device}"
+    table = Table("network", title=title, title_justify="left", box=SIMPLE, collapse_padding=True, pad_edge=False)
+    passes = ("passes\nquick", "passes\nAA", "ratio")
+    for column in ("images", "clean", "quick", "Auto-\nAttack", "points", "differ", *passes):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in result.rows:
+        table.add_row(
+            row.network,
+            f"{row.images:,}",
+            *(f"{value:.1%}" for value in (row.clean, row.quick, row.autoattack)),
+            f"{row.points:+.2f}",
+            str(row.differing),
+            f"{row.quick_passes:,.0f}",
+            f"{row.autoattack_passes:,.0f}",
+            f"{row.ratio:.3f}",
+        )
+    table.caption = "points: quick minus AutoAttack; differ: images with other results; passes: forwards and backwards"
+    table.caption_justify = "left"
+    return table
