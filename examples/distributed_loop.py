@@ -1,7 +1,13 @@
-"""Hybrid training in your own loop and several processes: torchrun --nproc-per-node 2 examples/distributed_loop.py"""
+"""Hybrid training in your own loop and several processes: torchrun --nproc-per-node 2 examples/distributed_loop.py
+
+With --fsdp every process keeps only its part of the weights.
+"""
+
+import sys
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import advnorm
@@ -13,7 +19,10 @@ def train(rank, world):
     advnorm.convert_norm(model, "dual_bn", sync=True)
 
     attack = advnorm.attacks.PGD(threat=advnorm.ThreatModel(eps=0.2), steps=5)
-    objective = DistributedDataParallel(advnorm.objectives.Hybrid(model, attack))
+    if "--fsdp" in sys.argv:
+        objective = advnorm.objectives.Hybrid(fully_shard(model), attack)
+    else:
+        objective = DistributedDataParallel(advnorm.objectives.Hybrid(model, attack))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     digits = advnorm.data.load("digits", "train")
     loader = advnorm.data.make_loader(digits, batch_size=128, rank=rank, world=world)

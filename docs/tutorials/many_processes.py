@@ -4,8 +4,8 @@
 # A training that works in one process should give the same network in many. With batch norm
 # this is not obvious: each process sees a part of the batch, and the parts have other
 # statistics than the whole. In this tutorial you train with `torchrun` in two processes on
-# the CPU, compare with one process, and run a study on Ray. On a machine with GPUs the
-# commands are the same. Run them in the root of the repository.
+# the CPU, compare with one process, shard a network with FSDP, and run a study on Ray. On a
+# machine with GPUs the commands are the same. Run them in the root of the repository.
 #
 # ## One process
 
@@ -68,14 +68,23 @@ plt.show()
 #
 # ## In your own loop
 #
-# An objective is an `nn.Module` that contains the whole step, attack included. Wrap it in DDP
-# as a whole and convert the network with `sync=True`:
+# An objective is an `nn.Module` that contains the whole step, attack included. Convert the
+# network with `sync=True`. With DDP, wrap the objective as a whole. With FSDP, shard the
+# network:
 
 # %%
 # !cat examples/distributed_loop.py
 
 # %%
 # !torchrun --nproc-per-node 2 examples/distributed_loop.py
+
+# %% [markdown]
+# FSDP divides weights, gradients and the optimizer's state over the processes, for networks
+# that are too large for one GPU. Each forward gathers the weights, also those of the attack.
+# The losses are the same:
+
+# %%
+# !torchrun --nproc-per-node 2 examples/distributed_loop.py --fsdp
 
 # %% [markdown]
 # ## Many trainings instead of a large one
