@@ -39,5 +39,5 @@ def train(rank, world):
 
 dist.init_process_group("gloo")  # "nccl" on GPUs
 train(dist.get_rank(), dist.get_world_size())
-dist.barrier()  # a process that leaves while its last collective ends can abort
+dist.barrier()  # a process that ends during its last collective can abort
 dist.destroy_process_group()

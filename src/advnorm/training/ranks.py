@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -86,4 +87,6 @@ def placed(device: str | torch.device | None) -> Iterator[Ranks]:
 
 def _leave() -> None:
     if dist.is_initialized():
+        # Gloo's threads need the interpreter to free the last collective, and abort a process that ends before that.
+        time.sleep(0.2)
         dist.destroy_process_group()
