@@ -91,8 +91,9 @@ for name, model in {"undefended": network, **suspects}.items():
 # %% [markdown]
 # ## Audit them
 #
-# `audit` runs a ladder of attacks, from noise to attacks without gradients, and measures
-# signs of masked gradients. Then it decides:
+# `audit` runs a ladder of attacks, from noise to attacks without gradients. If something
+# stands between the gradient and the model, it attacks around it. It also measures signs of
+# masked gradients. Then it decides:
 
 # %%
 verdicts = {}
@@ -168,15 +169,14 @@ plt.show()
 #
 # - A high accuracy under PGD is where an evaluation starts, not where it ends.
 # - *False* means that stronger attacks removed the robustness. *Inconclusive* means that the
-#   audit cannot call it real: the outputs are random, there are signs of masking, or there
-#   are too few images.
+#   audit cannot call it real: there are signs of masking, or there are too few images.
 # - An audit can prove that robustness is false. It cannot prove that it is real: *real* says
 #   that no evidence against it was found. [How verdicts are
 #   formed](../explanation/verdicts.md) lists the rules.
 #
 # A fourth trick is popular: random outputs. The attacker never sees the same network twice,
-# so every result is one draw of many. The audit then answers *inconclusive* and names the
-# attack to use, `autoattack-rand`, which averages the gradient over many draws.
+# so every result is one draw of many. The audit then averages the gradient over many draws
+# (`apgd-eot`), and an image counts as robust if most of nine draws are correct.
 #
 # In the shell, `advnorm audit` does the same for a training run (`NAME` is its folder in
 # `runs`), or for a function that returns your model:
