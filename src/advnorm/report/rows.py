@@ -32,7 +32,7 @@ def runs(folder: Path | str = "runs") -> pandas.DataFrame:
     """Return the runs below a folder as a data frame: configuration, metrics, evaluations and audits.
 
     One row per run, branch and attack; a run without an evaluation has one row. ``clean``, ``union`` (all attacks) and
-    ``audit`` count as attacks. A damaged file is a row with an ``error``. The page docs/sweeps.md explains the columns.
+    ``audit`` count as attacks. A damaged file is a row with an ``error``. docs/guides/sweeps.md explains the columns.
     """
     try:
         import pandas
