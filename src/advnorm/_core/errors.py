@@ -136,4 +136,4 @@ class Description(str):
 
 def first_line(error: BaseException) -> str:
     """Return the first line of another library's error message, or the error's name if it has no message."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

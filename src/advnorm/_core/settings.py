@@ -103,6 +103,8 @@ def _convert(label: str, hint: Any, value: Any) -> Any:
         with suppress(ConfigError):  # a single value stands for a list of one
             return (convert(label, members[0], value),)
     elif origin in (tuple, Sequence):
+        if isinstance(value, Mapping) and get_origin(members[0]) is tuple:  # a mapping whose order counts
+            value = list(value.items())
         if isinstance(value, list | tuple):
             return tuple(convert(label, members[0], item) for item in value)
     elif hint in ACCEPTS:
@@ -290,6 +292,8 @@ def type_words(hint: Any) -> str:
         return " or ".join(map(type_words, members))
     if origin is Literal:
         return " or ".join(map(repr, members))
+    if origin is tuple and get_origin(members[0]) is tuple:
+        return "a mapping of names"
     if origin in (tuple, list, Sequence):
         return f"a list whose items are each {type_words(members[0])}"
     if hint is Named:

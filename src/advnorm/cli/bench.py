@@ -1,4 +1,4 @@
-"""The verbs ``bench norms``, ``bench train``, ``bench autoattack``, ``bench audit`` and ``bench quick``."""
+"""The verbs ``bench norms``, ``train``, ``autoattack``, ``audit``, ``quick`` and ``surgery``."""
 
 from __future__ import annotations
 
@@ -229,6 +229,27 @@ def bench_quick(
             on_result=lambda so_far: json and write_json(json, so_far.record()),  # a row can take many minutes
         )
     console.print(quick_table(result))
+    _write(json, result.record())
+
+
+@command(app, "surgery", computes=False)
+def bench_surgery(
+    libraries: Annotated[
+        list[str] | None, typer.Argument(help="timm, torchvision, transformers. Default: those three.")
+    ] = None,
+    check: Annotated[bool, typer.Option(help="Also compare one network of each family before and after.")] = True,
+    json: JsonCopy = None,
+) -> None:
+    """Convert every network of the installed timm, torchvision and transformers to a dual norm; about ten minutes.
+
+    Examples: `advnorm bench surgery`, `advnorm bench surgery torchvision --no-check --json surgery.json`
+    """
+    from advnorm.bench.surgery import bench_surgery as measure
+    from advnorm.cli.bench_tables import surgery_tables
+
+    with _measuring(json) as show:
+        result = measure(libraries or None, check=check, on_row=show)
+    console.print(surgery_tables(result))
     _write(json, result.record())
 
 

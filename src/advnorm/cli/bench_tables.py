@@ -11,6 +11,7 @@ from advnorm.bench.audit import AuditBenchmark, score
 from advnorm.bench.autoattack import AutoAttackBenchmark
 from advnorm.bench.norms import LIMITS, NormBenchmark
 from advnorm.bench.quick import QuickBenchmark
+from advnorm.bench.surgery import OUTCOMES, SurgeryBenchmark
 from advnorm.bench.train import TrainBenchmark, TrainRow
 
 
@@ -152,3 +153,18 @@ def quick_table(result: QuickBenchmark) -> Table:
     table.caption = "points: quick minus AutoAttack; differ: images with other results; passes: forwards and backwards"
     table.caption_justify = "left"
     return table
+
+
+def surgery_tables(result: SurgeryBenchmark) -> Group:
+    """Return the outcomes by library, the failures with their reasons, and the checks that did not pass."""
+    table = Table("library", title="architectures", title_justify="left", box=SIMPLE)
+    for outcome in OUTCOMES:
+        table.add_column(outcome, justify="right")
+    for library, counts in result.counts.items():
+        row = [str(counts.get(outcome, 0)) for outcome in OUTCOMES]
+        table.add_row(f"{library} {result.versions[library]}", *row)
+    lines = [f"{name}: {reason}" for name, reason in result.failures.items()]
+    failed = {family: check for family, check in result.families.items() if not check.passed}
+    lines += [f"{family}: {check.model}: {check.error or 'the outputs differ'}" for family, check in failed.items()]
+    checked = f"{len(result.families) - len(failed)} of {len(result.families)} families checked bit for bit"
+    return Group(table, Text("\n".join([*lines, checked] if result.families else lines)))

@@ -99,7 +99,9 @@ class Config(TrainingSettings):
         length = f"eps{eps.strip()}" if self.threat == "Linf" else f"{self.threat}_{eps}"
         length = re.sub(r"[^A-Za-z0-9.]+", "_", length)
         data = resolve_source(self.data.name)[0]
-        return "-".join((data, self.model.name, self.norm, self.objective.name, length, self.digest[:8]))
+        model = re.sub(r"[^\w.-]+", "_", self.model.name)
+        norm = self.norm if isinstance(self.norm, str) else "+".join(dict.fromkeys(norm for _, norm in self.norm))
+        return "-".join((data, model, norm, self.objective.name, length, self.digest[:8]))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings in JSON types; :meth:`from_dict` gives the same configuration back, exactly."""

@@ -39,7 +39,10 @@ class TrainingSettings:
     """Every setting that determines the result of a training run."""
 
     model: Annotated[Named, Setting("Model of `advnorm ls models` with its options.")] = Named("small_cnn")
-    norm: Annotated[str, Setting("Norm of `advnorm ls norms`.")] = "bn"
+    norm: Annotated[
+        str | tuple[tuple[str, str], ...],
+        Setting("Norm of `advnorm ls norms`, or norms by pattern of the layer's name: `{layer4.*: dual_bn, '*': bn}`."),
+    ] = "bn"
     norm_options: Annotated[dict[str, Any], Setting("Options of the norm.")] = field(default_factory=dict, hash=False)
     dual_head: Annotated[bool, Setting("One linear layer per domain (paper A, table 7).")] = False
     weights: Annotated[

@@ -16,7 +16,7 @@ from advnorm.config.fields import TRAINING, TrainingSettings
 from advnorm.data.registry import DATASETS, resolve_source
 from advnorm.models.registry import MODELS
 from advnorm.norms import RoutedNorm
-from advnorm.norms.factory import MODULE_OPTIONS, make_plan
+from advnorm.norms.factory import make_plans
 from advnorm.objectives import OBJECTIVES, REGULARIZERS, SECOND_PASSES
 from advnorm.objectives.dual import clean_images
 from advnorm.objectives.ligs import ATTACKS
@@ -129,14 +129,15 @@ class _Checks:
         typed = {name: value for name, value in s.norm_options.items() if name in known}
         self.problems += convert_options("norm_options", known, typed, ELSEWHERE["norm_options"])[1]
         try:
-            plan = make_plan(s.norm, **{k: v for k, v in s.norm_options.items() if k not in MODULE_OPTIONS})
+            plans = make_plans(s.norm, s.norm_options).values()
         except AdvnormError as error:
             known_norm = error.problems[0].field != "norm"
             self.problems += (p.inside("norm_options") if known_norm else p for p in error.problems)
         else:
             if len(self.problems) == before:
-                affine = plan.statistics != "none" and s.norm_options.get("affine", True)
-                self.check_norm(has_parameters=bool(affine), has_statistics=plan.statistics == "batch")
+                kinds = {plan.statistics for plan in plans}
+                affine = kinds != {"none"} and s.norm_options.get("affine", True)
+                self.check_norm(has_parameters=bool(affine), has_statistics="batch" in kinds)
 
     def check_norm(self, *, has_parameters: bool, has_statistics: bool) -> None:
         """Check settings that need parameters or batch statistics in the norms."""

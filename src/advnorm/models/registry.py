@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from numbers import Integral
 from typing import Annotated, Any
 
@@ -13,9 +14,12 @@ import torch
 from advnorm._core.errors import Problem, collect_problems, raise_problems, unknown_name
 from advnorm._core.registry import Registry, keywords
 from advnorm._core.settings import Setting, convert_options
-from advnorm.models.layers import ACTIVATIONS, ImageClassifier, LayerFactory
+from advnorm.models.layers import ACTIVATIONS, LayerFactory
+from advnorm.models.libraries import LIBRARY_OPTIONS, build_library_model, input_statistics, split_name, validate_name
 from advnorm.models.normalized import channel_values
 from advnorm.norms import list_norms, make_norm
+from advnorm.norms.factory import NormNames, make_plans
+from advnorm.surgery import convert_norm
 
 CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -45,7 +49,21 @@ class ModelSpec:
         return {**keywords(create_model), **own}
 
 
-MODELS: Registry[ModelSpec] = Registry("model", ModelSpec)
+class ModelRegistry(Registry[ModelSpec]):
+    """The registered models, and those of libraries as ``timm:NAME``, ``torchvision:NAME``, ``transformers:FOLDER``."""
+
+    def get(self, name: str) -> ModelSpec:
+        if split_name(name) is None:
+            return super().get(name)
+        validate_name(name)
+        mean, std = input_statistics(name)
+        return ModelSpec(partial(build_library_model, name=name), mean=mean, std=std, options=LIBRARY_OPTIONS)
+
+    def __contains__(self, name: object) -> bool:
+        return split_name(name) is not None or super().__contains__(name)
+
+
+MODELS = ModelRegistry("model", ModelSpec)
 register_model = MODELS.register
 
 
@@ -57,7 +75,7 @@ def list_models(pattern: str = "*") -> list[str]:
 def create_model(
     name: str,
     num_classes: Annotated[int, Setting("Number of classes.", "[1, inf)")] = 10,
-    norm: str | None = None,
+    norm: NormNames | None = None,
     *,
     width: Annotated[float, Setting("Multiplies all channels (rounded, at least 8).", "(0, inf)")] = 1.0,
     activation: str = "relu",
@@ -67,18 +85,23 @@ def create_model(
     in_channels: Annotated[int, Setting("Number of image channels.", "[1, inf)")] = 3,
     normalize: bool = True,
     **options: Any,
-) -> ImageClassifier:
-    """Build a registered model; see ``list_models()`` and ``list_norms()``.
+) -> Any:
+    """Build a model: a registered one (``list_models()``), or one of a library.
 
-    norm: default ``"bn"``, and ``"none"`` for the Fixup networks, which have no norms. With ``"none"`` convolutions get
-        a bias, and the last one of each residual branch starts at 1/sqrt(number of blocks) of its usual scale, so that
-        the signal does not grow with depth.
+    name: ``"resnet18"``; ``"timm:efficientnet_b0"``; ``"torchvision:convnext_tiny"``; ``"transformers:"`` with a model
+        type (``vit``), a ``.json`` file or a folder. Nothing is downloaded; ``pretrained`` names a file of weights.
+    norm: a name of ``list_norms()``, or norms by pattern of the layers' names (see :func:`advnorm.convert_norm`).
+        Default: ``"bn"``; networks of a library keep their norms; ``"none"`` for the Fixup networks, which have none.
+        With ``"none"`` convolutions get a bias, and the last one of each residual branch starts at 1/sqrt(number of
+        blocks) of its usual scale, so that the signal does not grow with depth.
     norm_options: passed to the norm's factory, for example ``{"domains": ("a", "b", "c")}``.
     mean, std: input normalization inside the model, a number or one per channel. Default: CIFAR-10's, ImageNet's for
         ``imagenet_*``, none for ``small_cnn``. ``normalize=False`` leaves it out.
     """
     spec = MODELS.get(name) if name in MODELS else None
-    norm = ("bn" if spec is None or spec.has_norm else "none") if norm is None else norm
+    library = split_name(name) is not None
+    if norm is None and not library:
+        norm = "bn" if spec is None or spec.has_norm else "none"
     norm_options = dict(norm_options or {})
     problems = [] if spec else [unknown_name("model", name, MODELS)]
     sizes: dict[str, Any] = {"num_classes": num_classes, "in_channels": in_channels, "width": width}
@@ -86,6 +109,9 @@ def create_model(
     problems += convert_options("", inspect.signature(create_model, eval_str=True).parameters, sizes)[1]
     if activation not in ACTIVATIONS:
         problems.append(unknown_name("activation", activation, ACTIVATIONS))
+    if library and (width, activation) != (1.0, "relu"):
+        message = f"width and activation are not options of {name}"
+        problems.append(Problem(code="not_supported", message=message, field="width", hint="leave them out"))
     problems += _norm_problems(name, spec, norm, norm_options)
     problems += [] if spec is None else convert_options("", spec.parameters, options)[1]
     if not normalize and (mean is not None or std is not None):
@@ -98,15 +124,25 @@ def create_model(
         mean, std = spec.mean, spec.std
     mean, std = (_per_channel(*item, in_channels, problems) for item in (("mean", mean), ("std", std)))
     raise_problems(problems, "bad model")
-    layers = LayerFactory(norm_name=norm, norm_options=norm_options, activation=activation, mean=mean, std=std, **sizes)
-    model = MODELS.get(name).build(layers, **options)
+    converts = norm is not None and (library or not isinstance(norm, str))
+    own: dict[str, Any] = {} if converts else {"norm_name": norm, "norm_options": norm_options}
+    model = MODELS.get(name).build(LayerFactory(**own, activation=activation, mean=mean, std=std, **sizes), **options)
+    if norm is not None and converts:
+        convert_norm(model, norm, **norm_options)
     model.recipe = {"name": name, "norm": norm, "norm_options": norm_options, "activation": activation, **sizes}
     model.recipe |= {"normalize": False} if mean is None else {"mean": mean, "std": std}
     model.recipe |= options
     return model
 
 
-def _norm_problems(name: str, spec: ModelSpec | None, norm: str, options: Mapping[str, Any]) -> list[Problem]:
+def _norm_problems(
+    name: str, spec: ModelSpec | None, norm: NormNames | None, options: Mapping[str, Any]
+) -> list[Problem]:
+    if norm is None or not isinstance(norm, str):
+        problems: list[Problem] = []
+        with collect_problems(problems):
+            make_plans(norm or "bn", options)
+        return problems
     if norm not in list_norms():
         return [unknown_name("norm", norm, list_norms())]
     if spec is not None and not spec.has_norm and (norm != "none" or options):

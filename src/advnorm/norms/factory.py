@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
@@ -33,6 +33,9 @@ class NormRecipe:
     summary: str = ""
     paper: str = ""
 
+
+#: One norm, or norms by pattern of module names: the first pattern that matches a layer decides.
+NormNames = str | Mapping[str, str] | Sequence[tuple[str, str]]
 
 NORMS: Registry[NormRecipe] = Registry("norm", NormRecipe)
 register_norm = NORMS.register
@@ -91,6 +94,35 @@ def make_plan(name: str, *, domains: Sequence[str] | None = None, **options: Any
     unknown = [option for option in options if option not in recipe.options]
     raise_problems([unknown_name("option", o, known, field=o) for o in unknown], f"bad options for {name}")
     return recipe.plan(name, domains, **{key: value for key, value in options.items() if key != "num_groups"})
+
+
+def make_plans(norms: NormNames, options: Mapping[str, Any]) -> dict[str, Plan]:
+    """The plan of each pattern of module names; one norm for all layers is the pattern ``*``.
+
+    Each norm gets the options that it knows. Norms of any number of domains take the domains of the others.
+    """
+    pairs = [("*", norms)] if isinstance(norms, str) else norms.items() if isinstance(norms, Mapping) else norms
+    if not (isinstance(pairs, Collection) and pairs and all(_is_pair(pair) for pair in pairs)):
+        message = "{field} must be a norm or a mapping such as {'layer4.*': 'dual_bn', '*': 'bn'}"
+        raise ConfigError("wrong_type", message, field="norm", got=norms)
+    recipes = {pattern: NORMS.get(norm) for pattern, norm in pairs}
+    known = {option for recipe in recipes.values() for option in recipe.options}
+    widest = max((recipe.domains for recipe in recipes.values()), key=len)
+    plans = {}
+    for pattern, norm in pairs:
+        recipe = recipes[pattern]
+        wanted = {"domains": widest if recipe.num_domains is None else None, **options}
+        own = {k: v for k, v in wanted.items() if k not in MODULE_OPTIONS and (k in recipe.options or k not in known)}
+        plans[pattern] = make_plan(norm, **own)
+    domains = {plan.domains for plan in plans.values()}
+    if len(domains) > 1:
+        message, hint = "all norms of a model need the same domains", "use norms with the same number of domains"
+        raise ConfigError("conflict", message, field="norm", got=sorted(map(list, domains)), hint=hint)
+    return plans
+
+
+def _is_pair(pair: Any) -> bool:
+    return isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
 
 
 def channel_groups(name: str, channels: int) -> int:

@@ -23,8 +23,8 @@ from advnorm._core.wrappers import dtype_of
 from advnorm.attacks.base import Attack
 from advnorm.attacks.inputs import image_range_problems, label_problems, negative_label_problems, validate_classes
 from advnorm.attacks.model_access import extract_logits, predicting
-from advnorm.norms import Mode, domains, make_plan, route, routed_modules, statistics
-from advnorm.norms.factory import MODULE_OPTIONS
+from advnorm.norms import Mode, domains, route, routed_modules, statistics
+from advnorm.norms.factory import NormNames, make_plans
 from advnorm.norms.norm_layers import override
 from advnorm.norms.plan import Plan
 from advnorm.objectives.execution import EAGER, CraftedBatch, Execution, ObjectiveOutput
@@ -114,19 +114,18 @@ class Objective(nn.Module):
     @classmethod
     def problems(
         cls,
-        norm: str,
+        norm: NormNames,
         norm_options: Mapping[str, Any] | None = None,
         *,
         attack_statistics: Mode = "running",
         **options: Any,
     ) -> list[Problem]:
-        """The problems of this objective, with options in their types, on a network with the named norm."""
-        own = {key: value for key, value in (norm_options or {}).items() if key not in MODULE_OPTIONS}
+        """The problems of this objective, with options in their types, on a network with the named norms."""
         try:
-            plan = make_plan(norm, **own)
+            plans = list(dict.fromkeys(make_plans(norm, norm_options or {}).values()))
         except (AdvnormError, TypeError):
             return []  # the configuration reports an unknown norm
-        return cls.plan_problems([plan], attack_statistics=attack_statistics, **cls.convert_settings(options)[0])
+        return cls.plan_problems(plans, attack_statistics=attack_statistics, **cls.convert_settings(options)[0])
 
     @classmethod
     def plan_problems(cls, plans: Sequence[Plan], *, attack_statistics: Mode, **settings: Any) -> list[Problem]:

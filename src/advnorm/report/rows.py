@@ -112,11 +112,12 @@ def run_columns(run: RunSummary) -> Row:
 def config_columns(config: Mapping[str, Any]) -> Row:
     """The columns of a configuration: the main settings, and all of them as ``config.*``."""
     method = {key: value for key, value in config.items() if key not in ("name", "seed")}
+    norm = config["norm"]
     return {
         "group": hashlib.sha256(json.dumps(method, sort_keys=True).encode()).hexdigest()[:8],
         "model": config["model"]["name"],
         "data": config["data"]["name"],
-        "norm": config["norm"],
+        "norm": norm if isinstance(norm, str) else ", ".join(f"{pattern}: {name}" for pattern, name in norm),
         "objective": method_name(config),
         "threat": config["threat"],
         "eps": float(Fraction(str(config["eps"]))),

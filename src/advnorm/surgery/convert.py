@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from advnorm._core.errors import ConfigError, Problem, SurgeryError, collect_problems, raise_problems, unknown_name
+from advnorm._core.errors import Problem, SurgeryError, collect_problems, raise_problems, unknown_name
 from advnorm._core.settings import convert_options
-from advnorm.norms.factory import MODULE_OPTIONS, NORMS, channel_groups, make_plan
+from advnorm.norms.factory import MODULE_OPTIONS, NORMS, NormNames, channel_groups, make_plan, make_plans
 from advnorm.norms.plan import Plan
 from advnorm.norms.routed_linear import RoutedLinear
 from advnorm.norms.routed_norm import RoutedNorm
@@ -49,7 +49,7 @@ _TRANSFORMERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 def convert_norm(
     model: nn.Module,
-    name: str | Mapping[str, str],
+    name: NormNames,
     *,
     keep: Iterable[str] = (),
     sync: bool | None = None,
@@ -74,7 +74,7 @@ def convert_norm(
     """
     validate_model(model)
     adapters = {norm: make_adapter(norm, kind, field="treat_as") for norm, kind in (treat_as or {}).items()}
-    plans = _plans(name, options)
+    plans = make_plans(name, options)
     conversions = {pattern: _Conversion(plan, sync, options, adapters) for pattern, plan in plans.items()}
     kept_modules = _modules_below(model, (keep,) if isinstance(keep, str) else tuple(keep))
     problems: list[Problem] = []
@@ -106,7 +106,7 @@ def convert_norm(
         for layer_name, layer in transformers.items()
         if not layer.self_attn.batch_first  # routes split the first dimension
     ]
-    shown = name if isinstance(name, str) else ", ".join(f"{pattern}: {norm}" for pattern, norm in name.items())
+    shown = name if isinstance(name, str) else ", ".join(f"{p}: {plan.name}" for p, plan in plans.items())
     heading = f"cannot convert to {shown} (pass keep=['module.name', ...] to leave modules unchanged)"
     raise_problems(problems, heading, SurgeryError)
     for pattern, conversion in conversions.items():
@@ -128,30 +128,6 @@ def convert_norm(
     return SurgeryReport(norm=shown, domains=domains, replaced=replaced, kept=kept, new_parameters=added, notes=notes)
 
 
-def _plans(name: str | Mapping[str, str], options: Mapping[str, Any]) -> dict[str, Plan]:
-    """The plan of each pattern. Norms of any number of domains take those of the others."""
-    if not isinstance(name, str) and not (isinstance(name, Mapping) and name):
-        message = "{field} must be a norm or a mapping such as {'layer4.*': 'dual_bn', '*': 'bn'}"
-        raise ConfigError("wrong_type", message, field="norm", got=name)
-    norms = {"*": name} if isinstance(name, str) else dict(name)
-    recipes = {pattern: NORMS.get(norm) for pattern, norm in norms.items()}
-    known = {option for recipe in recipes.values() for option in recipe.options}
-    widest = max((recipe.domains for recipe in recipes.values()), key=len)
-    plans = {}
-    for pattern, recipe in recipes.items():
-        own = {
-            key: value
-            for key, value in {"domains": widest if recipe.num_domains is None else None, **options}.items()
-            if key not in MODULE_OPTIONS and (key in recipe.options or key not in known)
-        }
-        plans[pattern] = make_plan(norms[pattern], **own)
-    domains = {plan.domains for plan in plans.values()}
-    if len(domains) > 1:
-        message, hint = "all norms of a model need the same domains", "use norms with the same number of domains"
-        raise ConfigError("conflict", message, field="norm", got=sorted(map(list, domains)), hint=hint)
-    return plans
-
-
 def _modules_below(model: nn.Module, names: Sequence[str]) -> set[nn.Module]:
     """The named modules and all modules inside of them. A shared module can have several names."""
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -163,7 +139,12 @@ def _modules_below(model: nn.Module, names: Sequence[str]) -> set[nn.Module]:
 def _is_norm(module: nn.Module) -> bool:
     if isinstance(module, _BASES) or find_adapter(type(module)) is not None:
         return True
-    return "norm" in type(module).__name__.lower() and not list(module.children())
+    named = "norm" in type(module).__name__.lower() and not list(module.children())
+    return _is_frozen(module) or (named and any(value is not None for value in module._parameters.values()))
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    return "FrozenBatchNorm" in type(module).__name__  # its weights and statistics are buffers that nothing updates
 
 
 def _is_routed(module: nn.Module | None) -> bool:
@@ -214,9 +195,9 @@ class _Conversion:
         classes = ", ".join(f"{count} {kind}" for kind, count in found.items())
         families = [adapter.kind.family for norm in decided if (adapter := self._adapter(norm)) is not None]
         fitting = [n for n in NORMS if NORMS.get(n).family in families and make_plan(n).routed == self.plan.routed]
-        hint = (
-            f"use {' or '.join(fitting)}" if fitting else "say what your classes are: treat_as={MyNorm: 'layer_norm'}"
-        )
+        hint = f"use {' or '.join(fitting)}" if fitting else "name their kind: treat_as={MyNorm: 'layer_norm'}"
+        if any(_is_frozen(norm) for norm in decided):
+            hint = "replace frozen norms by batch norms first, as timm.layers.unfreeze_batch_norm_2d does"
         message = f"no norm can become {self.plan.name}: {where} has {classes}"
         raise SurgeryError("no_norm_of_kind", message, field="norm", hint=hint)
 
@@ -230,6 +211,8 @@ class _Conversion:
         name, adapter = type(norm).__name__, self._adapter(norm)
         if adapter is not None:
             return self._replace(norm, adapter)
+        if _is_frozen(norm):
+            return f"{name} has fixed statistics and parameters, equal in all domains"
         if not isinstance(norm, _BASES):
             return f"{name} is not a known norm; if it treats every sample alone: treat_as={{{name}: 'layer_norm'}}"
         if isinstance(norm, LazyModuleMixin):

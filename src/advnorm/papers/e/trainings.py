@@ -132,7 +132,7 @@ def name_of(config: Config) -> str:
     """``adv/pgd30/running/batch512``: the strategy, the steps of the attack, and what differs from the default."""
     strategy = {"standard": "clean", "classical": "adv"}.get(config.objective.name, config.objective.name)
     share = config.objective.options.get("clean_share", 1)
-    prefix = {"dual_bn": "mbn_", "gn": "gn_"}.get(config.norm, "")
+    prefix = {"dual_bn": "mbn_", "gn": "gn_"}.get(str(config.norm), "")
     rate = f"{config.lr * 256 / config.batch_size:g}"
     network = config.model.name.removeprefix("imagenet_")
     parts = {
