@@ -16,13 +16,14 @@ EXAMPLES = [page for page in (README, *SITE) if "```python" in page.read_text()]
 
 @pytest.fixture(autouse=True)
 def _registries_are_restored(monkeypatch):
+    from advnorm.analysis import ANALYSES
     from advnorm.attacks import ATTACKS
     from advnorm.data import DATASETS
     from advnorm.models import MODELS
     from advnorm.norms import NORMS
     from advnorm.objectives import OBJECTIVES
 
-    for registry in (ATTACKS, DATASETS, MODELS, NORMS, OBJECTIVES):
+    for registry in (ANALYSES, ATTACKS, DATASETS, MODELS, NORMS, OBJECTIVES):
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))
 
 

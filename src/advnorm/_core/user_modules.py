@@ -13,6 +13,7 @@ from types import ModuleType
 
 from advnorm._core.errors import ConfigError
 from advnorm._core.records import digest, read_bytes
+from advnorm._core.registry import Registry
 
 
 def import_source(source: str, field: str = "module") -> ModuleType:
@@ -44,13 +45,19 @@ def _import_file(path: Path, field: str) -> ModuleType:
         raise ConfigError("not_supported", f"{path} is not a Python file", field=field)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    before = Registry.additions
     try:
         spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
-    module.__dict__["_advnorm_content"] = content
+    module.__dict__.update(_advnorm_content=content, _advnorm_registers=Registry.additions > before)
     return module
+
+
+def registers_parts(path: str) -> bool:
+    """Whether a file that was imported has registered a norm, a model or another part."""
+    return getattr(_loaded(Path(path)), "_advnorm_registers", False)
 
 
 def _loaded(path: Path) -> ModuleType | None:

@@ -149,7 +149,7 @@ class Analysis:
 
     function: Callable[..., Finding]
     summary: str
-    paper: str
+    paper: str = ""
     takes: Literal["images", "run", "runs", "branches"] = "run"
     inputs: tuple[str, ...] = ("clean", "adv")
     measure: Callable[..., Any] | None = None

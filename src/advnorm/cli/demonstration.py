@@ -258,7 +258,7 @@ def conditions(run: Run, images: int, attacks: Mapping[str, str], seconds: float
         "papers": "Towards Understanding Dual BN in Hybrid Adversarial Training; Improving the Accuracy-Robustness "
         "Trade-Off for Dual-Domain Adversarial Training",
         "training": f"{config.epochs} epochs, batch {config.batch_size}, SGD with {config.schedule}, lr {config.lr:g}, "
-        f"PGD of {attack.steps} steps; last checkpoint",
+        f"PGD of {config.attack.steps} steps; last checkpoint",
         "attacks": f"{', '.join(attacks.values())}; AutoAttack is the standard version with all four attacks"
         if "autoattack" in attacks
         else f"{', '.join(attacks.values())} (quick: no AutoAttack)",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from advnorm.cli.command import INTEGERS, KEY_VALUE, print_command, run_each, say
+from advnorm.cli.command import INTEGERS, KEY_VALUE, own_code, print_command, run_each, say
 from advnorm.cli.options import DataDir, Device, Overrides, Source
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def train(
     """
     from advnorm._core.errors import ConfigError
     from advnorm._core.exit_codes import INTERRUPTED, PREEMPTED
+    from advnorm._core.user_modules import registers_parts
     from advnorm.config.sweep import sweep_configs
     from advnorm.training import Run
     from advnorm.training import train as train_config
@@ -90,10 +91,12 @@ def train(
         say("interrupted; the same command resumes from the last checkpoint")
         return INTERRUPTED
     if lead and runs and status != PREEMPTED:
-        own_code = ["--import", source] if source and source.endswith(".py") and _uses_own_code(configs[0]) else []
+        imported = [Path(code).resolve() for code in own_code if code.endswith(".py")]
+        if source and source.endswith(".py") and registers_parts(source) and Path(source).resolve() not in imported:
+            own_code.append(source)
         given = [*(["--device", device] if device else []), *(["--data-dir", data_dir] if data_dir else [])]
         folders = [run.folder for run in runs]
-        print_command("evaluate it" if len(runs) == 1 else "evaluate them", *own_code, "evaluate", *folders, *given)
+        print_command("evaluate it" if len(runs) == 1 else "evaluate them", "evaluate", *folders, *given)
     return status
 
 
@@ -133,13 +136,3 @@ def resolve_config(source: str | None, overrides: Sequence[str]) -> Config:
 
         return get(source).with_overrides(overrides)
     return load_config(source, overrides)
-
-
-def _uses_own_code(config: Config) -> bool:
-    """Whether the model or the data set is registered outside this package."""
-    from advnorm.data import DATASETS
-    from advnorm.models import MODELS
-
-    makers = MODELS.get(config.model.name).build, DATASETS.get(config.data.name).read
-    names = [getattr(getattr(maker, "func", maker), "__module__", "") for maker in makers]
-    return not all(name.startswith("advnorm.") for name in names)

@@ -14,7 +14,7 @@ import yaml
 from advnorm._core import records
 from advnorm._core.errors import ConfigError, Problem, raise_problems
 from advnorm._core.settings import Named, convert_fields, convert_options, from_mapping, to_json
-from advnorm.attacks import PGD, Attack
+from advnorm.attacks import Attack
 from advnorm.attacks import get as get_attack
 from advnorm.config.fields import TRAINING, AttackConfig, TrainingSettings
 from advnorm.config.text import Dumper, apply_overrides
@@ -60,7 +60,7 @@ class Config(TrainingSettings):
             **{name: times * getattr(self, name) for name in counted},
         )
 
-    def build_attack(self, epoch: int | None = None) -> PGD:
+    def build_attack(self, epoch: int | None = None) -> Attack:
         """Return the attack of training in an epoch, counted from 0; without an epoch, after all warm-ups.
 
         During the first n = ``eps_warmup_epochs`` epochs eps is ``(epoch + 1) / (n + 1)`` of its full length; so are
@@ -69,7 +69,8 @@ class Config(TrainingSettings):
         done, whole = _warmup_fraction(self.eps_warmup_epochs, epoch)
         threat = ThreatModel(norm=self.threat, eps=parse_length(self.eps) * (done / whole))
         done, whole = _warmup_fraction(self.steps_warmup_epochs, epoch)
-        return replace(self.attack, steps=-(-self.attack.steps * done // whole)).build(threat, seed=self.seed)
+        attack: Any = self.attack.build(threat, seed=self.seed)
+        return attack if done == whole else replace(attack, steps=-(-attack.steps * done // whole))
 
     def build_validation_attack(self) -> Attack:
         """Return the attack on held-out images; ``training`` is the attack of training after all warm-ups."""
@@ -85,6 +86,8 @@ class Config(TrainingSettings):
         for name in ("snapshots", "accumulate", "recompute", "parallel"):  # added later
             if content.get(name) == to_json(getattr(Config, name, None)):
                 content.pop(name, None)
+        if self.attack.name == "pgd":
+            del content["attack"]["name"], content["attack"]["options"]
         content["eps"] = parse_length(self.eps)
         if self.attack.step_size is not None:
             content["attack"]["step_size"] = parse_length(self.attack.step_size)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
-from advnorm._core.errors import raise_problems
+from advnorm._core.errors import Problem, raise_problems
 from advnorm._core.settings import Named, Setting, convert_fields
+from advnorm.attacks import Attack
+from advnorm.attacks import get as get_attack
 from advnorm.attacks.pgd import PGD, PGDSettings
 from advnorm.norms import Mode
 from advnorm.threat import Norm, ThreatModel
@@ -22,16 +24,29 @@ TRAINING = "training"
 
 @dataclass(frozen=True, kw_only=True)
 class AttackConfig(PGDSettings):
-    """The attack of training: settings of :class:`advnorm.attacks.PGD`."""
+    """The attack of training: settings of :class:`advnorm.attacks.PGD`, or another attack by its name."""
 
     statistics: Annotated[Mode, Setting("Statistics of batch norms during the attack.")] = PGD.statistics
+    name: Annotated[str, Setting("Another attack of `advnorm ls attacks`; it has `options` and `statistics`.")] = "pgd"
+    options: Annotated[dict[str, Any], Setting("Settings of another attack.")] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        raise_problems(convert_fields(self), "bad attack")
+        problems = convert_fields(self)
+        own = [setting.name for setting in fields(PGDSettings)] if self.name != "pgd" else ["options"]
+        defaults = {setting.name: setting.default for setting in fields(PGDSettings)} | {"options": {}}
+        for name in own if not problems else ():
+            if getattr(self, name) != defaults[name]:
+                words = f"{{field}} has no effect on the attack {self.name!r}"
+                hint = "leave it out" if self.name == "pgd" else f"use options, or a name such as {self.name}-…"
+                problems.append(Problem(code="conflict", message=words, field=name, hint=hint))
+        raise_problems(problems, "bad attack")
 
-    def build(self, threat: ThreatModel, *, seed: int = 0) -> PGD:
+    def build(self, threat: ThreatModel, *, seed: int = 0) -> Attack:
         """Return the attack for a threat model."""
-        return PGD(threat=threat, seed=seed, **vars(self))
+        if self.name != "pgd":
+            return get_attack(self.name, threat=threat, seed=seed, statistics=self.statistics, **self.options)
+        settings = {name: value for name, value in vars(self).items() if name not in ("name", "options")}
+        return PGD(threat=threat, seed=seed, **settings)
 
 
 @dataclass(frozen=True, kw_only=True)

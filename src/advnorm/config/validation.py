@@ -278,6 +278,9 @@ class _Checks:
         if self.valid("attack"):
             with collect_problems(self.problems, "attack"):
                 attack = s.attack.build(threat)
+                if self.valid("steps_warmup_epochs") and s.steps_warmup_epochs and not hasattr(attack, "steps"):
+                    words = f"the attack {s.attack.name!r} has no steps to warm up"
+                    self.reject("steps_warmup_epochs", words, "use steps_warmup_epochs=0")
                 if self.valid("objective"):
                     OBJECTIVES.get(s.objective.name).adapt_attack(attack)
         if self.valid("validation_attack") and s.validation_attack != TRAINING:

@@ -149,12 +149,12 @@ def open_run(
 
 
 def _check_test_images(data: ImageData | FolderData, trained_on: Mapping[str, Any]) -> None:
-    """Reject test images of another shape than the training images, and the training images themselves."""
+    """Reject test images of another shape than the training images, and the training images of a file themselves."""
     shape = list(data.image_shape)
     if shape != trained_on["image_shape"]:
         message = f"the test images have the shape {shape}, the training images had {trained_on['image_shape']}"
         raise ConfigError("wrong_shape", message, field="data", hint="set data.image_size, or name other --data")
-    if data.fingerprint == trained_on["fingerprint"]:
+    if Path(data.name).suffix and data.fingerprint == trained_on["fingerprint"]:  # a file with x and y alone
         message = f"the test images of {data.name} are the training images"
         raise ConfigError("conflict", message, field="data", hint="name other images: --data")
 

@@ -93,7 +93,7 @@ def outdated_settings(record: CellRecord, cell: Cell) -> list[str]:
 
 def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """Complete a run's settings: settings that were added later had their defaults."""
-    return {**_DEFAULTS, **config}
+    return {**_DEFAULTS, **config, "attack": {**_DEFAULTS["attack"], **config.get("attack", {})}}
 
 
 def _normalized_measures(record: CellRecord) -> list[Any]:

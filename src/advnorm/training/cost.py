@@ -60,5 +60,7 @@ def passes(config: Config) -> float:
     if config.second_pass is not None:
         samples = config.second_pass.options.get("samples", 1.0)
         measured *= 1 + (samples if isinstance(samples, float) else min(1.0, samples / config.batch_size))
-    attack = ATTACK_PASSES * config.attack.steps * config.attack.restarts if kind.needs_attack else 0
-    return attack + measured
+    if not kind.needs_attack:
+        return measured
+    attack = config.build_attack()
+    return ATTACK_PASSES * getattr(attack, "steps", 1) * getattr(attack, "restarts", 1) + measured

@@ -99,7 +99,7 @@ class Run:
         except ConfigError as error:
             problems = [
                 replace(problem, hint="if your own code registers it: advnorm --import FILE.py, or import it first")
-                if problem.code == "unknown_name" and not problem.hint
+                if problem.code == "unknown_name"
                 else problem
                 for problem in error.problems
             ]
