@@ -102,27 +102,28 @@ for name, model in suspects.items():
     print(f"== {name}: {verdicts[name].summary()}\n")
 
 # %% alt="Ladder of attacks for the four models: accuracy falls for the fake ones and holds for the trained one"
+import re
+
 import matplotlib.pyplot as plt
 
-figure, axes = plt.subplots(figsize=(7, 3.8))
+figure, axes = plt.subplots(figsize=(7, 4.4))
 for name, verdict in verdicts.items():
     rungs = [rung for rung in verdict.ladder if not rung.skipped]
-    axes.plot(
-        [rung.attack for rung in rungs],
-        [rung.worst for rung in rungs],
-        marker="o",
-        label=f"{name}: {verdict.verdict}",
-    )
-axes.axhline(verdict.chance, color="grey", linestyle=":", label="chance")
-axes.set(ylabel="worst case so far", ylim=(0, 1.02))
-axes.tick_params(axis="x", labelrotation=60)
-axes.legend(ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
+    attacks = [
+        re.sub(r"-(steps|queries|targets|restarts)\d+", "", rung.attack) for rung in rungs
+    ]
+    worst = [rung.worst for rung in rungs]
+    axes.plot(worst, attacks, "o-", label=f"{name}: {verdict.verdict}")
+axes.axvline(verdict.chance, color="grey", linestyle=":", label="chance")
+axes.set(xlabel="worst case so far", xlim=(-0.02, 1.02))
+axes.invert_yaxis()
+axes.legend(loc="lower right")
 plt.show()
 
 # %% [markdown]
-# Each line is one model, and each step to the right adds an attack. The fake defences fall
-# off a cliff as soon as an attack arrives that does not need what they hide. The trained
-# network loses a little and then holds.
+# Each line is one model, and each step down adds an attack. The fake defences fall off a
+# cliff as soon as an attack arrives that does not need what they hide. The trained network
+# loses a little and then holds.
 #
 # ## Read the evidence
 #
