@@ -12,6 +12,7 @@ from torch import nn
 from advnorm import (
     ConfigError,
     SurgeryError,
+    convert_head,
     convert_norm,
     create_model,
     make_norm,
@@ -157,3 +158,56 @@ def test_strip_gives_the_class_of_the_new_norm_if_the_conversion_changed_the_kin
     model = nn.Sequential(nn.BatchNorm2d(4))
     convert_norm(model, "dual_affine_ln")
     assert type(strip(model, "adv")[0]) is nn.GroupNorm
+
+
+@pytest.mark.parametrize("norm", ["dual_bn", "dual_affine_bn", "dual_stats_bn", "cross_bn", "dual_affine_ln", "bn"])
+def test_a_mixture_of_branches_is_the_weighted_mean_of_their_tensors(norm):
+    model = disturb(create_model("small_cnn", norm=norm)).eval()
+    x = torch.rand(4, 3, 8, 8)
+    for domain, other in (("clean", "adv"), ("adv", "clean")):
+        whole, one = strip(model, route={domain: 1.0, other: 0.0}), strip(model, route=domain)
+        assert all(
+            torch.equal(a, b) for a, b in zip(whole.state_dict().values(), one.state_dict().values(), strict=True)
+        )
+        assert torch.equal(whole(x), one(x))
+    clean, adv, mixed = (
+        strip(model, route=route).state_dict() for route in ("clean", "adv", {"clean": 0.3, "adv": 0.7})
+    )
+    for name, value in mixed.items():
+        if value.is_floating_point():
+            expected = (0.3 * clean[name].double() + 0.7 * adv[name].double()).to(value.dtype)
+            assert torch.allclose(value, expected, rtol=1e-6, atol=1e-7), name
+
+
+def test_a_mixture_of_branches_interpolates_a_dual_head_and_shares_nothing():
+    model = create_model("small_cnn", norm="dual_bn")
+    convert_head(model)
+    model = disturb(model)
+    heads = [strip(model, route=route).fc.weight for route in ("clean", "adv", {"clean": 0.5, "adv": 0.5})]
+    assert torch.allclose(heads[2], (heads[0] + heads[1]) / 2, atol=1e-7) and not torch.equal(heads[0], heads[1])
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    plain = strip(model, route={"clean": 0.5, "adv": 0.5})
+    for value in plain.parameters():
+        value.data.zero_()
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("shares", "options", "code"),
+    [
+        ({"clean": 0.5, "adv": 0.6}, {}, "out_of_range"),
+        ({"clean": -0.5, "adv": 1.5}, {}, "out_of_range"),
+        ({"clean": True, "adv": 0.0}, {}, "out_of_range"),
+        ({"clean": "a", "adv": 0.0}, {}, "out_of_range"),
+        ({}, {}, "out_of_range"),
+        ({"clean": 0.5, "avd": 0.5}, {}, "unknown_name"),
+        ({"clean": 0.5, "adv": 0.5}, {"linked": True}, "not_supported"),
+    ],
+)
+def test_wrong_shares_are_rejected(shares, options, code):
+    with raises_problem(code, "route"):
+        strip(create_model("small_cnn", norm="dual_bn"), route=shares, **options)
+    with raises_problem("no_routed_norm", "route"):
+        strip(nn.Sequential(nn.BatchNorm2d(3)), route={"clean": 1.0})
+    with raises_problem("not_supported", "route"):
+        strip(create_model("small_cnn", norm="gmm_bn"), route={"clean": 0.5, "adv": 0.5})

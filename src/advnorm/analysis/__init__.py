@@ -14,6 +14,7 @@ from advnorm.analysis.perturbed_statistics import StatisticsPerturbation, pertur
 from advnorm.analysis.projection import projection
 from advnorm.analysis.statistics_shift import ShiftAlongTraining, statistics_shift
 from advnorm.analysis.swap_table import swap_table
+from advnorm.analysis.tradeoff import TradeOff, tradeoff
 from advnorm.analysis.transfer import alignment, transfer
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Recipe",
     "ShiftAlongTraining",
     "StatisticsPerturbation",
+    "TradeOff",
     "affine_parameters",
     "alignment",
     "batch_channels",
@@ -48,6 +50,7 @@ __all__ = [
     "stored_channels",
     "stored_statistics",
     "swap_table",
+    "tradeoff",
     "transfer",
     "wasserstein",
 ]

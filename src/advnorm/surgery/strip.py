@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from advnorm._core.errors import Problem, SurgeryError, raise_problems, unknown_name
 from advnorm._core.wrappers import unwrap_model
@@ -20,12 +21,18 @@ from advnorm.surgery.replace import move_hooks, replace_modules
 
 
 def strip(
-    model: nn.Module, route: str | None = None, *, component: str | None = None, linked: bool = False
+    model: nn.Module,
+    route: str | Mapping[str, float] | None = None,
+    *,
+    component: str | None = None,
+    linked: bool = False,
 ) -> nn.Module:
     """Copy ``model`` with every routed module replaced by the plain one that ``route`` uses, and the same outputs.
 
     The copy has no trace of routing. It can be exported, and after :func:`convert_norm` its state dict loads into the
     original architecture. The statistics are those that normalize ``route`` at test time.
+    A mapping of shares, ``{"clean": 0.3, "adv": 0.7}``, interpolates between branches: every statistic and parameter is
+    the weighted mean over their banks. A share of 1 gives that branch to the bit.
     ``component``: use only the Gaussian of this domain in mixture norms. The default is the component that an enclosing
     :func:`advnorm.mixture_component` fixes, else the whole mixture.
     ``linked``: share parameters and statistics with ``model``, so that the copy follows its training. A mixture has no
@@ -47,8 +54,28 @@ def strip(
     return model
 
 
-def _problems(routed: list[RoutedModule], route: str | None, component: str | None, linked: bool) -> list[Problem]:
+def _problems(
+    routed: list[RoutedModule], route: str | Mapping[str, float] | None, component: str | None, linked: bool
+) -> list[Problem]:
     problems = []
+    if isinstance(route, Mapping):
+        shares = list(route.values())
+        numbers = all(isinstance(share, int | float) and not isinstance(share, bool) for share in shares)
+        if not numbers or not all(0 <= share <= 1 for share in shares) or abs(sum(shares) - 1) > 1e-6:
+            message, hint = (
+                "shares of {field} must be in [0, 1] and add up to 1",
+                "for example {'clean': 0.3, 'adv': 0.7}",
+            )
+            problems.append(Problem(code="out_of_range", message=message, field="route", got=dict(route), hint=hint))
+        if linked or any(module.plan.mixture for module in routed):
+            message = "an interpolation of branches cannot be linked, and mixture norms have no branches"
+            hint = "leave linked out, and choose a component of a mixture norm"
+            problems.append(Problem(code="not_supported", message=message, field="route", hint=hint))
+        if not problems and not routed:
+            problems += _problems(routed, next(iter(route)), component, linked)
+        for domain in route if routed else ():
+            problems += [p for p in _problems(routed, domain, component, False) if p not in problems]
+        return problems
     plans = dict.fromkeys(module.plan for module in routed)
     mixtures = [plan for plan in plans if plan.mixture]
     components = {domain for plan in mixtures for domain in plan.domains}
@@ -69,19 +96,46 @@ def _problems(routed: list[RoutedModule], route: str | None, component: str | No
     return list(dict.fromkeys(problems))
 
 
-def _plain_module(module: RoutedModule, route: str | None, component: str | None) -> nn.Module:
+def _blend(
+    module: RoutedModule,
+    banks: Sequence[str],
+    shares: Mapping[str, float],
+    get: Callable[[str], Sequence[Tensor | None]],
+) -> Sequence[Any]:
+    """The weighted mean of the tensors that the domains use; the tensors themselves if they use one bank."""
+    totals: dict[str, float] = {}
+    for domain, share in shares.items():
+        if share:
+            bank = banks[module.plan.index(domain)]
+            totals[bank] = totals.get(bank, 0.0) + share
+    if len(totals) == 1:
+        return get(next(iter(totals)))
+    blended: list[Tensor | None] = []
+    for tensors in zip(*(get(bank) for bank in totals)):
+        first = tensors[0]
+        if first is None or not first.is_floating_point():  # no parameter, or the number of batches
+            blended.append(first)
+            continue
+        with torch.no_grad():
+            weighted = [share * tensor.double() for share, tensor in zip(totals.values(), tensors)]
+            mean = torch.stack(weighted).sum(0).to(first.dtype)
+        blended.append(nn.Parameter(mean, first.requires_grad) if isinstance(first, nn.Parameter) else mean)
+    return blended
+
+
+def _plain_module(module: RoutedModule, route: str | Mapping[str, float] | None, component: str | None) -> nn.Module:
     """The plain module that computes the same as ``module`` for ``route`` with stored statistics."""
     plan, domain = module.plan, component if module.plan.mixture else route
-    index = 0 if domain is None else plan.index(domain)
+    shares = domain if isinstance(domain, Mapping) else {plan.domains[0] if domain is None else domain: 1.0}
     plain: Any
     if isinstance(module, RoutedLinear):
         plain = nn.Linear(module.in_features, module.out_features, device="meta")
-        plain.weight, plain.bias = module.bank(plan.affine[index])
+        plain.weight, plain.bias = _blend(module, plan.affine, shares, module.bank)
         return plain
     assert isinstance(module, RoutedNorm)
     if plan.statistics == "none":
         return nn.Identity()
-    weight, bias = module.affine_bank(plan.affine[index])
+    weight, bias = _blend(module, plan.affine, shares, module.affine_bank)
     if plan.mixture and component is None:
         if not module.track_running_stats:
             raise SurgeryError("not_supported", f"{plan.name} has no running statistics", field="model")
@@ -92,8 +146,8 @@ def _plain_module(module: RoutedModule, route: str | None, component: str | None
         if value is not None or hasattr(plain, name):
             setattr(plain, name, value)
     if module.track_running_stats:
-        bank = plan.normalized_by[index]
-        plain.running_mean, plain.running_var, plain.num_batches_tracked = module.statistics_bank(bank)
+        statistics = _blend(module, plan.normalized_by, shares, module.statistics_bank)
+        plain.running_mean, plain.running_var, plain.num_batches_tracked = statistics
     for name in module.parts:
         setattr(plain, name, getattr(module, name))
     return plain
