@@ -297,6 +297,29 @@ def table3():
     return "\n".join([*lines, "", f"A/table3 by the paper's schedule. {note}"])
 
 
+def surgery():
+    """How many networks of the libraries convert, and what did not."""
+    record = json.loads((RECORDS / "surgery.json").read_text())
+    outcomes = ("converted", "no norms", "rejected", "not built")
+    rows = [f"| library | {' | '.join(outcomes)} |", "|---|---|---|---|---|"]
+    for library, counts in record["counts"].items():
+        cells = [str(counts.get(outcome, 0)) for outcome in outcomes]
+        rows.append(f"| {library} {record['versions'][library]} | {' | '.join(cells)} |")
+    norms = ", ".join(f"{count:,} `{norm}`" for norm, count in sorted(record["norms"].items(), key=lambda i: -i[1]))
+    checks = record["families"]
+    exact = [c for c in checks.values() if c["routes"] and c["stripped"] and c["loads"]]
+    single = sorted(family for family, c in checks.items() if c["mixed"] is None)
+    lines = [
+        f"Converted to: {norms}.",
+        f"{len(exact)} of {len(checks)} families: the smallest network has the same outputs, bit for bit, before the "
+        "conversion, on each route and after `strip`, and its state dict loads into the original.",
+        f"One domain per forward only, because a norm gets more rows than samples: {', '.join(single) or 'none'}.",
+    ]
+    lines += [f"Not checked: {family}: {c['error']}" for family, c in checks.items() if c["error"]]
+    lines += [f"{name}: {reason}" for name, reason in record["failures"].items()]
+    return "\n".join([*rows, "", *(f"- {line}" for line in lines)])
+
+
 PAGES = {
     "README.md": {"outcome": outcome, "claims": lambda: outcome_sentence(studies())},
     "docs/reference/results.md": {"results": lambda: results_markdown(studies()), "table3": table3},
@@ -309,6 +332,7 @@ PAGES = {
         "growth": growth,
         "norms": norms,
         "autoattack": autoattack,
+        "surgery": surgery,
     },
     "docs/guides/analyze_statistics.md": {"distances": distances},
 }

@@ -8,6 +8,7 @@ from torch import nn
 
 from advnorm import Config, ConfigError, SurgeryError, convert_norm, create_model, load_config, route, strip
 from advnorm.models.libraries import import_library
+from advnorm.training.cost import forward_flops
 from support.problems import raises_problem
 
 timm = pytest.importorskip("timm", reason="timm is not installed")
@@ -88,6 +89,8 @@ def test_a_folder_of_transformers_is_read_with_its_weights(tmp_path):
         (("transformers:vitt",), {}, "unknown_name", "model"),
         (("transformers:nowhere/config.json",), {}, "not_readable", "model"),
         (("timm:test_resnet",), {"img_size": 32}, "not_supported", "model"),
+        (("timm:test_resnet",), {"arguments": {"pretrained": True}}, "conflict", "arguments"),
+        (("timm:test_resnet",), {"arguments": {"checkpoint_path": "x.pth"}}, "conflict", "arguments"),
         (("timm:test_resnet",), {"width": 0.5}, "not_supported", "width"),
         (("timm:test_resnet",), {"depth": 3}, "unknown_name", "depth"),
         (("timm:test_vit", 10, "dual_bn"), {}, "no_norm_of_kind", "norm"),
@@ -151,6 +154,10 @@ def test_a_configuration_names_a_network_of_a_library():
         Config(model={"name": "timm:test_vit", "image_size": 32}, norm="dual_affine_ln")
     with raises_problem("unknown_name", "model", ConfigError):
         Config(model="timm:test_vitt")
+
+
+def test_the_operations_of_a_network_of_a_library_are_counted():
+    assert forward_flops("timm:test_vit", (3, 160, 160), 10) > 1e6
 
 
 def test_a_network_of_a_library_strips_to_the_classes_of_the_library():

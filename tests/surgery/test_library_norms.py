@@ -170,6 +170,21 @@ def test_outputs_gradients_and_class_stay_the_same_to_the_bit(name, train):
     reference.load_state_dict(plain.state_dict())
 
 
+@pytest.mark.parametrize("name", [name for name in CLASSES if CLASSES[name][1] != "bn"])
+def test_a_converted_norm_with_one_branch_becomes_a_dual_one_and_keeps_its_class(name):
+    make, family, x = CLASSES[name]
+    original = randomized(nn.Sequential(make()))
+    model = copy.deepcopy(original)
+    convert_norm(model, family)
+    assert torch.equal(model(x), original(x))
+    assert convert_norm(model, family).kept == {"0": "already routed"}
+    convert_norm(model, f"dual_affine_{family}", eps=0.5)
+    with route(model, "adv"):
+        assert not torch.equal(model(x), original(x))  # the requested eps is used
+    plain = strip(model, "adv")
+    assert type(plain[0]) is type(original[0]) and plain[0].eps == 0.5
+
+
 @pytest.mark.parametrize("name", ["LayerNormAct2d", "RmsNorm", "GroupNormAct"])
 def test_moved_replaced_and_parametrized_parameters_are_used(name):
     make, family, x = CLASSES[name]

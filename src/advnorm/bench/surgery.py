@@ -25,7 +25,7 @@ OUTCOMES = ("converted", "no norms", "rejected", "not built")
 #: Makes the networks of transformers small. Swin has a number of layers per stage instead.
 SMALL: Mapping[str, Any] = {"num_hidden_layers": 2, "num_self_attends_per_block": 2}
 #: Sides of the images that are tried on a network, the smallest first; the last one is its own.
-SIDES = (64, 128, 224)
+SIDES = (64, 96, 128, 192, 224)
 
 
 @dataclass(frozen=True, kw_only=True)

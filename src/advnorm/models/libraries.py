@@ -18,6 +18,8 @@ from advnorm.models.weights import load_weights
 
 #: Prefixes of model names, ``timm:resnet18``.
 LIBRARIES = ("timm", "torchvision", "transformers")
+#: Arguments of the libraries that would download weights or read them by running code.
+_WEIGHTS = ("checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "weights", "weights_backbone")
 #: Options of these networks; ``arguments`` go to the library's own function or configuration.
 LIBRARY_OPTIONS: Mapping[str, Any] = {"img_size": int | None, "pretrained": str | None, "arguments": dict[str, Any]}
 
@@ -130,6 +132,10 @@ def build_library_model(
     """Build a network of a library. ``pretrained``: a file of weights on disk, for its own number of classes."""
     library, model = split_name(name) or ("", "")
     module, options = import_library(library), dict(arguments or {})
+    weights = [key for key in options if key in _WEIGHTS]
+    if weights:
+        message, hint = "{field} cannot name weights", "use pretrained with a file on disk"
+        raise ConfigError("conflict", message, field="arguments", got=weights, hint=hint)
     build = {"timm": _build_timm, "torchvision": _build_torchvision, "transformers": _build_transformers}[library]
     try:
         network = build(module, model, layers, img_size, pretrained, options)
@@ -195,8 +201,9 @@ def _build_transformers(
     auto = transformers.AutoModelForImageClassification
     if Path(name, "model.safetensors").is_file():
         fixed = {"local_files_only": True, "use_safetensors": True, "ignore_mismatched_sizes": True}
+        fixed["trust_remote_code"] = False
         return auto.from_pretrained(name, config=config, **fixed)
-    network = auto.from_config(config)
+    network = auto.from_config(config, trust_remote_code=False)
     if pretrained is not None:
         load_weights(network, pretrained)
     return network

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from advnorm.config import Config
 from advnorm.data import DATASETS, resolve_source
 from advnorm.models import create_model
+from advnorm.models.libraries import split_name
 from advnorm.objectives import OBJECTIVES
 
 #: Cost in forwards: an attack's step goes forward and back to the image, a training pass also to the weights.
@@ -30,6 +31,7 @@ def forward_flops(
 @cache
 def _forward_flops(spec: str, image_shape: tuple[int, ...], num_classes: int) -> float:
     name, norm, options = json.loads(spec)
+    norm = None if split_name(name) else norm  # networks of libraries keep their own norms
     with torch.device("meta"), torch.no_grad():
         network = create_model(name, num_classes, norm, in_channels=image_shape[0], normalize=False, **options)
         with FlopCounterMode(display=False) as counter:
