@@ -139,6 +139,7 @@ def test_norms_by_pattern_are_settings_of_a_model_and_of_a_configuration(tmp_pat
         ({}, "wrong_type"),
         ({"*": 3}, "wrong_type"),
         ([["*", "bn", "dual_bn"]], "wrong_type"),
+        ([["*", "bn"], ["*", "dual_bn"]], "wrong_type"),
         ({"a": "dual_bn", "*": "triple_bn"}, "conflict"),
     ],
 )

@@ -97,6 +97,8 @@ def test_wrong_adapters_are_rejected():
         register_adapter(BatchNormAct, "batchnorm")
     with raises_problem("unknown_name", "treat_as", ConfigError):
         convert_norm(nn.Sequential(nn.BatchNorm2d(2)), "dual_bn", treat_as={BatchNormAct: "bn"})
+    with raises_problem("wrong_type", "treat_as", ConfigError):
+        convert_norm(nn.Sequential(nn.BatchNorm2d(2)), "dual_bn", treat_as="batch_norm_2d")
     with raises_problem("wrong_type", "norm_class", ConfigError):
         register_adapter("BatchNormAct", "batch_norm_2d")
     with raises_problem("conflict", "after", ConfigError):

@@ -102,7 +102,8 @@ def make_plans(norms: NormNames, options: Mapping[str, Any]) -> dict[str, Plan]:
     Each norm gets the options that it knows. Norms of any number of domains take the domains of the others.
     """
     pairs = [("*", norms)] if isinstance(norms, str) else norms.items() if isinstance(norms, Mapping) else norms
-    if not (isinstance(pairs, Collection) and pairs and all(_is_pair(pair) for pair in pairs)):
+    valid = isinstance(pairs, Collection) and pairs and all(_is_pair(pair) for pair in pairs)
+    if not valid or len(dict(pairs)) != len(pairs):
         message = "{field} must be a norm or a mapping such as {'layer4.*': 'dual_bn', '*': 'bn'}"
         raise ConfigError("wrong_type", message, field="norm", got=norms)
     recipes = {pattern: NORMS.get(norm) for pattern, norm in pairs}

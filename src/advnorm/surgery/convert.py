@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from advnorm._core.errors import Problem, SurgeryError, collect_problems, raise_problems, unknown_name
+from advnorm._core.errors import ConfigError, Problem, SurgeryError, collect_problems, raise_problems, unknown_name
 from advnorm._core.settings import convert_options
 from advnorm.norms.factory import MODULE_OPTIONS, NORMS, NormNames, channel_groups, make_plan, make_plans
 from advnorm.norms.plan import Plan
@@ -73,6 +73,9 @@ def convert_norm(
     afterwards, because additional banks are new parameters.
     """
     validate_model(model)
+    if treat_as is not None and not isinstance(treat_as, Mapping):
+        message = "{field} must be a mapping such as {MyNorm: 'batch_norm_2d'}"
+        raise ConfigError("wrong_type", message, field="treat_as", got=treat_as)
     adapters = {norm: make_adapter(norm, kind, field="treat_as") for norm, kind in (treat_as or {}).items()}
     plans = make_plans(name, options)
     conversions = {pattern: _Conversion(plan, sync, options, adapters) for pattern, plan in plans.items()}
