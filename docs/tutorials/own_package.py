@@ -44,8 +44,8 @@
 # %% [markdown]
 # ## Install it
 #
-# The package needs two more files: one that names it, and one that imports the parts.
-# Importing the package registers them:
+# The package needs two more files: one that names it and its entry point for `advnorm`, and
+# one that imports the parts. Importing the package registers them:
 
 # %%
 # !cat examples/own_parts/pyproject.toml
@@ -135,14 +135,15 @@ plt.show()
 # %% [markdown]
 # ## In the shell
 #
-# Commands must import your package before they know its names. `--import` does it for one
-# command, the environment variable `ADVNORM_IMPORT` for all of them:
+# The entry point `advnorm.plugins` in `pyproject.toml` makes every command find an installed
+# package. Code that is not installed needs `advnorm --import FILE.py …`, or the environment
+# variable `ADVNORM_IMPORT`:
 
 # %%
-# !PYTHONPATH=packages advnorm --import own_parts ls norms 'natural*'
+# !PYTHONPATH=packages advnorm ls norms 'natural*'
 
 # %%
-# !PYTHONPATH=packages advnorm --import own_parts evaluate runs/*natural_bn* --attacks cosine10 --route adv --limit 100
+# !PYTHONPATH=packages advnorm evaluate runs/*natural_bn* --attacks cosine10 --route adv --limit 100
 
 # %% [markdown]
 # ## Test it
