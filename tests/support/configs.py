@@ -52,6 +52,7 @@ GOOD = {
     "running_epochs": [2],
     "train_only": ["all"],
     "sync_statistics": [True],
+    "parallel": ["fsdp"],
     "precision": ["float32", "tf32", "bf16"],
     "channels_last": [True, False],
     "compile": [True, False],

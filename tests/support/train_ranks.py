@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import advnorm
 from advnorm import Config
-from advnorm._core.records import model_fingerprint
+from advnorm._core.records import digest
 from advnorm.training import checkpoint, loop, step_program
 from advnorm.training.validation import Validation
 from support.train_worker import EVERY_STEP, NEVER, SMALL, patched
@@ -75,8 +75,30 @@ UNUSED = {
     "cross-cross_bn": Config.from_dict({**LONG, "norm": "cross_bn", "objective": "cross"}),
     "standard-dual_head": Config.from_dict({**LONG, "norm": "dual_bn", "objective": "standard", "dual_head": True}),
 }
+#: Parameters, gradients, optimizer states and averages in two parts.
+SHARDED = {
+    "fsdp-dual_bn": Config.from_dict({**LONG, "norm": "dual_bn", "parallel": "fsdp", "ema": 0.9, "grad_clip": 0.5}),
+    "fsdp-dual_affine_ln": Config.from_dict(
+        {**LONG, "norm": "dual_affine_ln", "parallel": "fsdp", "sync_statistics": False, "optimizer": "adamw"}
+    ),
+    "fsdp-classical": Config.from_dict(
+        {
+            **LONG,
+            "norm": "dual_bn",
+            "model": {"name": "resnet18", "width": 0.05},
+            "objective": "classical",
+            "parallel": "fsdp",
+            "recompute": True,
+            "epochs": 1,
+        }
+    ),
+    "fsdp-parts": Config.from_dict(
+        {**LONG, "norm": "dual_affine_gn", "parallel": "fsdp", "sync_statistics": False, "accumulate": 2}
+    ),
+    "ddp-parts": Config.from_dict({**LONG, "norm": "dual_affine_gn", "sync_statistics": False, "accumulate": 2}),
+}
 #: Two processes train these as one.
-COMPARED = {"fast": SYNCHRONIZED | UNUSED, "slow": SLOW}
+COMPARED = {"fast": SYNCHRONIZED | UNUSED, "slow": SLOW, "sharded": SHARDED}
 OWN = Config.from_dict({**LONG, "norm": "dual_bn", "sync_statistics": False, "ema": 0.9, "ema_buffers": "average"})
 
 #: The attack moves the statistics of each process by its own images, though training pools them.
@@ -92,7 +114,7 @@ SINGLE = Config.from_dict(
     }
 )
 
-CALLS = {"bucket": 0}
+CALLS = {"bucket": 0, "gather": 0, "scatter": 0}
 VALIDATED: list[str] = []  # fingerprints of the models that were validated
 
 
@@ -109,18 +131,37 @@ def hook(state, bucket):  # no annotations: DDP wants the types themselves, not 
     return allreduce_hook(state, bucket)
 
 
+def count_collectives() -> None:
+    """Count how often sharded parameters are gathered and gradients reduced."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+    for name, kind in (("gather", collectives.DefaultAllGather), ("scatter", collectives.DefaultReduceScatter)):
+        original = kind.__call__
+
+        def counted(*args: Any, name: str = name, original: Any = original, **kwargs: Any) -> Any:
+            CALLS[name] += 1
+            return original(*args, **kwargs)
+
+        kind.__call__ = counted
+
+
+def fingerprint(model: torch.nn.Module) -> str:
+    """A hash of clones: the memory of a gathered parameter that NumPy has seen cannot be freed."""
+    return digest(*(value.detach().clone() for value in (*model.parameters(), *model.buffers())))
+
+
 def remember_judged() -> None:
     original = Validation.__call__
 
     def remembered(self: Validation, model: torch.nn.Module, *stopped: Any) -> dict[str, float] | None:
-        VALIDATED.append(model_fingerprint(model))
+        VALIDATED.append(fingerprint(model))
         return original(self, model, *stopped)
 
     Validation.__call__ = remembered
 
 
 def trained(config: Config, out: Path, **settings: Any) -> dict[str, Any]:
-    CALLS.update(bucket=0)
+    CALLS.update(dict.fromkeys(CALLS, 0))
     VALIDATED.clear()
     run = advnorm.train(config, out=out, device="cpu", **settings)
     return {"finished": run.finished, "folder": str(run.folder), "validated": list(VALIDATED), **CALLS}
@@ -181,6 +222,7 @@ def main(speed: str, rank: int, world: int, init_file: str, folder: Path) -> Non
     )
     step_program.DistributedDataParallel, loop.AGREE_EVERY = Counting, 4
     remember_judged()
+    count_collectives()
     cases = {name: (trained_in_float64, config) for name, config in COMPARED[speed].items()}
     others = {
         "own": (trained, OWN),
@@ -193,7 +235,12 @@ def main(speed: str, rank: int, world: int, init_file: str, folder: Path) -> Non
         "odd_share": (raised, Config.from_dict({**LONG, "objective": {"name": "hybrid", "clean_share": 0.3}})),
         "odd_batch": (raised, Config.from_dict({**LONG, "batch_size": 15})),
     }
-    cases |= others if speed == "fast" else {}
+    sharded = {
+        "fsdp-stopped": (lambda config, out: stopped(config, out, rank), SHARDED["fsdp-dual_bn"]),
+        "fsdp-whole": (trained, SHARDED["fsdp-dual_bn"]),
+        "fsdp-own": (trained, replace(SHARDED["fsdp-dual_bn"], sync_statistics=False, ema_buffers="average")),
+    }
+    cases |= {"fast": others, "sharded": sharded}.get(speed, {})
     seen: dict[str, Any] = {}
     for name, (act, config) in cases.items():
         try:

@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from advnorm import Run
-from advnorm._core.records import model_fingerprint
 from advnorm.data import load, make_loader
 from advnorm.training import checkpoint
 from support import train_ranks
-from support.train_ranks import COMPARED, OWN, SLOW, STEPS, SYNCHRONIZED, WORLD
+from support.train_ranks import COMPARED, OWN, SHARDED, SLOW, STEPS, SYNCHRONIZED, WORLD
 
 pytestmark = [
     pytest.mark.world_size(WORLD),
@@ -45,6 +44,11 @@ def launched_slow(launch, tmp_path_factory) -> Launched:
     return launch_cases("slow", launch, tmp_path_factory)
 
 
+@pytest.fixture(scope="module")
+def launched_sharded(launch, tmp_path_factory) -> Launched:
+    return launch_cases("sharded", launch, tmp_path_factory)
+
+
 def in_all_launches(fast: Iterable[str]) -> Any:
     """The cases of both launches; a test finds its launch by the name of the fixture."""
     slow = [pytest.param("launched_slow", name, marks=pytest.mark.slow) for name in SLOW]
@@ -68,11 +72,14 @@ def weights(run: Run) -> dict[str, torch.Tensor]:
 
 @in_all_launches(COMPARED["fast"])
 def test_two_processes_train_as_one_on_the_whole_batch(request, fixture, name):
-    launched = request.getfixturevalue(fixture)
+    compare_with_one(request.getfixturevalue(fixture), name)
+
+
+def compare_with_one(launched: Launched, name: str) -> None:
     seen(launched, name)
     two, one = only_run(launched[0] / name), only_run(launched[1] / name)
     assert two.record["processes"] == 2 and one.record["processes"] == 1
-    assert two.metrics()[-1]["step"] == STEPS
+    assert two.metrics()[-1]["step"] == STEPS // 2 * two.config.epochs
     for found, expected in zip(two.metrics(), one.metrics(), strict=True):
         assert found["held_out"] == expected["held_out"]
         for term in expected.keys() - {"held_out"}:
@@ -86,6 +93,33 @@ def test_two_processes_train_as_one_on_the_whole_batch(request, fixture, name):
 def test_a_step_reduces_the_gradients_once(request, fixture, name):
     for result in seen(request.getfixturevalue(fixture), name):
         assert result["bucket"] == STEPS
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_two_processes_with_parts_of_the_parameters_train_as_one(launched_sharded, name):
+    compare_with_one(launched_sharded, name)
+
+
+def test_a_sharded_step_gathers_once_and_reduces_once(launched_sharded):
+    """Attacks communicate nothing: 2 steps of PGD in training, 1 in validation."""
+    for result in seen(launched_sharded, "fsdp-dual_affine_ln"):
+        assert result["scatter"] == STEPS
+        # Beside the steps: the check before training, two validations, and the tensors of two checkpoints.
+        assert result["gather"] == STEPS + 3, "the check before training, and two validations"
+
+
+def test_a_sharded_training_that_was_stopped_ends_with_the_same_bits(launched_sharded):
+    for result in seen(launched_sharded, "fsdp-stopped"):
+        assert not result["first"]["finished"] and result["finished"]
+    stopped, whole = (only_run(launched_sharded[0] / name) for name in ("fsdp-stopped", "fsdp-whole"))
+    expected = weights(whole)
+    assert any(name.startswith("ema.") for name in expected) and any("momentum" in name for name in expected)
+    assert all(torch.equal(value, expected[key]) for key, value in weights(stopped).items())
+
+
+def test_sharded_processes_with_statistics_of_their_own_validate_the_same_model(launched_sharded):
+    first, second = seen(launched_sharded, "fsdp-own")
+    assert first["finished"] and first["validated"] == second["validated"] and len(set(first["validated"])) == 2
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -111,7 +145,7 @@ def test_without_synchronization_the_first_process_rules(launched, name):
     assert first["validated"] == second["validated"] and len(set(first["validated"])) == 2, (
         "every rank validates the same model after each epoch"
     )
-    assert first["validated"][-1] == model_fingerprint(only_run(launched[0] / name).model("last"))
+    assert first["validated"][-1] == train_ranks.fingerprint(only_run(launched[0] / name).model("last"))
 
 
 def test_sigterm_to_one_process_stops_all_and_they_go_on_to_the_same_bits(launched):

@@ -118,6 +118,9 @@ class TrainingSettings:
         Literal["all", "norms"], Setting("`norms`: train the norms alone, starting from `weights` (paper E, sec. 4.4).")
     ] = "all"
     sync_statistics: Annotated[bool, Setting("Compute batch statistics over all ranks.")] = False
+    parallel: Annotated[
+        Literal["ddp", "fsdp"], Setting("Several processes: a copy of the network each, or a part of its parameters.")
+    ] = "ddp"
 
     precision: Annotated[PrecisionName, Setting("`auto`: bf16 on CUDA, float32 elsewhere.")] = "auto"
     channels_last: Annotated[Literal["auto"] | bool, Setting("Memory format of images and weights.")] = "auto"

@@ -210,6 +210,14 @@ class _Checks:
             self.reject("accumulate", words, "use accumulate=1, or a smaller batch_size")
         if self.valid("recompute", "compile") and s.recompute and s.compile is True:
             self.reject("compile", "recompute=true runs without compilation", "use compile=false")
+        if not self.valid("parallel") or s.parallel == "ddp":
+            return
+        for name in ("second_pass", "regularizer"):
+            if self.valid(name) and getattr(s, name) is not None:
+                self.reject(name, "{field} is not available with parallel=fsdp", "use parallel=ddp")
+        for name in ("compile", "channels_last"):
+            if self.valid(name) and getattr(s, name) is True:
+                self.reject(name, f"parallel=fsdp needs {name}=false", "leave it out")
 
     def check_schedule(self) -> None:
         s = self.settings

@@ -21,8 +21,9 @@ from advnorm.training.ranks import Ranks
 def resolve_auto(config: Config, device: torch.device) -> Config:
     """The configuration with what ``auto`` means on a device."""
     on_cuda = device.type == "cuda"
-    compiled = on_cuda and not config.recompute
-    here = {"precision": "bf16" if on_cuda else "float32", "channels_last": on_cuda, "compile": compiled}
+    whole = on_cuda and config.parallel == "ddp"  # parts of parameters are contiguous, and their gathering not compiled
+    compiled = whole and not config.recompute
+    here = {"precision": "bf16" if on_cuda else "float32", "channels_last": whole, "compile": compiled}
     return replace(config, **{name: value for name, value in here.items() if getattr(config, name) == "auto"})
 
 

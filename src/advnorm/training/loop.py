@@ -40,6 +40,7 @@ from advnorm.training.ranks import Ranks, TrainingError
 from advnorm.training.recomputation import recompute_blocks
 from advnorm.training.run import Run, load_initial_weights, snapshot
 from advnorm.training.schedule import learning_rate
+from advnorm.training.sharding import gathered, shard_model, whole
 from advnorm.training.state import CheckpointMeta, TrainingState
 from advnorm.training.step_program import make_step_program
 from advnorm.training.stop_signals import StopSignals
@@ -91,8 +92,10 @@ class TrainingLoop:
             deterministic=config.deterministic,
             sync_buffers=not self._same_statistics,
             accumulate=config.accumulate,
+            sharded=self._is_sharded,
         )
-        check_forwards(self.program, config, ranks, data)
+        with gathered(self.model):
+            check_forwards(self.program, config, ranks, data)
         self.validation = None
         if held_out is not None and config.validate_every:
             trained = self.objective.trained_domains()
@@ -119,7 +122,14 @@ class TrainingLoop:
         if config.recompute:
             recompute_blocks(model)
         memory_format = torch.channels_last if config.channels_last is True else torch.preserve_format
-        return model.to(self.ranks.device, memory_format=memory_format), fingerprint  # pyright: ignore
+        model = model.to(self.ranks.device, memory_format=memory_format)  # pyright: ignore
+        if self._is_sharded:
+            shard_model(model, self.ranks)
+        return model, fingerprint
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self.config.parallel == "fsdp" and self.ranks.world > 1
 
     def _seed(self, seed: int) -> None:
         """Seed the generators of this training's devices."""
@@ -256,8 +266,8 @@ class TrainingLoop:
         if not self._same_statistics:
             self.ranks.as_lead(list(self.model.buffers()))
             if self.ema is not None:
-                self.ranks.as_lead(list(self.ema.average.values()))
-        with nullcontext() if self.ema is None else self.ema.swapped(self.model):
+                self.ranks.as_lead([v for v in self.ema.average.values() if whole(v) is v])
+        with nullcontext() if self.ema is None else self.ema.swapped(self.model), gathered(self.model):
             return validation(self.model, self._stops_validation)
 
     def _stops_validation(self) -> bool:

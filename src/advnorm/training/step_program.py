@@ -26,6 +26,7 @@ from advnorm.training.bank_usage import leaves_banks_unused
 from advnorm.training.compilation import CompiledFunction, Log, allow_variants
 from advnorm.training.cuda_graphs import CapturedAttack, CapturedStep
 from advnorm.training.ranks import Ranks
+from advnorm.training.sharding import gather, reduce_next_backward
 
 
 def autocast(precision: PrecisionName, device: torch.device) -> AbstractContextManager[Any]:
@@ -42,7 +43,7 @@ class StepProgram:
 
     With several processes the objective runs inside DDP. ``sync_buffers``: rank 0's statistics are sent to the others
     before each step. ``accumulate``: the batch is trained in so many equal parts, and the gradient is their mean. All
-    parts are attacked before the first one updates the statistics.
+    parts are attacked before the first one updates the statistics. ``sharded``: the model is sharded instead.
     """
 
     def __init__(
@@ -54,13 +55,15 @@ class StepProgram:
         deterministic: bool = False,
         sync_buffers: bool = True,
         accumulate: int = 1,
+        sharded: bool = False,
     ) -> None:
-        self.objective, self.device, self.accumulate = objective, ranks.device, accumulate
+        self.objective, self.device, self.accumulate, self.sharded = objective, ranks.device, accumulate, sharded
         self.precision: PrecisionName = precision
         self.deterministic = deterministic
         self.execution = Execution()
         self._module: nn.Module = objective
-        if ranks.world > 1:
+        self._sync_buffers = partial(ranks.as_lead, list(objective.buffers())) if sharded and sync_buffers else None
+        if ranks.world > 1 and not sharded:
             new = "forward_sync_buffers" in signature(DistributedDataParallel).parameters  # torch 2.13
             buffers: dict[str, Any] = {"forward_sync_buffers" if new else "broadcast_buffers": sync_buffers}
             self._module = DistributedDataParallel(
@@ -72,7 +75,7 @@ class StepProgram:
 
     def __call__(self, x: Tensor, y: Tensor, index: Tensor) -> ObjectiveOutput:
         """Craft the batch, compute its loss, set the gradient of every parameter and update the statistics."""
-        if self.accumulate > 1:
+        if self.accumulate > 1 or self.sharded:
             return self._accumulate(x, y, index)
         with autocast(self.precision, self.device):
             output: ObjectiveOutput = self._module(x, y, index=index, execution=self.execution)
@@ -83,18 +86,23 @@ class StepProgram:
 
     def _accumulate(self, x: Tensor, y: Tensor, index: Tensor) -> ObjectiveOutput:
         """Compute the parts of a batch one after another; processes reduce the gradients after the last one."""
+        for parameter in self.objective.parameters():  # before a sharded model is gathered
+            parameter.grad = None
+        if self._sync_buffers is not None:
+            self._sync_buffers()
+        gather(self.objective.model)
         with autocast(self.precision, self.device):
             parts = [
                 self.objective.craft_batch(*part, execution=self.execution)
                 for part in zip(*(value.chunk(self.accumulate) for value in (x, y, index)))
             ]
-        for parameter in self.objective.parameters():
-            parameter.grad = None
         outputs: list[ObjectiveOutput] = []
         for number, part in enumerate(parts, 1):
             execution = dataclasses.replace(self.execution, craft=lambda *_, crafted=part.x_adv: crafted)  # pyright: ignore
             with ExitStack() as stack:
-                if isinstance(self._module, DistributedDataParallel) and number < len(parts):
+                if number == len(parts):
+                    reduce_next_backward(self.objective.model)
+                elif isinstance(self._module, DistributedDataParallel):
                     stack.enter_context(self._module.no_sync())
                 with autocast(self.precision, self.device):
                     output = self._module(part.x, part.y, index=part.index, execution=execution)
