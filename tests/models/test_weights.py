@@ -188,6 +188,14 @@ def test_of_several_sets_that_fit_one_is_chosen(tmp_path):
     assert same(model.state_dict(), live.state_dict())
 
 
+def test_averaged_counts_are_counts_again(tmp_path):
+    state = network().state_dict()
+    torch.save({name: value * 1.0 for name, value in state.items()}, tmp_path / "w.pt")
+    model = network(seed=1)
+    load_weights(model, tmp_path / "w.pt")
+    assert same(model.state_dict(), state)
+
+
 # -- other norms -------------------------------------------------------------------------------------------------------
 
 
@@ -313,8 +321,12 @@ def test_bad_files_are_errors_and_change_nothing(tmp_path):
             load_weights(model, tmp_path / name)
     assert not (tmp_path / "ran").exists() and same(model.state_dict(), before)
     load_weights(model, tmp_path / "old.pt")
-    with pytest.raises(ConfigError, match="100 classes"):
-        load_weights(model, tmp_path / "classes.pt")
+    for name, words in (("classes.pt", "build the model with 100 classes"), ("other.pt", "no name fits")):
+        with pytest.raises(ConfigError, match=words):
+            load_weights(model, tmp_path / name)
+    torch.save({**model.state_dict(), "fc.bias": torch.tensor(1.0)}, tmp_path / "scalar.pt")
+    with raises_problem("wrong_tensors", "weights"):
+        load_weights(model, tmp_path / "scalar.pt")
 
 
 # -- normalized inputs -------------------------------------------------------------------------------------------------

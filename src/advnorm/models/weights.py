@@ -9,7 +9,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from advnorm._core.errors import ConfigError, Description, Problem, did_you_mean, first_line, raise_problems
+from advnorm._core.errors import ConfigError, Description, did_you_mean, first_line
 from advnorm._core.records import read_bytes, require_regular, write_atomic, writing
 from advnorm._core.wrappers import unwrap_model
 from advnorm.norms import RoutedModule
@@ -92,7 +92,9 @@ def fit_weights(
         message = f"{source} has the banks {', '.join(best.file_banks)}, and the model has others"
         hint = f"choose a branch: {source}:{best.file_banks[-1]}"
         raise ConfigError("ambiguous", message, field="weights", hint=hint)
-    restore_model(model, best.tensors, source)
+    # An average of all tensors makes floats of counts.
+    counts = {name: value.long() for name, value in best.tensors.items() if "num_batches_tracked" in name}
+    restore_model(model, best.tensors | counts, source)
     return best.notes()
 
 
@@ -226,24 +228,25 @@ def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], source: str) 
     """Copy tensors into a model in place; memory format, device and dtype stay. One error lists all mismatches."""
     model = unwrap_model(model)
     own = model.state_dict()
-    problems = [f"{name} is missing in the file" for name in own if name not in tensors]
-    problems += [f"{name} is not in the model" for name in tensors if name not in own]
-    differ = {name: own[name] for name in own if name in tensors and _kind(tensors[name]) != _kind(own[name])}
-    problems += [
-        f"{name} is {_kind(tensors[name])} in the file and {_kind(value)} in the model"
-        for name, value in differ.items()
-    ]
-    rows = {(*tensors[name].shape[:1], *value.shape[:1]) for name, value in differ.items()}
-    rest = all(tensors[name].shape[1:] == value.shape[1:] for name, value in differ.items())
-    hint = ""
-    if problems and len(problems) == len(differ) and len(rows) == 1 and rest:  # only the number of outputs differs
-        hint = f"if this is the classifier, build the model with {next(iter(rows))[0]} classes"
-    if len(problems) > MISMATCHES:
-        problems = [*problems[:MISMATCHES], f"and {len(problems) - MISMATCHES} more"]
-    listed = [Problem(code="wrong_tensors", message=message, field="weights") for message in problems]
-    listed[-1:] = [replace(problem, hint=hint) for problem in listed[-1:]]
-    raise_problems(listed, f"{source} does not fit the model")
+    wrong = [f"{name} is missing in the file" for name in own if name not in tensors]
+    wrong += [f"{name} is not in the model" for name in tensors if name not in own]
+    differ = [name for name in own if name in tensors and _kind(tensors[name]) != _kind(own[name])]
+    wrong += [f"{name} is {_kind(tensors[name])} in the file and {_kind(own[name])} in the model" for name in differ]
+    if wrong:
+        hint = ""
+        shapes = {(tensors[name].shape[:1], own[name].shape[:1]) for name in differ}
+        if len(wrong) == len(differ) and len(shapes) == 1 and all(map(len, *shapes)):  # only the outputs differ
+            hint = f"if this is the classifier, build the model with {tensors[differ[0]].shape[0]} classes"
+        if own and tensors and own.keys().isdisjoint(tensors):
+            wrong = [f"no name fits; the file has {_some(tensors)}, the model has {_some(own)}"]
+        rest = [f"and {len(wrong) - MISMATCHES} more"] if len(wrong) > MISMATCHES else []
+        message = f"{source} does not fit the model: {'; '.join([*wrong[:MISMATCHES], *rest])}"
+        raise ConfigError("wrong_tensors", message, field="weights", hint=hint)
     model.load_state_dict(dict(tensors))
+
+
+def _some(names: Collection[str]) -> str:
+    return ", ".join([*list(names)[:3], *(["…"] if len(names) > 3 else [])])
 
 
 def _kind(tensor: Tensor) -> str:
@@ -291,7 +294,7 @@ def _unpickle(path: Path) -> Any:
         hint += f"torch.save(torch.load({path.name!r}, weights_only=False)['state_dict'], 'weights.pt')"
         raise ConfigError("unsafe_file", message, field="weights", hint=hint) from None
     except Exception as error:  # truncated, TorchScript, or no such file at all
-        message = f"{path} is damaged or was not written by torch.save ({first_line(error)})"
+        message = f"{path} is damaged or was not written by torch.save ({first_line(error).partition('. ')[0]})"
         raise ConfigError("damaged_file", message, field="weights", hint="fetch or write it again") from None
 
 
