@@ -9,8 +9,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import advnorm
+from advnorm._core.shapes import with_digest
 from advnorm.evaluation import BenchmarkResult, benchmark
-from advnorm.evaluation.outcomes import decode_rows, encode_rows, load_outcomes, pack_bits, unpack_bits
+from advnorm.evaluation.outcomes import decode_rows, encode_rows, pack_bits, unpack_bits
 from support.classifiers import first
 from support.command import invoke
 from support.problems import raises_problem
@@ -130,6 +131,33 @@ def test_the_command_prints_and_writes_the_comparison(dual, data, tmp_path):
 
 def test_a_cell_without_results_per_image_is_rejected(tmp_path):
     path = tmp_path / "cell.json"
-    path.write_text(json.dumps({"format": "advnorm.cell/1", "values": {}}))
+    record = {"format": "advnorm.cell/1", "run": {"config": {"data": {"name": "digits"}}}}
+    path.write_text(json.dumps(record))
     with raises_problem("missing_outcomes", "record"):
-        load_outcomes(path)
+        advnorm.compare(path, path)
+
+
+def test_an_edited_record_of_a_cell_or_an_evaluation_is_not_compared(dual, data, tmp_path):
+    outcomes = [{"rows": [[0, 9]], "bits": {"adv/pgd2": pack_bits(torch.arange(9) > 3)}}]
+    cell = {"format": "advnorm.cell/1", "run": {"config": {"data": {"name": "digits"}}}, "outcomes": outcomes}
+    path = tmp_path / "cell.json"
+    path.write_text(json.dumps(with_digest(cell)))
+    (row,) = advnorm.compare(path, path).rows
+    assert (row.difference, row.accuracies) == (0.0, (5 / 9, 5 / 9))
+    outcomes[0]["bits"]["adv/pgd2"] = pack_bits(torch.ones(9))
+    path.write_text(json.dumps({**cell, "digest": with_digest(cell)["digest"][::-1]}))
+    with raises_problem("damaged_file", f"{path}: digest"):
+        advnorm.compare(path, path)
+    path.write_text(json.dumps({**cell, "outcomes": [{"rows": [[0, 9]], "bits": {"adv/pgd2": "?"}}]}))
+    with raises_problem("damaged_file", f"{path}: outcomes"):
+        advnorm.compare(path, path)
+    path.write_text(json.dumps({**cell, "run": 3}))
+    with raises_problem("damaged_file", f"{path}: run"):
+        advnorm.compare(path, path)
+    evaluation = tmp_path / "evaluation.json"
+    benchmark(dual, first(data), THREAT, ["fgsm"], ["adv"], record=evaluation)
+    edited = json.loads(evaluation.read_text())
+    edited["images"] += 1
+    evaluation.write_text(json.dumps(edited))
+    with raises_problem("damaged_file", f"{evaluation}: digest"):
+        advnorm.compare(evaluation, evaluation)

@@ -14,9 +14,10 @@ from advnorm.studies import STUDIES, printed_entry
 from advnorm.studies.protocols import plan_cell
 from advnorm.studies.run import run_tasks
 from advnorm.studies.store import RecordStore
-from advnorm.studies.study import ClaimVerdict, Protocol
+from advnorm.studies.study import ClaimVerdict
 from advnorm.studies.task import list_tasks
 from advnorm.threat import ThreatModel
+from support.problems import raises_problem
 from support.study_records import collect_values
 
 #: The tables, figures and sections that measure something.
@@ -90,8 +91,18 @@ def test_a_table_or_figure_without_a_study_has_a_reason(paper):
 # -- cells -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("protocol", get_args(Protocol))
+BY_PROTOCOL = [(name, protocol) for name in NAMES for protocol in STUDIES.get(name).protocols]
+
+
+def test_papers_have_their_own_protocols_beside_the_general_ones():
+    own = {name[0]: {*STUDIES.get(name).protocols} - {"paper", "fast", "smoke"} for name in NAMES}
+    stand_in = {"imagenette"}
+    assert own == {"A": {"authors"}, "B": set(), "C": {"authors", *stand_in}, "D": stand_in, "E": stand_in}
+    with raises_problem("unknown_name", "protocol"):
+        plan_cell(STUDIES.get("B/fig1").cell("standard"), "authors")
+
+
+@pytest.mark.parametrize(("name", "protocol"), BY_PROTOCOL)
 def test_cells_have_unique_names_and_valid_settings_under_every_protocol(name, protocol):
     cells = [plan_cell(cell, protocol) for cell in STUDIES.get(name).cells()]  # a wrong configuration cannot be made
     assert len({cell.name for cell in cells}) == len(cells) > 0
@@ -142,14 +153,13 @@ SAME_IF_SHORT = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("protocol", ["paper", "fast"])
+@pytest.mark.parametrize(("name", "protocol"), [case for case in BY_PROTOCOL if case[1] != "smoke"])
 def test_no_two_cells_of_a_study_share_a_training(name, protocol, tmp_path):
     folders: dict[Path, set[str]] = {}
     for task in list_tasks(STUDIES.get(name), protocol=protocol, out=tmp_path):
         folders.setdefault(task.run.folder, set()).add(task.cell)
     shared = [cells for cells in folders.values() if len(cells) > 1]
-    expected = ONE_TRAINING | (SAME_IF_SHORT if protocol == "fast" else {})
+    expected = ONE_TRAINING | (SAME_IF_SHORT if protocol in ("fast", "imagenette") else {})
     assert shared == [expected[name] for name in {name} & {*expected}]
 
 

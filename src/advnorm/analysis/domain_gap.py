@@ -55,6 +55,24 @@ class LayerDistances(Finding):
         """Relative distances summed over all layers."""
         return {name: sum(one.total for one in layers.values()) for name, layers in self.relative_layers.items()}
 
+    @property
+    def set_distances(self) -> dict[Any, dict[str, dict[str, float]]]:
+        """1-Wasserstein distances between the *sets* of channel values, by comparison and layer.
+
+        Sorting forgets which channel is which: no distance between statistics, but that of paper A's public code.
+        """
+        return {
+            name: {
+                layer: {
+                    part: (one.double().sort().values - other.double().sort().values).abs().mean().item()
+                    for part, one, other in zip(first[layer]._fields, first[layer], second[layer])
+                }
+                for layer in first
+                if layer in second
+            }
+            for name, (first, second) in self.sides.items()
+        }
+
     @abstractmethod
     def label(self, name: Any) -> str:
         """Return the text of a comparison in the legend."""
@@ -76,7 +94,16 @@ class LayerDistances(Finding):
 class DomainGap(LayerDistances):
     """Distances at each norm for every pair of kinds of images, and the accuracy on each kind."""
 
-    RECORD = ("analysis", "sums", "relative_sums", "accuracy", "layers", "relative_layers", "conditions")
+    RECORD = (
+        "analysis",
+        "sums",
+        "relative_sums",
+        "accuracy",
+        "layers",
+        "relative_layers",
+        "set_distances",
+        "conditions",
+    )
     analysis = "domain_gap"
 
     accuracy: Mapping[str, float]
@@ -200,7 +227,16 @@ def domain_gap_table(
 class BranchGap(LayerDistances):
     """Distances of NS under one affine bank, of the branches' own NS, and of AP."""
 
-    RECORD = ("analysis", "domains", "sums", "relative_sums", "layers", "relative_layers", "conditions")
+    RECORD = (
+        "analysis",
+        "domains",
+        "sums",
+        "relative_sums",
+        "layers",
+        "relative_layers",
+        "set_distances",
+        "conditions",
+    )
     analysis = "branch_gap"
 
     PARTS = ("Means μ, and biases β", "Deviations σ, and weights γ")

@@ -21,8 +21,18 @@ def study(
     name: Annotated[str, typer.Argument(help="A table or figure, or one cell of it; see `advnorm ls studies`.")],
     seeds: Annotated[list[int] | None, typer.Option(metavar=INTEGERS, help="Seeds. Default: 0.")] = None,
     protocol: Annotated[
-        str | None, typer.Option(help="paper: as in the paper (default). fast: 30 epochs, batch size 512, one_cycle.")
+        str | None,
+        typer.Option(
+            help="paper: as in the paper (default). authors: as in the authors' code (A, C). "
+            "fast: 30 epochs, batch size 512, one_cycle."
+        ),
     ] = None,
+    stand_in: Annotated[
+        str | None, typer.Option(help="imagenette: at 128 pixels instead of ImageNet, 15 epochs (C, D, E).")
+    ] = None,
+    strict_search: Annotated[
+        bool, typer.Option(help="AutoAttack also searches in float32. Default: in bf16 on a GPU; float32 decides.")
+    ] = False,
     smoke: Annotated[
         bool, typer.Option(help="Run two steps on synthetic images, to check that every part works.")
     ] = False,
@@ -56,11 +66,17 @@ def study(
 
     if smoke and protocol not in (None, "smoke"):
         raise ConfigError("conflict", "--smoke and --protocol exclude each other", field="protocol", got=protocol)
-    protocol = "smoke" if smoke else protocol or "paper"
-    if protocol not in ("paper", "fast", "smoke"):
-        raise_problems([unknown_name("protocol", protocol, ("paper", "fast"))])
-    seeds = seeds or [0]
+    if stand_in is not None and (smoke or protocol is not None):
+        message = "--stand-in has its own schedule; --protocol and --smoke exclude it"
+        raise ConfigError("conflict", message, field="stand_in", got=stand_in)
+    protocol = "smoke" if smoke else stand_in or protocol or "paper"
     found, cell = find(name)
+    known = found.protocols
+    if stand_in is not None and (stand_in != "imagenette" or stand_in not in known):
+        raise_problems([unknown_name("stand-in", stand_in, [one for one in known if one == "imagenette"])])
+    if protocol not in known:
+        raise_problems([unknown_name("protocol", protocol, known)])
+    seeds = seeds or [0]
     failed: list[Outcome] = []
 
     def print_outcome(outcome: Outcome) -> None:
@@ -80,6 +96,7 @@ def study(
             out=out,
             data_dir=data_dir,
             device=device,
+            strict_search=strict_search,
         )
         problems = launch_problems(tasks, launcher=launcher, address=address, processes=processes)
         raise_problems(problems, "cannot launch")

@@ -82,7 +82,8 @@ def study_table(
         conclusion = conclusion or found.evaluate_claim(values)
         needs = f" ({conclusion.needs} would decide)" if conclusion.needs else ""
         parts = [f"{MARKS[clause.verdict]} {describe_clause(clause)}" for clause in conclusion.clauses]
-        said = "\n".join([f"{said} {conclusion.verdict.capitalize()}{needs}.", *parts])
+        where = " on a stand-in" if protocol == "imagenette" else ""
+        said = "\n".join([f"{said} {conclusion.verdict.capitalize()}{where}{needs}.", *parts])
     measured = None if values is None else MeasuredValues.wrap(values)
     title = f"{found.name}{'' if cell is None else f'/{cell}'} {protocol}".rstrip()
     rows: dict[str, dict[str, str]] = {}

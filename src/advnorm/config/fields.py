@@ -13,7 +13,7 @@ from advnorm.attacks.pgd import PGD, PGDSettings
 from advnorm.norms import Mode
 from advnorm.threat import Norm, ThreatModel
 
-Augmentation = Literal["none", "flip", "crop_flip"]
+Augmentation = Literal["none", "flip", "crop_flip", "crop_flip_edge"]
 Mix = Literal["none", "mixup", "cutmix"]
 OptimizerName = Literal["sgd", "adam", "adamw", "adagrad", "rmsprop"]
 PrecisionName = Literal["auto", "float32", "tf32", "bf16"]
@@ -65,7 +65,7 @@ class TrainingSettings:
     ] = None
 
     data: Annotated[Named, Setting("Data set of `advnorm ls datasets` with its options.")] = Named("digits")
-    augment: Annotated[Augmentation, Setting("Augmentation: horizontal flips, random crops.")] = "none"
+    augment: Annotated[Augmentation, Setting("Augmentation: flips, random crops; `_edge`: borders repeat.")] = "none"
     held_out: Annotated[int | float, Setting("Held-out training images: share (0.1) or count (500).", "[0, inf)")] = 0.1
     mix: Annotated[Mix, Setting("Mix pairs of images and labels; attacks take the label of the larger share.")] = "none"
     mix_alpha: Annotated[float, Setting("α of the Beta(α, α) distribution of the mixing weight.", "(0, inf)")] = 1.0

@@ -21,7 +21,7 @@ from advnorm._core.errors import ConfigError, Problem, raise_problems, unknown_n
 from advnorm._core.seeding import ImageNoise
 from advnorm.data.image_data import FolderData, ImageData, resize_crop
 
-AUGMENTS = ("none", "flip", "crop_flip")
+AUGMENTS = ("none", "flip", "crop_flip", "crop_flip_edge")
 
 
 class Batch(NamedTuple):
@@ -113,7 +113,7 @@ class ResidentLoader(Loader):
     """Batches from a data set that is stored on the device: gather, crop and flip by index, without the host.
 
     ``crop_flip`` pads with zeros by an eighth of each side (4 pixels for 32), crops to the old size and mirrors half of
-    the images.
+    the images. ``crop_flip_edge`` repeats the border pixels instead of zeros.
     """
 
     data: ImageData
@@ -121,10 +121,17 @@ class ResidentLoader(Loader):
     def __init__(self, data: ImageData, **settings: Any) -> None:
         super().__init__(data, **settings)
         _, self._height, self._width = data.image_shape
-        crops = self.augment == "crop_flip"
+        crops = self.augment in ("crop_flip", "crop_flip_edge")
         self._pad = (self._height // 8, self._width // 8) if crops else (0, 0)
         down, right = self._pad
-        padded = torch.nn.functional.pad(data.images.to(self.device), (right, right, down, down))
+        if self.augment == "crop_flip_edge":  # torch replicates borders of floats only
+            rows, columns = (
+                torch.arange(-pad, side + pad).clamp(0, side - 1).to(self.device)
+                for pad, side in ((down, self._height), (right, self._width))
+            )
+            padded = data.images.to(self.device)[:, :, rows][:, :, :, columns]
+        else:
+            padded = torch.nn.functional.pad(data.images.to(self.device), (right, right, down, down))
         self._images = padded.permute(0, 2, 3, 1).contiguous()  # channels last, so that one read gathers a pixel
         self._labels = data.labels.to(self.device)
         self._rows = torch.arange(self._height, device=self.device)
@@ -237,7 +244,7 @@ class _BatchDecoder(Dataset):
         draws = noise.uniform((_CROP_TRIES, 4), draw="crop").tolist()
         images = torch.empty((len(positions), *data.image_shape), dtype=torch.uint8)
         for row, position in enumerate(positions.tolist()):
-            if self.augment == "crop_flip":
+            if self.augment in ("crop_flip", "crop_flip_edge"):  # a crop of an image on disk has no border
                 image = data.decode(position)
                 pixels = resize_crop(image.crop(random_crop_box(*image.size, draws[row])), data.image_shape[1:])
             else:

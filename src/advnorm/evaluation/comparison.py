@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from advnorm._core.errors import ConfigError, Problem, raise_problems, unknown_name
-from advnorm.evaluation.outcomes import load_outcomes
+from advnorm._core.records import read_json
+from advnorm.evaluation.outcomes import CELL_FORMAT, read_cell_outcomes
 from advnorm.evaluation.results import BenchmarkResult, label_of, render_table
 from advnorm.evaluation.statistics import accuracy_interval, format_accuracy, mcnemar_p_value, paired_interval
 
@@ -109,12 +110,17 @@ def compare(
 
 def _load_side(side: Evaluated | Sequence[Evaluated]) -> list[_Outcomes]:
     several = [side] if isinstance(side, BenchmarkResult | Path | str) else list(side)
-    return [
-        ((one.conditions.get("about") or {}).get("data") or "", one.rows, one.outcomes)
-        if isinstance(one, BenchmarkResult)
-        else load_outcomes(one)
-        for one in several
-    ]
+    return [_load(one) for one in several]
+
+
+def _load(one: Evaluated) -> _Outcomes:
+    """Return the results per image of an evaluation or of a study's cell, after the checks of its loader."""
+    if not isinstance(one, BenchmarkResult):
+        record = read_json(Path(one))
+        if record.get("format") == CELL_FORMAT:
+            return read_cell_outcomes(record, one)
+        one = BenchmarkResult.from_record(record, one)
+    return (one.conditions.get("about") or {}).get("data") or "", one.rows, one.outcomes
 
 
 def _common_rows(loaded: Sequence[_Outcomes]) -> Tensor:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from advnorm._core.errors import ConfigError
-from advnorm._core.records import read_json
+from advnorm._core.shapes import check_record
 
 #: Name in results and records of an evaluation without a given route, and its name in records before version 2.
 DEFAULT_ROUTE, OLD_DEFAULT_ROUTE = "default", "as called"
@@ -26,6 +25,25 @@ class PackedOutcomes(TypedDict):
 
     rows: list[int | list[int]]
     bits: dict[str, str]
+
+
+class _Data(TypedDict):
+    name: str
+
+
+class _Settings(TypedDict):
+    data: _Data
+
+
+class _TrainedRun(TypedDict):
+    config: _Settings
+
+
+class CellShape(TypedDict):
+    """The parts of a cell's record that a comparison reads. Records of older versions have no outcomes."""
+
+    run: _TrainedRun
+    outcomes: NotRequired[list[PackedOutcomes] | None]
 
 
 def pack_bits(values: Tensor) -> str:
@@ -91,21 +109,23 @@ def read_outcomes(record: Mapping[str, Any]) -> tuple[Tensor, dict[str, dict[str
     return rows, outcomes
 
 
-def load_outcomes(path: Path | str) -> tuple[str, Tensor, dict[str, dict[str, Tensor]]]:
-    """Return the data set, the rows of the images and the results per image of an evaluation or of a study's cell."""
-    record = read_json(Path(path))
-    if record.get("format") != CELL_FORMAT:
-        rows, outcomes = read_outcomes(record)
-        return (record.get("about") or {}).get("data") or "", rows, outcomes
-    parts: Sequence[Mapping[str, Any]] = record.get("outcomes") or ()
+def read_cell_outcomes(record: Mapping[str, Any], source: object) -> tuple[str, Tensor, dict[str, dict[str, Tensor]]]:
+    """Return the data set, the rows of the images and the results per image of a study's cell."""
+    cure = "measure it again, or compare evaluations"
+    check_record(record, CellShape, source, cure, CELL_FORMAT)
+    parts: Sequence[PackedOutcomes] = record.get("outcomes") or ()
     if not parts:
-        message, hint = f"{path} has no results per image", "measure it again, or compare evaluations"
-        raise ConfigError("missing_outcomes", message, field="record", hint=hint)
+        message = f"{source} has no results per image"
+        raise ConfigError("missing_outcomes", message, field="record", hint=cure)
     found: dict[str, dict[str, Tensor]] = {}
-    rows = decode_rows(parts[0]["rows"])
-    for part in parts:
-        if part["rows"] == parts[0]["rows"]:  # a cell whose measurements use different images shows the first
-            for name, bits in part["bits"].items():
-                route, _, attack = name.partition("/")
-                found.setdefault(route, {})[attack] = unpack_bits(bits, len(rows))
+    try:
+        rows = decode_rows(parts[0]["rows"])
+        for part in parts:
+            if part["rows"] == parts[0]["rows"]:  # a cell whose measurements use different images shows the first
+                for name, bits in part["bits"].items():
+                    route, _, attack = name.partition("/")
+                    found.setdefault(route, {})[attack] = unpack_bits(bits, len(rows))
+    except (ConfigError, LookupError, TypeError, ValueError) as error:
+        message = "{field} must have a bit for each image"
+        raise ConfigError("damaged_file", message, field=f"{source}: outcomes", hint=cure) from error
     return record["run"]["config"]["data"]["name"], rows, found

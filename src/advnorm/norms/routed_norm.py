@@ -364,7 +364,7 @@ class RoutedNorm(RoutedModule):
             x_GNC = functional.grouped(x, mean_KGC.shape[1])
             z, log_posterior = functional.mixture_standardize(x_GNC, mean_KGC, invstd_KGC)
             outputs.append(self._scaled(z.flatten(0, 1), segment, x.dtype))
-            likelihoods.append(-log_posterior[banks.index(segment.feeds)].reshape(segment.rows, -1).sum(1))
+            likelihoods.append(-log_posterior[banks.index(segment.feeds)].reshape(segment.rows, -1))
         if self.state.likelihoods is not None and not self.recomputing():
             if self.state.route is None:
                 message = "the likelihood needs the domain of each sample"

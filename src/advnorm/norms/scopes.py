@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -240,11 +240,12 @@ class mixture_likelihood(Scope):
         super()._open()
         self._terms.clear()
 
-    def loss(self) -> Tensor:
-        """``L_DBN``: summed over all positions and layers, averaged over the samples."""
+    def loss(self, positions: Literal["sum", "mean"] = "sum") -> Tensor:
+        """``L_DBN``: summed over all positions and layers, or averaged over positions; averaged over the samples."""
         if not self._terms:
             raise RouteError("empty", "no mixture norm ran inside the scope", hint="call the model inside the `with`")
-        return torch.stack([term_N.mean() for term_N in self._terms]).sum()
+        terms = [term_NP.sum(1) if positions == "sum" else term_NP.mean(1) for term_NP in self._terms]
+        return torch.stack([term_N.mean() for term_N in terms]).sum()
 
 
 def checkpoint_context(model: nn.Module) -> Callable[[], tuple[Scope, Scope]]:

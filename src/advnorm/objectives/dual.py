@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,9 @@ class DualDomain(Objective):
     layout: Annotated[Layout, Setting("One forward of both domains, or one forward for each.")] = "concatenated"
     clean_share: Annotated[float, Setting("Share of the clean images that are used.", "[0, 1]")] = 1.0
     likelihood_weight: Annotated[float, Setting("Weight of the likelihood of mixture norms.", "[0, inf)")] = 0.0
+    likelihood_positions: Annotated[
+        Literal["sum", "mean"], Setting("Whether the likelihood is summed or averaged over the positions of a layer.")
+    ] = "sum"
 
     @classmethod
     def plan_problems(cls, plans: Sequence[Plan], **settings: Any) -> list[Problem]:
@@ -77,7 +80,7 @@ class DualDomain(Objective):
                 terms[name] = self.cross_entropy(adv, y)
             elif name == "likelihood":
                 assert nll is not None
-                terms[name] = nll.loss()
+                terms[name] = nll.loss(self.likelihood_positions)
             elif clean is not None:
                 terms[name] = self._paired(name, clean, adv[kept], labels["clean"])
             if name in terms:
@@ -124,6 +127,9 @@ class Hybrid(DualDomain):
     clean_weight: Annotated[float, Setting("Weight of a clean image; 1 minus it: adversarial.", "[0, 1]")] = 0.5
     kl_weight: Annotated[float, Setting("Weight of the KL term.", "[0, inf)")] = 0.0
     pairing_weight: Annotated[float, Setting("Weight of the squared logit difference.", "[0, inf)")] = 0.0
+    likelihood_positions: Annotated[
+        Literal["sum", "mean"], Setting("Whether the likelihood is summed or averaged over the positions of a layer.")
+    ] = "sum"
 
     @classmethod
     def plan_problems(cls, plans: Sequence[Plan], **settings: Any) -> list[Problem]:

@@ -16,9 +16,12 @@ if TYPE_CHECKING:  # a summary is plain data, so the page does not need torch
     from advnorm.studies.decision import ClauseResult
 
 PROTOCOLS = {
-    "paper": "the schedule as printed",
+    "paper": "the schedule as printed; on a GPU AutoAttack searches in bf16, and float32 decides",
     "fast": "a shortened schedule (30 epochs, batch 512, one cycle), AutoAttack with a search in bf16, analyses on "
     "1,000 images; not the paper's",
+    "authors": "what the authors' public code does where it differs from the text",
+    "imagenette": "on a stand-in: Imagenette at 128 pixels instead of ImageNet, one cycle of 15 epochs, smaller "
+    "networks and batches in paper E, evaluations on 500 images; other cells as under fast",
     "smoke": "two steps on synthetic images: shows that the parts work together, but nothing about the claim",
 }
 MARKS = {"supported": "✓", "contradicted": "✗", "undecided": "◐", "not run": "○"}
@@ -80,7 +83,13 @@ def describe_verdict(result: report_data.ProtocolResult) -> str:
     """``undecided (2 more seeds would decide)``, ``supported``; with the number of networks."""
     needs = f" ({result['needs']} would decide)" if result["needs"] else ""
     count = result["networks"]
-    return f"{result['verdict']}{needs}" + (f", on {count} network{'s' if count > 1 else ''}" if count else "")
+    networks = f", on {count} network{'s' if count > 1 else ''}" if count else ""
+    return f"{result['verdict']}{name_stand_in(result)}{needs}{networks}"
+
+
+def name_stand_in(result: report_data.ProtocolResult) -> str:
+    """`` on a stand-in``, behind a verdict that rests on other data than the paper's."""
+    return " on a stand-in" if result["protocol"] == "imagenette" and result["verdict"] != "not run" else ""
 
 
 def format_cost(minutes: Mapping[str, float]) -> str | None:
@@ -130,6 +139,7 @@ def _result_data(study: report_data.StudySummary, result: report_data.ProtocolRe
         "protocol": protocol,
         "about": "" if protocol is None else PROTOCOLS[protocol],
         "verdict": result["verdict"],
+        "stand_in": name_stand_in(result),
         "needs": result["needs"],
         "networks": result["networks"],
         "clauses": [(clause[2], describe_clause(clause)) for clause in result["clauses"]],

@@ -1,4 +1,8 @@
-"""The protocols of a study: the printed schedule, a shortened schedule, or a check that everything works."""
+"""The protocols of a study: as printed, shortened, on a stand-in for ImageNet, or a check that everything works.
+
+A protocol replaces settings of a cell. Those of a paper, such as what its authors' code does, are functions beside its
+studies (:data:`advnorm.studies.registry.PAPER_PROTOCOLS`).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from advnorm._core.errors import ConfigError, unknown_name
 from advnorm.config import Config, Named
 from advnorm.studies.study import Cell, Measure, Protocol
 from advnorm.studies.uncertainty import ANALYSIS_IMAGES
@@ -14,12 +19,19 @@ from advnorm.studies.uncertainty import ANALYSIS_IMAGES
 FAST_EPOCHS, FAST_BATCH, FAST_CLIP = 30, 512, 1.0
 #: AutoAttack that searches in bf16. Strict float32 decides what counts.
 FAST_AUTOATTACK = "autoattack-bf16"
+#: AutoAttack that also searches in float32. Without either name it searches in bf16 on a GPU.
+STRICT_AUTOATTACK = "autoattack-float32"
+#: The stand-in for ImageNet: pixels, epochs and images of an evaluation.
+STAND_IN_PIXELS, STAND_IN_EPOCHS, STAND_IN_IMAGES = 128, 15, 500
 _NO_STEPS: dict[str, Any] = {"milestones": (), "gamma": Config.gamma, "warmup_epochs": 0.0}
 
 
 def plan_cell(cell: Cell, protocol: Protocol) -> Cell:
     """Return a cell as a protocol runs it."""
-    return {"paper": lambda: cell, "fast": lambda: fast(cell), "smoke": lambda: smoke(cell)}[protocol]()
+    known = {"paper": lambda cell: cell, "fast": fast, "smoke": smoke, **cell.protocols}
+    if protocol not in known:
+        raise ConfigError.listing([unknown_name("protocol", protocol, known)])
+    return known[protocol](cell)
 
 
 def fast(cell: Cell) -> Cell:
@@ -31,10 +43,36 @@ def fast(cell: Cell) -> Cell:
     - Gradients are clipped if the network does not end with a norm: at this learning rate it diverges otherwise.
     - Cells that differ only in the schedule (B/table3's 1.20x, E/table3's decay) become the same training.
     """
+    return shorten(cell, epochs=FAST_EPOCHS, batch_size=max(FAST_BATCH, cell.config.batch_size))
+
+
+def on_imagenette(cell: Cell, *, networks: Mapping[str, Named] | None = None, smaller: int = 1) -> Cell:
+    """A cell on ImageNet becomes one on Imagenette at 128 pixels with one cycle of 15 epochs; others are ``fast``.
+
+    ``networks`` replaces networks by smaller ones. The batch is ``smaller`` times smaller; evaluations use 500 images.
+    """
     config = cell.config
-    batch_size = max(FAST_BATCH, config.batch_size)
+    if config.data.name not in ("imagenet", "imagenette"):
+        return fast(cell)
+    model = (networks or {}).get(config.model.name, config.model)
+    data = Named("imagenette", image_size=STAND_IN_PIXELS)
+    planned = shorten(
+        replace(cell, config=replace(config, model=model, data=data)),
+        epochs=STAND_IN_EPOCHS,
+        batch_size=config.batch_size // smaller,
+    )
+    measures = (
+        replace(one, options={**one.options, "limit": STAND_IN_IMAGES}) if one.name == "benchmark" else one
+        for one in planned.measures
+    )
+    return replace(planned, measures=tuple(measures))
+
+
+def shorten(cell: Cell, *, epochs: int, batch_size: int) -> Cell:
+    """The same training with one cycle of fewer epochs and another batch size; see :func:`fast`."""
+    config = cell.config
     larger = batch_size / config.batch_size
-    epochs = min(FAST_EPOCHS, config.epochs)
+    epochs = min(epochs, config.epochs)
     share = epochs / config.epochs
     return replace(
         cell,
@@ -71,11 +109,15 @@ def _shorten_measure(measure: Measure) -> Measure:
 
 def with_fast_autoattack(options: Mapping[str, Any]) -> dict[str, Any]:
     """Replace AutoAttack in a measurement's options by the variant of the shortened schedule."""
-    attacks = options.get("attacks")
+    return with_autoattack(options, FAST_AUTOATTACK)
+
+
+def with_autoattack(options: Mapping[str, Any], variant: str) -> dict[str, Any]:
+    """Replace AutoAttack in a measurement's options by a variant: another precision of its search."""
+    attacks, variants = options.get("attacks"), ("autoattack", FAST_AUTOATTACK, STRICT_AUTOATTACK)
     if not isinstance(attacks, Mapping):
         return dict(options)
-    faster = {name: FAST_AUTOATTACK if spec == "autoattack" else spec for name, spec in attacks.items()}
-    return {**options, "attacks": faster}
+    return {**options, "attacks": {name: variant if spec in variants else spec for name, spec in attacks.items()}}
 
 
 def smoke(cell: Cell) -> Cell:

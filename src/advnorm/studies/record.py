@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from advnorm._core.errors import ConfigError, Problem, collect_problems, unknown_name
 from advnorm.config import Config
-from advnorm.studies.protocols import plan_cell, with_fast_autoattack
+from advnorm.studies.protocols import plan_cell, with_autoattack
 from advnorm.studies.registry import find
 from advnorm.studies.study import Cell, Protocol
 from advnorm.studies.uncertainty import kind_of_value
@@ -33,8 +33,9 @@ def record_problems(record: CellRecord, name: str) -> list[Problem]:
     found: list[Problem] = []
     with collect_problems(found):
         find(f"{study}/{cell}")
-    if protocol not in get_args(Protocol):
-        found.append(unknown_name("protocol", protocol, get_args(Protocol)))
+    known = find(f"{study}/{cell}")[0].protocols if not found else get_args(Protocol)
+    if protocol not in known:
+        found.append(unknown_name("protocol", protocol, known))
     values, run, measures = (record.get(key) for key in ("values", "run", "measures"))
     if not isinstance(values, dict) or not values or not all(_is_finite(value) for value in values.values()):
         found.append(Problem(code="not_finite", message="{field} must be finite numbers by name", field="values"))
@@ -70,7 +71,7 @@ def matches_cell(record: CellRecord, cell: Cell) -> bool:
         trained = Config.from_dict(record["run"]["config"])
     except ConfigError:
         return False
-    measures = json.loads(json.dumps([asdict(one) for one in planned.measures]))
+    measures = _normalized_measures({"measures": json.loads(json.dumps([asdict(one) for one in planned.measures]))})
     return trained.digest == planned.config.digest and _normalized_measures(record) == measures
 
 
@@ -78,7 +79,7 @@ def outdated_settings(record: CellRecord, cell: Cell) -> list[str]:
     """List the settings of the training and the measurements that differ from the cell's settings now."""
     planned = plan_cell(cell, record["protocol"])
     before = with_defaults(record["run"]["config"]), _normalized_measures(record)
-    now = planned.config.to_dict(), [asdict(one) for one in planned.measures]
+    now = planned.config.to_dict(), _normalized_measures({"measures": [asdict(one) for one in planned.measures]})
     old, new = (
         dict(flatten_settings({**config, "measures": {str(place): one for place, one in enumerate(measures)}}))
         for config, measures in (before, now)
@@ -97,10 +98,8 @@ def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _normalized_measures(record: CellRecord) -> list[Any]:
-    """Return a record's measurements; under ``fast``, a strict float32 AutoAttack replaces the bf16 search."""
-    if record["protocol"] != "fast":
-        return record["measures"]
-    return [{**one, "options": with_fast_autoattack(one["options"])} for one in record["measures"]]
+    """Return a record's measurements; the precision of AutoAttack's search makes no other measurement."""
+    return [{**one, "options": with_autoattack(one["options"], "autoattack")} for one in record["measures"]]
 
 
 def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:

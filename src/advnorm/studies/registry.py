@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
 from typing import Any
@@ -11,7 +12,7 @@ from advnorm._core.errors import ConfigError
 from advnorm._core.registry import Registry
 from advnorm.config import Config
 from advnorm.studies.claims import Clause, for_each
-from advnorm.studies.study import Cell, Check, Locate, Study, printed_entries
+from advnorm.studies.study import Cell, Check, Locate, Protocol, Study, printed_entries
 
 #: The papers by letter. The module ``advnorm.papers.a`` registers the studies of paper A.
 PAPERS = {
@@ -51,6 +52,8 @@ class StudyRegistry(Registry[Study]):
 
 
 STUDIES = StudyRegistry("study")
+#: Protocols of a paper beside the general ones, by letter: what each makes of a cell.
+PAPER_PROTOCOLS: dict[str, dict[Protocol, Callable[[Cell], Cell]]] = {}
 
 
 def register_study(
@@ -69,15 +72,26 @@ def register_study(
 
     def register(check: Callable[..., Iterable[Clause]]) -> object:
         whole: Check = (lambda values: for_each(each, partial(check, values))) if each else check
+        own = PAPER_PROTOCOLS.setdefault(name.partition("/")[0], {})
         study = Study(
             name=name,
-            cells=cells,
+            cells=lambda: [replace(cell, protocols=own) for cell in cells()],
             locate=locate,
             check=whole,
             deviations=tuple(deviations),
             printed_elsewhere=printed_elsewhere,
         )
         return STUDIES.add(name, study)
+
+    return register
+
+
+def register_protocol(paper: str, protocol: Protocol) -> Callable[[Callable[[Cell], Cell]], Callable[[Cell], Cell]]:
+    """Register the decorated function as a protocol of a paper: it returns a cell with replaced settings."""
+
+    def register(plan: Callable[[Cell], Cell]) -> Callable[[Cell], Cell]:
+        PAPER_PROTOCOLS.setdefault(paper, {})[protocol] = plan
+        return plan
 
     return register
 

@@ -10,6 +10,8 @@ from typing import Literal
 
 from advnorm._core.errors import AdvnormError, ConfigError, Problem
 from advnorm._core.records import read_json, write_json
+from advnorm._core.shapes import check_record, with_digest
+from advnorm.evaluation.outcomes import CellShape
 from advnorm.studies.record import CellRecord, matches_cell, outdated_settings, record_problems
 from advnorm.studies.registry import STUDIES, equivalent_cells
 from advnorm.studies.study import Protocol, Study
@@ -37,6 +39,7 @@ class RecordStore:
         return self._files.get(name)
 
     def write(self, task: Task, record: CellRecord) -> None:
+        record = with_digest(record)
         write_json(self.folder / task.record_name, record)
         self._files[task.record_name] = record
 
@@ -125,6 +128,10 @@ class RecordStore:
         if problems := record_problems(record, name):
             reasons = "; ".join(map(str, problems))
             return self._problem(problems[0].code, f"{{field}} is skipped: not a record of a cell: {reasons}", path)
+        try:
+            check_record(record, CellShape, name, "delete the file, then the same command measures the cell again")
+        except ConfigError as error:
+            return self._problem("damaged_file", f"{{field}} is skipped: {error}", path)
         return record
 
     def _problem(self, code: str, message: str, path: Path) -> Problem:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib.resources import files
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from advnorm._core.errors import ConfigError, raise_problems, unknown_name
 from advnorm._core.records import digest
@@ -16,8 +16,11 @@ from advnorm.config import Config
 from advnorm.studies.claims import Values
 from advnorm.studies.decision import Check, ClaimVerdict, Conclusion, decide
 
-#: The printed schedule, a shortened one, or two steps on synthetic images.
-Protocol = Literal["paper", "fast", "smoke"]
+#: As printed; as in the authors' code; a shortened schedule; that on Imagenette instead of ImageNet; or two steps on
+#: synthetic images.
+Protocol = Literal["paper", "authors", "fast", "imagenette", "smoke"]
+#: Protocols that every study has.
+GENERAL_PROTOCOLS: tuple[Protocol, ...] = ("paper", "fast", "smoke")
 #: Maps a row label and a column of the printed table to a cell and a value name; None for derived numbers.
 Locate = Callable[[Mapping[str, Any], str], tuple[str, str] | None]
 
@@ -54,7 +57,8 @@ class Cell:
     ``after`` names a cell of the same study that is trained first. This cell starts from its weights or, with
     ``features`` (a recipe such as ``"D_R"``), trains on features that its network extracts: from ordinary images, or
     from the features that the cell ``feature_images`` trains on. ``clip``: a shortened schedule clips its gradients
-    whether it needs that or not, because the cells that it is compared with need it.
+    whether it needs that or not, because the cells that it is compared with need it. ``protocols`` are those of its
+    paper beside the general ones: what each makes of the cell.
     """
 
     name: str
@@ -64,6 +68,7 @@ class Cell:
     features: str | None = None
     feature_images: str | None = None
     clip: bool = False
+    protocols: Mapping[str, Callable[[Cell], Cell]] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def identity(self) -> tuple[Any, ...]:
@@ -112,6 +117,12 @@ class Study:
     @cached_property  # each of the hundreds of configurations is validated when it is made
     def by_name(self) -> Mapping[str, Cell]:
         return {cell.name: cell for cell in self.cells()}
+
+    @property
+    def protocols(self) -> tuple[Protocol, ...]:
+        """The general protocols and those of its paper."""
+        own = next(iter(self.by_name.values())).protocols
+        return tuple(one for one in get_args(Protocol) if one in GENERAL_PROTOCOLS or one in own)
 
     def cell(self, name: str) -> Cell:
         cells = self.by_name

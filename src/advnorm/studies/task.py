@@ -11,7 +11,7 @@ from pathlib import Path
 from advnorm._core.records import digest
 from advnorm.config import Config, Named
 from advnorm.data.registry import ENVIRONMENT
-from advnorm.studies.protocols import plan_cell
+from advnorm.studies.protocols import STRICT_AUTOATTACK, plan_cell, with_autoattack
 from advnorm.studies.registry import STUDIES
 from advnorm.studies.study import Cell, Protocol, Study
 from advnorm.training.run import Run
@@ -19,7 +19,10 @@ from advnorm.training.run import Run
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One cell with one seed under one protocol, and the folders of its results and its data."""
+    """One cell with one seed under one protocol, and the folders of its results and its data.
+
+    With ``strict_search`` AutoAttack also searches in float32; otherwise, on a GPU, in bf16, and float32 decides.
+    """
 
     study: str
     cell: str
@@ -28,6 +31,7 @@ class Task:
     out: str
     data_dir: str | None = None
     device: str | None = None
+    strict_search: bool = False
 
     @property
     def record_name(self) -> str:
@@ -41,7 +45,7 @@ class Task:
     @property
     def planned_cell(self) -> Cell:
         """Its cell as the protocol runs it."""
-        return _planned_cell(self.study, self.cell, self.protocol)
+        return _planned_cell(self.study, self.cell, self.protocol, self.strict_search)
 
     def sibling(self, cell: str) -> Task:
         """Return the task of another cell of the same study."""
@@ -94,8 +98,12 @@ class Task:
 
 
 @cache  # a configuration is validated whenever it is made
-def _planned_cell(study: str, cell: str, protocol: Protocol) -> Cell:
-    return plan_cell(STUDIES.get(study).cell(cell), protocol)
+def _planned_cell(study: str, cell: str, protocol: Protocol, strict_search: bool) -> Cell:
+    planned = plan_cell(STUDIES.get(study).cell(cell), protocol)
+    if not strict_search:
+        return planned
+    strict = (replace(one, options=with_autoattack(one.options, STRICT_AUTOATTACK)) for one in planned.measures)
+    return replace(planned, measures=tuple(strict))
 
 
 def list_tasks(
@@ -107,6 +115,7 @@ def list_tasks(
     out: Path | str = "results",
     data_dir: Path | str | None = None,
     device: str | None = None,
+    strict_search: bool = False,
 ) -> list[Task]:
     """Return the tasks of a study, or of one cell and its prerequisites. Prerequisites come first."""
     seeds = tuple(dict.fromkeys(seeds))
@@ -121,6 +130,7 @@ def list_tasks(
             out=str(Path(out).resolve()),  # a run's name depends on the path of its weights
             data_dir=str(data_dir) if data_dir is not None else os.environ.get(ENVIRONMENT) or None,
             device=device,
+            strict_search=strict_search,
         )
         for seed in seeds
         for name in study.by_name

@@ -1,5 +1,5 @@
 """A: Towards Understanding Dual BN in Hybrid Adversarial Training."""
 
-from advnorm.papers.a import figures, tables, trainings
+from advnorm.papers.a import authors, figures, tables, trainings
 
-__all__ = ["figures", "tables", "trainings"]
+__all__ = ["authors", "figures", "tables", "trainings"]

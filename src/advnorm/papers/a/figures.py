@@ -115,7 +115,7 @@ def _layer_totals(values: Values, cell: str, first: str, second: str) -> dict[st
 
 _DISTANCE = (
     "The paper gives no formula of its Wasserstein distance: here that of Gaussians, channel by channel (paper C's eq. "
-    "7). The authors' code compares the sets of channel values instead, which `--protocol authors` evaluates.",
+    "7). `set_distances` beside it compares the sets of channel values, as the authors' code does.",
 )
 
 

@@ -1,5 +1,5 @@
 """C: Improving the Accuracy-Robustness Trade-Off for Dual-Domain Adversarial Training."""
 
-from advnorm.papers.c import figures, tables, trainings
+from advnorm.papers.c import authors, figures, tables, trainings
 
-__all__ = ["figures", "tables", "trainings"]
+__all__ = ["authors", "figures", "tables", "trainings"]

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 from advnorm.config import AttackConfig, Config, Named
 from advnorm.papers.recipe import sgd
+from advnorm.studies.protocols import on_imagenette
+from advnorm.studies.registry import register_protocol
 from advnorm.studies.study import Cell, Measure
 
 #: Data and eps of a training.
@@ -102,3 +104,7 @@ def cell(config: Config, *measures: Measure) -> Cell:
     pgd10 = f"pgd10-step{str(config.attack.step_size).split('/')[0]}"
     accuracies = Measure(options={"attacks": {"pgd10": pgd10, "autoattack": "autoattack"}})
     return Cell(name=name_of(config), config=config, measures=measures or (accuracies,))
+
+
+# Its cells on Imagenette keep their network and batch size; those on CIFAR-10 are shortened as usual.
+register_protocol("C", "imagenette")(on_imagenette)

@@ -8,6 +8,8 @@ from advnorm.config import AttackConfig, Config, Named
 from advnorm.data.corruptions import EXTRA, list_corruptions
 from advnorm.models.registry import IMAGENET_MEAN, IMAGENET_STD
 from advnorm.papers.recipe import sgd
+from advnorm.studies.protocols import on_imagenette
+from advnorm.studies.registry import register_protocol
 from advnorm.studies.study import Measure
 
 NORMED = ("bn", "in", "ln", "gn")
@@ -90,3 +92,6 @@ PGD10 = Measure(options={"threat": "L2", "eps": 0.25, "attacks": {"pgd10": "pgd1
 CORRUPTIONS = Measure(name="corruptions", options={"limit": None}, scale=100)
 _WITH_SPECKLE = [name for name in list_corruptions() if name not in EXTRA or name == "speckle_noise"]
 CORRUPTIONS_AND_SPECKLE = replace(CORRUPTIONS, options={**CORRUPTIONS.options, "corruptions": _WITH_SPECKLE})
+
+# Its networks and batch size stay as they are.
+register_protocol("D", "imagenette")(on_imagenette)

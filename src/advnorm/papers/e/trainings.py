@@ -9,11 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from advnorm.config import AttackConfig, Config, Named
 from advnorm.papers.recipe import sgd
 from advnorm.studies.claims import Values, mean
+from advnorm.studies.protocols import on_imagenette
+from advnorm.studies.registry import register_protocol
 from advnorm.studies.study import Cell, Measure
 
 STEPS = (5, 10, 20, 30)
@@ -210,3 +213,20 @@ def locate(label: Mapping[str, Any], column: str) -> tuple[str, str]:
     """A row is a training, a column a measurement: ``pgd2000`` of MBN_adv is ``adv/pgd2000``."""
     branch = {"MBN_clean": "clean", "MBN_adv": "adv", "MBN": "adv"}.get(label.get("norm", ""), "shared")
     return name_of(config_of_row(label)), f"{branch}/{column}"
+
+
+# -- the stand-in for ImageNet -----------------------------------------------------------------------------------------
+
+#: Networks of the stand-in: depths grow in the same order. The network below the default one is narrower instead.
+STAND_IN_NETWORKS = {
+    "imagenet_resnet101": Named("imagenet_resnet18", width=0.75),
+    "imagenet_resnet152": Named("imagenet_resnet18"),
+    "imagenet_resnet200": Named("imagenet_resnet34"),
+    "imagenet_resnet338": Named("imagenet_resnet50"),
+    "imagenet_resnet518": Named("imagenet_resnet101"),
+    "imagenet_resnet638": Named("imagenet_resnet152"),
+}
+#: The default batch of 4096 images becomes 256, of 9,469 training images.
+SMALLER_BATCH = 16
+
+register_protocol("E", "imagenette")(partial(on_imagenette, networks=STAND_IN_NETWORKS, smaller=SMALLER_BATCH))

@@ -1,0 +1,42 @@
+"""What the authors' code of paper C does where it differs from the text (``--protocol authors``).
+
+Not repeated: the mixture norm there replaces only the last norm of each stage, and the best checkpoint is that with the
+highest adversarial accuracy alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from advnorm.config import Config, Named
+from advnorm.studies.registry import register_protocol
+from advnorm.studies.study import Cell
+
+#: Weight of the likelihood, which is a mean over images and positions there.
+LIKELIHOOD_WEIGHT = 1e-3
+
+
+@register_protocol("C", "authors")
+def authors(cell: Cell) -> Cell:
+    """No norm at the end of the network, crops with repeated borders, selection every second epoch.
+
+    Instance norm has no affine parameters, the likelihood is a mean, and the learning rate on Imagenette is 0.01.
+    """
+    config = cell.config
+    changes = {
+        "augment": "crop_flip_edge",
+        "validate_every": 2,
+        "objective": _with_mean_likelihood(config),
+        "model": Named("preact_resnet18") if config.model.name == "preact_resnet18" else config.model,
+        "norm_options": {"affine": False} if config.norm == "in" else config.norm_options,
+        "lr": 0.01 if config.data.name == "imagenette" else config.lr,
+    }
+    return replace(cell, config=replace(config, **changes))
+
+
+def _with_mean_likelihood(config: Config) -> Named:
+    options = config.objective.options
+    if not options.get("likelihood_weight"):
+        return config.objective
+    mean = {"likelihood_weight": LIKELIHOOD_WEIGHT, "likelihood_positions": "mean"}
+    return Named(config.objective.name, **{**options, **mean})
