@@ -10,7 +10,7 @@ import advnorm
 from advnorm.config import Named
 from advnorm.data import ImageData
 from advnorm.data.loader import make_loader
-from advnorm.norms import mixture_likelihood
+from advnorm.norms import mixture_likelihood, mixture_norms
 from advnorm.studies import STUDIES
 from advnorm.studies.protocols import plan_cell, smoke
 from advnorm.studies.record import matches_cell
@@ -49,6 +49,14 @@ def test_the_authors_of_c_have_another_network_crop_selection_norm_and_likelihoo
     assert (plain.model, plain.augment, plain.validate_every) == (Named("preact_resnet18"), "crop_flip_edge", 2)
     assert plain.objective.options["likelihood_weight"] == 1e-3
     assert plain.objective.options["likelihood_positions"] == "mean"
+    for cell in ("cifar10/eps16/mat_cat_0.5_dbn", "imagenette/eps16/trades_cat_6_dbn"):
+        config = planned("C/table4", cell)
+        model = advnorm.create_model(config.model.name, num_classes=10, norm=dict(config.norm), width=0.125)
+        stages = [name.split(".")[0] for name in mixture_norms(model)]
+        assert stages == ["layer1", "layer2", "layer3", "layer4"]
+        for name in mixture_norms(model):
+            blocks = getattr(model, name.split(".")[0])
+            assert name.endswith(f".{len(blocks) - 1}.bn2")
     assert planned("C/table2", "cifar10/eps16/mat_cat_0.5/in").norm_options == {"affine": False}
     assert planned("C/table1", "imagenette/eps16/mat_cat_0.5").lr == 0.01
 
