@@ -81,7 +81,7 @@ plt.show()
 # %% [markdown]
 # FSDP divides weights, gradients and the optimizer's state over the processes, for networks
 # that are too large for one GPU. Each forward gathers the weights, also those of the attack.
-# The losses are the same:
+# In a training run, `--set parallel=fsdp` does it. The losses are the same:
 
 # %%
 # !torchrun --nproc-per-node 2 examples/distributed_loop.py --fsdp
