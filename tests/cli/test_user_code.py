@@ -8,6 +8,7 @@ import pytest
 import advnorm
 from advnorm.data import DATASETS
 from advnorm.models import MODELS
+from advnorm.norms import NORMS
 from support.command import invoke
 from support.problems import raises_problem
 
@@ -73,3 +74,49 @@ def test_code_that_cannot_be_imported_is_an_error(tmp_path, monkeypatch, source,
     Path("bad.py").write_text("1 / 0")
     with raises_problem(code):
         invoke("--import", source, "ls", "norms")
+
+
+NORM = """
+import advnorm
+from advnorm.norms import Plan, register_norm
+
+print("imported", __name__)
+
+@register_norm("own_plan_bn", num_domains=2, summary="own statistics, shared affine")
+def own_plan(name, domains):
+    return Plan(name=name, domains=domains, normalized_by=domains, feeds=domains, affine=("clean", "clean"))
+
+def build():
+    return advnorm.create_model("small_cnn", norm="own_plan_bn", in_channels=1, normalize=False)
+
+config = advnorm.Config(norm="own_plan_bn", epochs=1, batch_size=256, attack={"steps": 1}, validate_every=0, name="y")
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "environment"),
+    [
+        ("train own_norm.py", {}),
+        ("--import own_norm.py train own_norm.py", {}),
+        ("--import own_norm train ./own_norm.py", {}),
+        ("--import ./own_norm.py --import own_norm train --set norm=own_plan_bn epochs=1 batch_size=256 name=y", {}),
+        ("train own_norm.py", {"ADVNORM_IMPORT": "own_norm.py"}),
+        ("--import own_norm.py evaluate own_norm.py:build --route adv --data digits --attacks fgsm --limit 4", {}),
+        ("--import own_norm.py evaluate own_norm:build --route adv --data digits --attacks fgsm --limit 4", {}),
+    ],
+)
+def test_a_file_is_imported_once_whatever_names_it(words, environment, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    Path("own_norm.py").write_text(NORM)
+    monkeypatch.setattr(NORMS, "_entries", dict(NORMS._entries))
+    try:
+        result = invoke(*words.split(), "--device", "cpu", width=300, **environment)
+    finally:
+        for name in [
+            name for name, module in sys.modules.items() if str(module.__dict__.get("__file__")).endswith("own_norm.py")
+        ]:
+            del sys.modules[name]
+    assert result.exit_code == 0 and result.output.count("imported ") == 1
+    if "train" in words:
+        follow_up = next(line for line in result.output.splitlines() if line.startswith("evaluate it:"))
+        assert "--import" in follow_up and "own_norm" in follow_up

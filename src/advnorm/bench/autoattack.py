@@ -86,6 +86,8 @@ def load_network(
 
 def describe_weights(path: Path | str) -> str:
     """Return the name of a file, with the epochs of training if it holds them: many networks share a file name."""
+    if Path(path).suffix != ".safetensors":
+        return Path(path).name
     with safe_open(path, "pt") as file:
         epochs = (file.metadata() or {}).get("epochs")
     return Path(path).name + (f", {epochs} epochs" if epochs else "")

@@ -100,7 +100,12 @@ class _Checks:
         s = self.settings
         for label, registry in WITH_OPTIONS.items():
             named = getattr(s, label)
-            if self.valid(label) and named is not None and not is_known(label, named.name):
+            if self.valid(label) and label == "data":
+                with collect_problems(found := list[Problem]()):
+                    resolve_source(named.name)
+                self.problems += found
+                self.invalid.update(problem.field for problem in found)
+            elif self.valid(label) and named is not None and named.name not in registry:
                 names = [*registry, "none"] if label in ("regularizer", "second_pass") else registry
                 self.problems.append(unknown_name(registry.kind, named.name, names, field=label))
                 self.invalid.add(label)

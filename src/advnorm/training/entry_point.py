@@ -57,7 +57,7 @@ def train(
         max_minutes: Stop at a checkpoint after this time. SIGTERM does the same; then ``run.finished`` is False.
             Ctrl-C stops at a checkpoint and raises ``KeyboardInterrupt``; a second one stops at once.
         checkpoint_minutes: Time between checkpoints within an epoch.
-        progress: Show a bar on a terminal, else a line per epoch.
+        progress: Show a bar on a terminal, else a line per epoch and one in half a minute.
         tensorboard: Write TensorBoard events.
 
     Under ``torchrun`` every process calls this, and all of them must see ``out``.
