@@ -110,9 +110,7 @@ def bench_train(
 def bench_autoattack(
     weights: Annotated[
         Path | None,
-        typer.Option(
-            help="Weights of a ResNet-18, a .safetensors or .pt file. Default: a small network is trained first."
-        ),
+        typer.Option(help="Weights of a ResNet-18 (.safetensors, .pt). Default: a small network is trained first."),
     ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder of CIFAR-10; needed with --weights.")] = None,
     images: Annotated[int, typer.Option(min=1, help="Use the first N test images.")] = 1000,
