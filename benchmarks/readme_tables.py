@@ -340,6 +340,33 @@ def claims():
         f"{outcome_sentence(studies())} By paper A's own protocol, {far['row'].partition(',')[0]} at {eps} keeps "
         f"{far['ours']:.1f} % ({low:.1f}–{high:.1f}) under {name}, where table 3 prints {far['paper']:g} %."
     )
+def surgery():
+    """How many networks of the libraries convert, and what did not."""
+    records = [json.loads(path.read_text()) for path in sorted(RECORDS.glob("surgery_*.json"))]
+    outcomes = ("converted", "no norms", "rejected", "not built")
+    rows = [f"| library | {' | '.join(outcomes)} |", "|---|---|---|---|---|"]
+    norms, checks, lines = {}, {}, []
+    for record in records:
+        for library, counts in record["counts"].items():
+            cells = [str(counts.get(outcome, 0)) for outcome in outcomes]
+            rows.append(f"| {library} {record['versions'][library]} | {' | '.join(cells)} |")
+        for norm, count in record["norms"].items():
+            norms[norm] = norms.get(norm, 0) + count
+        checks |= record["families"]
+        lines += [f"{name}: {reason}" for name, reason in record["failures"].items()]
+    used = ", ".join(f"{count:,} `{norm}`" for norm, count in sorted(norms.items(), key=lambda item: -item[1]))
+    exact = [check for check in checks.values() if check["routes"] and check["stripped"] and check["loads"]]
+    single = sorted(family for family, check in checks.items() if check["mixed"] is None)
+    unchecked = [f"{family}: {check['error']}" for family, check in checks.items() if check["error"]]
+    lines = [
+        f"Converted to: {used}.",
+        f"{len(exact)} of {len(checks)} families: the smallest network has the same outputs, bit for bit, before the "
+        "conversion, on each route and after `strip`, and its state dict loads into the original.",
+        f"One domain per forward only, because a norm gets more rows than samples: {', '.join(single) or 'none'}.",
+        *(f"Not checked: {line}" for line in unchecked),
+        *lines,
+    ]
+    return "\n".join([*rows, "", *(f"- {line}" for line in lines)])
 
 
 PAGES = {
@@ -355,6 +382,7 @@ PAGES = {
         "norms": norms,
         "autoattack": autoattack,
         "quick": quick,
+        "surgery": surgery,
     },
     "docs/guides/analyze_statistics.md": {"distances": distances},
 }

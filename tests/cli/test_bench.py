@@ -37,10 +37,10 @@ def test_a_wrong_argument_of_norms_is_an_error(arguments, code):
         invoke("bench", "norms", *arguments)
 
 
-@pytest.mark.parametrize("kind", ["norms", "train", "autoattack", "quick"])
+@pytest.mark.parametrize("kind", ["norms", "train", "autoattack", "quick", "surgery"])
 def test_a_record_that_cannot_be_written_is_an_error_before_any_measurement(kind, tmp_path, monkeypatch):
-    for name in ("norms.bench_norms", "train.bench_train", "autoattack.bench_autoattack", "quick.bench_quick"):
-        monkeypatch.setattr(f"advnorm.bench.{name}", lambda *_, **__: pytest.fail("measured first"))
+    for name in ("norms", "train", "autoattack", "quick", "surgery"):
+        monkeypatch.setattr(f"advnorm.bench.{name}.bench_{name}", lambda *_, **__: pytest.fail("measured first"))
     (tmp_path / "file").touch()
     for place in (tmp_path, tmp_path / "file" / "r"):
         with raises_problem("not_writable"):
@@ -50,3 +50,16 @@ def test_a_record_that_cannot_be_written_is_an_error_before_any_measurement(kind
 def test_a_wrong_precision_is_an_error_before_a_network_is_trained():
     with raises_problem("unknown_name", "precision"):
         invoke("bench", "autoattack", "--precision", "fp16")
+
+
+def test_surgery_prints_outcomes_and_writes_a_record(tmp_path, monkeypatch):
+    pytest.importorskip("timm", reason="timm is not installed")
+    names = ["timm:test_resnet", "timm:test_vit", "timm:nothing"]
+    monkeypatch.setattr("advnorm.bench.surgery.list_architectures", lambda libraries: iter(names))
+    out = invoke("bench", "surgery", "timm", "--json", tmp_path / "surgery.json")
+    assert out.exit_code == 0 and "2 of 2 families" in out.output and "timm:nothing" in out.output
+    data = json.loads((tmp_path / "surgery.json").read_text())
+    assert data["counts"] == {"timm": {"converted": 2, "not built": 1}}
+    assert {"commit", "versions", "seconds"} <= set(data) and len(data["families"]) == 2
+    with raises_problem("unknown_name", "library"):
+        invoke("bench", "surgery", "tim")

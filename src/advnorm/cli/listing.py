@@ -30,7 +30,8 @@ def norms(pattern: str) -> Table:
 
 def models(pattern: str) -> Table:
     """List models with their number of parameters."""
-    table = _table("models", "model", caption="10 classes; imagenet_*: 1000")
+    caption = "10 classes; imagenet_*: 1000. Also timm:NAME, torchvision:NAME, transformers:NAME"
+    table = _table("models", "model", caption=caption)
     table.add_column("parameters", justify="right")
     for name in _matching(list_models(pattern), pattern, "model"):
         with torch.device("meta"):
