@@ -357,12 +357,14 @@ def surgery():
     used = ", ".join(f"{count:,} `{norm}`" for norm, count in sorted(norms.items(), key=lambda item: -item[1]))
     exact = [check for check in checks.values() if check["routes"] and check["stripped"] and check["loads"]]
     single = sorted(family for family, check in checks.items() if check["mixed"] is None)
+    mixing = sorted(family for family, check in checks.items() if check["mixed"] is False and not check["error"])
     unchecked = [f"{family}: {check['error']}" for family, check in checks.items() if check["error"]]
     lines = [
         f"Converted to: {used}.",
         f"{len(exact)} of {len(checks)} families: the smallest network has the same outputs, bit for bit, before the "
         "conversion, on each route and after `strip`, and its state dict loads into the original.",
         f"One domain per forward only, because a norm gets more rows than samples: {', '.join(single) or 'none'}.",
+        f"A concatenated batch gives other outputs than its parts in: {', '.join(mixing) or 'none'}.",
         *(f"Not checked: {line}" for line in unchecked),
         *lines,
     ]

@@ -32,7 +32,14 @@ def families():
 @pytest.mark.parametrize(("model", "norm", "mixed"), families())
 def test_a_network_of_each_family_converts_and_comes_back_bit_for_bit(model, norm, mixed):
     check = check_conversion(model)
-    assert (check.passed, check.norm, check.mixed) == (True, norm, mixed), check
+    assert check.routes and check.stripped and check.loads, check
+    assert (check.norm, check.mixed) == (norm, mixed), check
+
+
+def test_only_a_network_whose_attention_runs_over_the_batch_mixes_samples():
+    mixing = [f for record in RECORDS for f, check in record["families"].items() if check["mixed"] is False]
+    unchecked = [f for record in RECORDS for f, check in record["families"].items() if check["error"]]
+    assert set(mixing) - set(unchecked) == {"timm csatv2"}
 
 
 def test_at_least_99_percent_of_the_networks_with_norms_convert():
