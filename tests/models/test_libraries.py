@@ -104,6 +104,13 @@ def test_wrong_names_and_options_are_rejected(arguments, options, code, field):
         create_model(*arguments, **options)
 
 
+def test_a_norm_free_network_of_a_library_is_built_with_the_norm_none():
+    model = create_model("timm:test_nfnet", 5, "none")
+    assert model(X).shape == (4, 5) and model.recipe["norm"] == "none"
+    with raises_problem("no_norm_of_kind", "norm", SurgeryError):
+        create_model("timm:test_vit", 5, "none")
+
+
 def test_the_error_of_a_transformer_names_the_norm_that_fits():
     with pytest.raises(SurgeryError) as caught:
         create_model("timm:test_vit", norm="dual_bn")

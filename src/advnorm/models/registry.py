@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import torch
 
-from advnorm._core.errors import Problem, collect_problems, raise_problems, unknown_name
+from advnorm._core.errors import Problem, SurgeryError, collect_problems, raise_problems, unknown_name
 from advnorm._core.registry import Registry, keywords
 from advnorm._core.settings import Setting, convert_options
 from advnorm.models.layers import ACTIVATIONS, LayerFactory
@@ -128,7 +128,11 @@ def create_model(
     own: dict[str, Any] = {} if converts else {"norm_name": norm, "norm_options": norm_options}
     model = MODELS.get(name).build(LayerFactory(**own, activation=activation, mean=mean, std=std, **sizes), **options)
     if norm is not None and converts:
-        convert_norm(model, norm, **norm_options)
+        try:
+            convert_norm(model, norm, **norm_options)
+        except SurgeryError as error:
+            if norm != "none" or error.code != "no_norm":  # a norm-free network has what "none" asks for
+                raise
     model.recipe = {"name": name, "norm": norm, "norm_options": norm_options, "activation": activation, **sizes}
     model.recipe |= {"normalize": False} if mean is None else {"mean": mean, "std": std}
     model.recipe |= options

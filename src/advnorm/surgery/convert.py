@@ -189,7 +189,11 @@ class _Conversion:
         """Raise if there is no norm that the requested one replaces, unless ``keep`` names them all."""
         if not self.matches:
             message = f"{where} has no norm layers" if where == "the model" else f"{where} matches no norm layer"
-            hint = "a norm-free network trains as it is, with one branch" if where == "the model" else ""
+            hint = (
+                "a norm-free network trains as it is, with one branch: create_model(..., norm='none')"
+                if where == "the model"
+                else ""
+            )
             raise SurgeryError("no_norm", message, field="model" if where == "the model" else "norm", hint=hint)
         decided = [norm for norm in self.matches.values() if norm not in kept]
         if self.replacements or self.updates or not decided:
