@@ -340,6 +340,8 @@ def claims():
         f"{outcome_sentence(studies())} By paper A's own protocol, {far['row'].partition(',')[0]} at {eps} keeps "
         f"{far['ours']:.1f} % ({low:.1f}–{high:.1f}) under {name}, where table 3 prints {far['paper']:g} %."
     )
+
+
 def surgery():
     """How many networks of the libraries convert, and what did not."""
     records = [json.loads(path.read_text()) for path in sorted(RECORDS.glob("surgery_*.json"))]
