@@ -296,3 +296,10 @@ _add(
     lambda p: nn.Sequential(RandomMember([p.get("undefended"), p.get("undefended_ln")]), ScaledLogits(1e3)),
     lambda p: Vote([p.get("undefended"), p.get("undefended_ln")], sharpness=1.0),
 )
+_add(
+    "kwta_full_eps",
+    "false",
+    "the network of kwta at the full radius, where PGD-10 overstates less",
+    _trained("kwta"),
+    lambda p: softened(p.get("kwta")),
+)
