@@ -34,6 +34,8 @@ GOOD = {
     "batch_size": [1, 1024],
     "accumulate": [1, 4],
     "recompute": [True],
+    "monitor": [100],
+    "monitor_attack": ["quick-steps10"],
     "optimizer": ["adam", "adamw", "adagrad"],
     "lr": [1e-12, 3.0],
     "momentum": [0.0],

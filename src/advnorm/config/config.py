@@ -83,7 +83,7 @@ class Config(TrainingSettings):
         """A hash of every setting except name and seed, so that seeds share it; ``"8/255"`` counts as its number."""
         content = self.to_dict()
         del content["name"], content["seed"]
-        for name in ("snapshots", "accumulate", "recompute", "parallel"):  # added later
+        for name in ("snapshots", "accumulate", "recompute", "parallel", "monitor", "monitor_attack"):  # added later
             if content.get(name) == to_json(getattr(Config, name, None)):
                 content.pop(name, None)
         if self.attack.name == "pgd":

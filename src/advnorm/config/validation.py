@@ -262,6 +262,8 @@ class _Checks:
             "gamma": (("schedule", "milestones"), bool(s.milestones), "milestones, and so to schedule='step'"),
             "peak_share": (("schedule",), s.schedule == "one_cycle", "schedule='one_cycle'"),
             "mix_alpha": (("mix",), s.mix != "none", "mix='mixup' or 'cutmix'"),
+            "monitor": (("validate_every",), s.validate_every > 0, "validate_every above 0"),
+            "monitor_attack": (("monitor",), s.monitor > 0, "monitor above 0"),
         }
         for name, (others, used, owner) in needs.items():
             if self.valid(name, *others) and not used and getattr(s, name) != getattr(TrainingSettings, name):
@@ -280,6 +282,8 @@ class _Checks:
         elif self.valid("validation_images") and (s.validation_images or 0) > s.held_out >= 1:
             words, hint = f"{{field}} must be at most held_out ({s.held_out})", "leave it out to use all"
             self.reject("validation_images", words, hint, got=s.validation_images)
+        elif self.valid("monitor") and s.monitor > s.held_out >= 1:
+            self.reject("monitor", f"{{field}} must be at most held_out ({s.held_out})", "use fewer", got=s.monitor)
 
     def check_attacks(self) -> None:
         s = self.settings
@@ -296,6 +300,7 @@ class _Checks:
                     self.reject("steps_warmup_epochs", words, "use steps_warmup_epochs=0")
                 if self.valid("objective"):
                     OBJECTIVES.get(s.objective.name).adapt_attack(attack)
-        if self.valid("validation_attack") and s.validation_attack != TRAINING:
-            with collect_problems(self.problems, "validation_attack"):
-                get_attack(s.validation_attack, threat=threat)
+        for name in ("validation_attack", "monitor_attack"):
+            if self.valid(name) and getattr(s, name) != TRAINING:
+                with collect_problems(self.problems, name):
+                    get_attack(getattr(s, name), threat=threat)

@@ -32,6 +32,7 @@ def build_runs_page(found: FolderResults) -> ReportPage:
     audited = [row for row in rows if row.get("verdict")]
     tables = [seed_table(evaluated)] if evaluated else []
     tables += [_audit_table(audited)] if audited else []
+    tables += _alarm_table(found)
     if damaged:
         tables.append({"title": "Not read", "columns": make_columns({"text": ["file and reason"]}), "rows": damaged})
     single = [{**row, "group": row["record"]} for row in evaluated]
@@ -251,6 +252,27 @@ def _pair_text(run: Row, before: str, after: str) -> str:
     clean = f"{before}clean{after}"
     pair = [run.get(clean), next((run[name] for name in names if name != clean), None)]
     return " / ".join("–" if value is None else f"{100 * value:.1f}" for value in pair)
+
+
+def _alarm_table(found: FolderResults) -> list[ReportTable]:
+    """Epochs in which the monitor warned, at most the first and the last of each run."""
+    rows: list[list[CellValue]] = []
+    for run in found["runs"]:
+        alarms = [row for row in run["metrics"] if row.get("monitor", {}).get("alarm")]
+        for row in dict.fromkeys((0, -1)) if alarms else ():
+            epoch, monitor = alarms[row]["epoch"], alarms[row]["monitor"]
+            if row == -1 and len(alarms) == 1:
+                break
+            strong = next(value for name, value in monitor.items() if name not in ("training", "pgd10", "alarm"))
+            rows.append([f"{run['name']}, epoch {epoch}"])
+            rows.append([monitor.get("training"), monitor["pgd10"], strong])
+    table: ReportTable = {
+        "title": "Warnings of the monitor",
+        "columns": make_columns({"percent": ["training attack", "PGD-10", "strong attack"]}),
+        "rows": rows,
+        "note": "The strong attack leaves far less than a usual one reports. First and last such epoch of a run.",
+    }
+    return [table] if rows else []
 
 
 def _audit_table(audits: Sequence[Row]) -> ReportTable:

@@ -206,8 +206,8 @@ def format_values(values: Any) -> Iterator[str]:
     for name, value in values:
         if name.endswith("_accuracy"):
             yield f"{name.removesuffix('_accuracy')} {value:.1%}"
-        elif name.startswith("held_out/"):
-            attack = name.removeprefix("held_out/")
+        elif name.startswith(("held_out/", "monitor/")):
+            attack = name.partition("/")[2]
             yield f"{'training attack' if attack == 'training' else attack} {value:.1%}"
         else:
             yield f"{name} {value:.3f}"
@@ -216,9 +216,10 @@ def format_values(values: Any) -> Iterator[str]:
 def format_epoch(row: Mapping[str, Any], seconds: float) -> str:
     """The log line of an epoch."""
     values = dict(flatten(row))
-    training = {name: value for name, value in values.items() if name != "lr" and not name.startswith("held_out/")}
-    held_out = {name: values[name] for name in values if name.startswith("held_out/") and name != "held_out/score"}
+    training = {name: value for name, value in values.items() if name != "lr" and "/" not in name}
     text = f"epoch {row['epoch']:>3}  {'  '.join(format_values(training.items()))}"
-    if held_out:
-        text += f"  | held out: {'  '.join(format_values(held_out.items()))}"
+    for part, words, left_out in (("held_out", "held out", "score"), ("monitor", "monitor", "alarm")):
+        shown = {name: values[name] for name in values if name.startswith(f"{part}/") and name != f"{part}/{left_out}"}
+        if shown:
+            text += f"  | {words}: {'  '.join(format_values(shown.items()))}"
     return f"{text}  | {seconds:.1f} s"

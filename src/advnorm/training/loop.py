@@ -35,6 +35,7 @@ from advnorm.training.build import (
 from advnorm.training.forward_check import check_forwards
 from advnorm.training.journal import Journal, format_seconds
 from advnorm.training.mixing import mix_batch
+from advnorm.training.monitor import Monitor
 from advnorm.training.optimizer import make_optimizer, only_norms
 from advnorm.training.ranks import Ranks, TrainingError
 from advnorm.training.recomputation import recompute_blocks
@@ -96,10 +97,12 @@ class TrainingLoop:
         )
         with gathered(self.model):
             check_forwards(self.program, config, ranks, data)
-        self.validation = None
+        self.validation = self.monitor = None
         if held_out is not None and config.validate_every:
             trained = self.objective.trained_domains()
             self.validation = Validation(held_out, config, ranks, trained=trained, workers=workers)
+            if config.monitor:
+                self.monitor = Monitor(held_out, config, ranks, trained=trained, workers=workers)
         self.ema = None if config.ema is None else EMA(self.model, config.ema, buffers=config.ema_buffers)
         self.optimizer = make_optimizer(self.model, config)
         self.state = TrainingState(self.model, self.optimizer, self.ema, ranks)
@@ -242,11 +245,16 @@ class TrainingLoop:
         row: dict[str, Any] = {"epoch": epoch + 1, "step": state.step, "lr": self.optimizer.param_groups[0]["lr"]}
         row |= dict(zip(state.sums, means.tolist()))
         started = time.perf_counter()
+        warning = None
         if self.validation is not None and ((epoch + 1) % config.validate_every == 0 or epoch + 1 == config.epochs):
-            row["held_out"] = self._validate(self.validation)
-            if row["held_out"] is None:
+            found = self._validate(self.validation)
+            monitored = None if self.monitor is None or found is None else self._validate(self.monitor)
+            if found is None or (self.monitor is not None and monitored is None):
                 self._save()  # with the sums: the next attempt then repeats the validation of this epoch
                 return False
+            row["held_out"] = found
+            if self.monitor is not None and monitored is not None:
+                row["monitor"], warning = monitored, self.monitor.warning(monitored)
             if state.best is None or row["held_out"]["score"] > state.best["held_out"]["score"]:
                 state.best = row
         state.sums = {}
@@ -258,10 +266,12 @@ class TrainingLoop:
             "validation_seconds": time.perf_counter() - started,
         }
         self.ranks.lead_does(lambda: self.journal.row(row, timing))
+        if warning is not None:
+            self.ranks.lead_does(lambda: self.journal.log(f"warning: {warning}"))
         self._save()
         return True
 
-    def _validate(self, validation: Validation) -> dict[str, float] | None:
+    def _validate(self, validation: Validation | Monitor) -> dict[str, float] | None:
         """Validate the model that a checkpoint would give: rank 0's statistics, and the average if there is one."""
         if not self._same_statistics:
             self.ranks.as_lead(list(self.model.buffers()))

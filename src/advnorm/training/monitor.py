@@ -1,0 +1,82 @@
+"""A monitor of training: warns if a strong attack finds much less robustness than the usual ones report."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import nn
+
+from advnorm.config import Config
+from advnorm.data import FolderData, ImageData
+from advnorm.objectives import OBJECTIVES
+from advnorm.training.ranks import Ranks
+from advnorm.training.validation import Validation
+
+#: A larger gap is suspicious if a smaller ratio is left: sound networks of papers A and C keep 0.46 and more of their
+#: PGD-10 accuracy, falsely robust ones at most 0.14.
+GAP, RATIO = 0.1, 0.3
+#: Slack, in images.
+SLACK = 2
+
+
+class Monitor:
+    """Accuracies of the same held-out images under the training attack, PGD-10 and a strong attack."""
+
+    def __init__(
+        self,
+        data: ImageData | FolderData,
+        config: Config,
+        ranks: Ranks,
+        *,
+        trained: Sequence[str],
+        workers: int | None,
+    ) -> None:
+        names = ["pgd10", config.monitor_attack]
+        if OBJECTIVES.get(config.objective.name).needs_attack:
+            names.insert(0, "training")
+        self.strong = config.monitor_attack
+        self.validations = {
+            name: Validation(
+                data,
+                dataclasses.replace(config, validation_attack=name, validation_images=config.monitor),
+                ranks,
+                trained=trained,
+                workers=workers,
+            )
+            for name in dict.fromkeys(names)
+        }
+
+    def __call__(self, model: nn.Module, stopped: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
+        """Accuracies by attack, and ``alarm``, 1 or 0; None if ``stopped`` returned True."""
+        found: dict[str, float] = {}
+        for name, validation in self.validations.items():
+            accuracy = validation(model, stopped)
+            if accuracy is None:
+                return None
+            found[name] = accuracy[name]
+        images = next(iter(self.validations.values())).images
+        return {**found, "alarm": float(describe_alarm(found, self.strong, images) is not None)}
+
+    def warning(self, found: Mapping[str, float]) -> str | None:
+        """The warning of an epoch in words; None if nothing is suspicious."""
+        return describe_alarm(found, self.strong, next(iter(self.validations.values())).images)
+
+
+def describe_alarm(found: Mapping[str, float], strong: str, images: int) -> str | None:
+    """Return what is suspicious about accuracies by attack; None if nothing is."""
+    least = found[strong] + SLACK / images
+    kinds = {
+        "pgd10": ("false robustness", "PGD-10", "use dual norms, a KL term, or a smaller eps, and run `advnorm audit`"),
+        "training": (
+            "catastrophic overfitting",
+            "the training attack",
+            "train with more attack steps or random starts",
+        ),
+    }
+    for name, (kind, words, advice) in kinds.items():
+        claimed = found.get(name, 0.0)
+        if claimed - least > GAP and least < RATIO * claimed:
+            numbers = f"{claimed:.1%} of {images} held-out images withstand {words}, {found[strong]:.1%} {strong}"
+            return f"{kind}: {numbers}; {advice}"
+    return None
