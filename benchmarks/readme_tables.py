@@ -373,6 +373,29 @@ def surgery():
     return "\n".join([*rows, "", *(f"- {line}" for line in lines)])
 
 
+def audited():
+    """The verdict on each classifier of the gallery, and the score of the held-out half."""
+    record = json.loads((RECORDS / "audit.json").read_text())
+    lines = ["| held-out half | called real | false | inconclusive | none |", "|---|---|---|---|---|"]
+    found = record["scores"]["held_out"]
+    lines += [f"| {truth} | {' | '.join(map(str, counts.values()))} |" for truth, counts in found["matrix"].items()]
+    mean = sum(row["seconds"] for row in record["rows"].values()) / len(record["rows"])
+    lines += [
+        "",
+        f"Precision of *false* {found['precision']:.0%}, recall {found['recall']:.0%}. {len(record['rows'])} "
+        f"classifiers of {record['data']}, {record['images']} images, budget `{record['budget']}`, "
+        f"{mean:.0f} s per audit on {record['device']}.",
+        "",
+        "| classifier | half | truth | verdict | clean | PGD-10 | worst case | known |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in record["rows"].items():
+        half = "held out" if row["held_out"] else "thresholds"
+        numbers = (f"{100 * row[key]:.1f}" for key in ("clean", "pgd10", "worst_case", "known"))
+        lines.append(f"| `{name}` | {half} | {row['truth']} | {row['verdict']} | {' | '.join(numbers)} |")
+    return "\n".join(lines)
+
+
 PAGES = {
     "README.md": {"outcome": outcome, "claims": claims},
     "docs/reference/results.md": {"results": lambda: results_markdown(studies()), "table3": table3},
@@ -388,6 +411,7 @@ PAGES = {
         "quick": quick,
         "surgery": surgery,
     },
+    "docs/guides/audit.md": {"audit": audited},
     "docs/guides/analyze_statistics.md": {"distances": distances},
 }
 

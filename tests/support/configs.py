@@ -72,6 +72,7 @@ WITH = {
     "gamma": {"milestones": (5.0,)},
     "peak_share": {"schedule": "one_cycle"},
     "mix_alpha": {"mix": "mixup"},
+    "monitor_attack": {"monitor": 100},
 }
 
 
