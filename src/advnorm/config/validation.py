@@ -262,8 +262,8 @@ class _Checks:
             "gamma": (("schedule", "milestones"), bool(s.milestones), "milestones, and so to schedule='step'"),
             "peak_share": (("schedule",), s.schedule == "one_cycle", "schedule='one_cycle'"),
             "mix_alpha": (("mix",), s.mix != "none", "mix='mixup' or 'cutmix'"),
-            "monitor": (("validate_every",), s.validate_every > 0, "validate_every above 0"),
-            "monitor_attack": (("monitor",), s.monitor > 0, "monitor above 0"),
+            "monitor": (("validate_every",), bool(s.validate_every), "validate_every above 0"),
+            "monitor_attack": (("monitor",), bool(s.monitor), "monitor above 0"),
         }
         for name, (others, used, owner) in needs.items():
             if self.valid(name, *others) and not used and getattr(s, name) != getattr(TrainingSettings, name):
