@@ -137,10 +137,10 @@ def test_memory_that_runs_out_beside_the_model_halves_the_batch_too(linf, monkey
     expected = quick(linf.threat).evaluate(Double(linf.model), x, y)
     original = CandidateGrid.__init__
 
-    def cramped(self, victim, threat, x, y, variants=1):
+    def cramped(self, victim, threat, x, *others, **settings):
         if len(x) > 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        original(self, victim, threat, x, y, variants)
+        original(self, victim, threat, x, *others, **settings)
 
     monkeypatch.setattr(CandidateGrid, "__init__", cramped)
     result = quick(linf.threat).evaluate(Double(linf.model), x, y)
