@@ -3,8 +3,11 @@
 import subprocess
 import sys
 
+import pytest
+
 from advnorm import __version__
 from support.command import invoke
+from support.problems import raises_problem
 
 
 def test_version():
@@ -30,3 +33,10 @@ def test_training_from_a_file_imports_no_paper(tmp_path):
     )
     out = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert out.returncode == 0, out.stderr
+
+
+@pytest.mark.parametrize("words", [("ls", "norms", "--import", "parts.py"), ("bench", "norms", "--import=parts.py")])
+def test_an_import_after_the_verb_is_an_error_that_names_its_place(words):
+    with raises_problem("unknown_name", "--import") as caught:
+        invoke(*words)
+    assert f"advnorm --import FILE.py {words[0]}" in caught.value.problems[0].hint

@@ -38,6 +38,7 @@ def test_files_of_both_kinds_give_the_same_table(own_model, data):
     ("target", "weights", "data", "code", "field"),
     [
         ("own_model", None, "digits", "wrong_type", "target"),
+        ("runs/typo", None, "digits", "missing_file", "target"),
         ("own_model:broken", None, "digits", "own_code", "module"),
         ("own_model:leaving", None, "digits", "own_code", "module"),
         ("own_model:dual", None, "digits", "missing_route", "route"),
@@ -60,6 +61,12 @@ def test_what_cannot_be_evaluated_is_an_error(own_model, target, weights, data, 
         invoke("evaluate", target, "--attacks", "fgsm", *options, *CPU)
     problem = caught.value.problems[0]
     assert code is None or (problem.code, problem.field) == (code, field)
+
+
+def test_a_target_that_cannot_be_opened_needs_no_images(own_model):
+    with pytest.raises(advnorm.AdvnormError) as caught:
+        invoke("evaluate", "runs/typo", *CPU)
+    assert [(problem.code, problem.field) for problem in caught.value.problems] == [("missing_file", "target")]
 
 
 def test_an_error_of_own_code_names_its_line_and_its_cause(own_model):

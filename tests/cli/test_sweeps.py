@@ -65,17 +65,22 @@ def test_seeds_and_a_sweep_are_trained_resumed_evaluated_and_reported(small):
     assert "4 runs" in invoke(*report[1:]).output and Path("report.html").is_file()
 
 
-def test_files_among_several_targets_are_skipped_and_other_folders_are_rejected_at_once(small):
+def test_among_several_targets_what_is_no_run_is_skipped_and_what_is_missing_is_an_error_at_once(small):
     for name in ("a", "b"):
         invoke("train", "small.json", "--set", f"name={name}", "--out", "runs", *CPU)
     Path("runs/report.html").write_text("a page")
     few = ("--attacks", "fgsm", "--limit", "4", *CPU)
     assert invoke("evaluate", *sorted(Path("runs").iterdir()), *few).exit_code == 0
-    (small / "runs" / "notes").mkdir()
+    for folder in ("notes", "figures"):
+        (small / "runs" / folder).mkdir()
+    output = invoke("evaluate", *sorted(Path("runs").iterdir()), *few).output
+    assert "runs/notes is skipped" in output and "2 of 2: runs/b-seed0" in output
+    parent = invoke("evaluate", "runs", *few)
+    assert parent.exit_code == 0 and "2 of 2: runs/b-seed0" in parent.output and "skipped" not in parent.output
     for record in Path("runs").glob("*/evaluation-*"):
         record.unlink()
     with raises_problem("missing_file", "targets"):
-        invoke("evaluate", *sorted(Path("runs").iterdir()), *few)
+        invoke("evaluate", "runs/notes", "runs/figures", *few)
     with raises_problem("missing_file", "targets"):
         invoke("evaluate", "runs/a-seed0", "runs/c-seed0", *few)
     with raises_problem("conflict", "json"):

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from advnorm._core.errors import ConfigError
 from advnorm.config import AttackConfig, Config, Named, load_config
-from advnorm.config.text import Dumper, parse_yaml
+from advnorm.config.text import Dumper, apply_overrides, parse_yaml
+from support.problems import raises_problem
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,20 @@ def test_an_override_is_read_by_the_type_of_its_setting(override, key, value, tm
     assert changed == replace(Config(), **{key: value})
     (tmp_path / "empty.yaml").write_text("")
     assert load_config(tmp_path / "empty.yaml", [override]) == changed
+
+
+def test_a_part_of_a_mapping_inside_a_setting_keeps_the_other_parts():
+    settings = {"attack": {"name": "own", "options": {"decay": 0.1, "shape": {"rows": 2}}}}
+    overrides = ["attack.options.decay=0.5", "attack.options.shape.columns=3"]
+    changed, problems = apply_overrides(settings, overrides, {"attack": {}})
+    options = {"decay": 0.5, "shape": {"rows": 2, "columns": 3}}
+    assert changed == {"attack": {"name": "own", "options": options}} and not problems
+    assert settings["attack"]["options"]["decay"] == 0.1
+    config = Config().with_overrides(["attack.name=apgd-ce", "attack.options.rho=0.5"])
+    assert config.attack == AttackConfig(name="apgd-ce", options={"rho": 0.5})
+    for wrong in ("attack.option.rho=1", "attack.steps.rho=1"):
+        with raises_problem("unknown_name"):
+            Config().with_overrides([wrong])
 
 
 def test_the_order_of_overrides_does_not_matter():

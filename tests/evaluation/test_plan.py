@@ -147,8 +147,13 @@ def test_logits_under_a_name_are_found(data):
 
 
 def test_an_attack_object_never_takes_the_name_of_a_named_attack():
-    attacks = [PGD(threat=THREAT, loss="cw", restarts=3), "pgd10", PGD(threat=THREAT, steps=2)]
+    attacks = [PGD(threat=THREAT, seed=3), "pgd10", PGD(threat=THREAT, steps=2)]
     assert name_attacks(attacks) == {"pgd10 (2)": attacks[0], "pgd10": "pgd10", "pgd2": attacks[2]}
+
+
+def test_an_attack_object_is_named_by_its_changed_settings():
+    attacks = [PGD(threat=THREAT, steps=3), PGD(threat=THREAT, steps=3, momentum=0.5, step_size="1/255")]
+    assert [*name_attacks(attacks)] == ["pgd3", "pgd3 step_size=1/255 momentum=0.5"]
 
 
 def test_data_sets_and_tensors_have_the_same_fingerprint(data):

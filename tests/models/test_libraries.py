@@ -8,6 +8,7 @@ from torch import nn
 
 from advnorm import Config, ConfigError, SurgeryError, convert_norm, create_model, load_config, route, strip
 from advnorm.models.libraries import import_library
+from advnorm.models.registry import MODELS
 from advnorm.training.cost import forward_flops
 from support.problems import raises_problem
 
@@ -102,6 +103,11 @@ def test_a_folder_of_transformers_is_read_with_its_weights(tmp_path):
 def test_wrong_names_and_options_are_rejected(arguments, options, code, field):
     with raises_problem(code, field):
         create_model(*arguments, **options)
+
+
+def test_the_options_of_a_library_model_are_those_that_it_takes():
+    options = MODELS.get("timm:test_resnet").parameters
+    assert {"img_size", "arguments", "mean"} <= set(options) and not {"width", "activation"} & set(options)
 
 
 def test_a_norm_free_network_of_a_library_is_built_with_the_norm_none():

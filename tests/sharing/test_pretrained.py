@@ -119,6 +119,26 @@ def test_any_other_network_is_loaded_into_one_that_the_caller_builds(name, tmp_p
         advnorm.from_pretrained(tmp_path, model=OTHERS[name]().bfloat16())
 
 
+def test_an_unconverted_network_is_an_error_that_names_the_conversion(tmp_path):
+    model = nn.Sequential(nn.Flatten(), nn.LayerNorm(64), nn.Linear(64, 10))
+    advnorm.convert_norm(model, "dual_affine_ln")
+    nn.init.ones_(dict(model.named_parameters())["1.bias_adv"])  # equal banks would fit a single one
+    advnorm.save_pretrained(model, tmp_path)
+    plain = nn.Sequential(nn.Flatten(), nn.LayerNorm(64), nn.Linear(64, 10))
+    with raises_problem("ambiguous", "model") as caught:
+        advnorm.from_pretrained(tmp_path, model=plain)
+    assert "convert_norm(model, 'dual_affine_ln')" in caught.value.problems[0].hint
+    advnorm.convert_norm(plain, "dual_affine_ln")
+    assert same(model, advnorm.from_pretrained(tmp_path, model=plain))
+
+
+def test_the_command_asks_for_the_function_that_builds_a_network_of_own_code(tmp_path):
+    advnorm.save_pretrained(OTHERS["own code"](), tmp_path)
+    with raises_problem("missing_option", "target") as caught:
+        invoke("evaluate", tmp_path, "--data", "digits", *CPU)
+    assert f"my_module:build --weights {tmp_path / 'model.safetensors'}" in caught.value.problems[0].hint
+
+
 def test_the_command_evaluates_a_saved_model_on_its_own_data_and_threat(run, saved):
     (record,) = run.folder.glob("evaluation-best-*.json")
     out = invoke("evaluate", saved, "--attacks", "fgsm", "pgd2", "--limit", 20, *CPU)

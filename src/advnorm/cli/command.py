@@ -103,6 +103,10 @@ class Command(TyperCommand):
     """A command whose list options take every value up to the next option: ``--attacks pgd10 autoattack``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if any(word.partition("=")[0] == "--import" for word in args):
+            verb = ctx.command_path.partition(" ")[2]
+            message, hint = "--import stands before the verb", f"advnorm --import FILE.py {verb} …"
+            raise ConfigError("unknown_name", message, field="--import", hint=hint)
         for before, word in pairwise(["the command", *args]):
             if not word or re.fullmatch("--[a-z-]+=", word):  # a default would replace it
                 option = word.rstrip("=") or before

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 def evaluate(
     targets: Annotated[
         list[str],
-        typer.Argument(help="Folder of a run or of a saved model, or module:function that returns a model. Several."),
+        typer.Argument(
+            help="Folder of a run, of runs or of a saved model, or module:function that returns a model. Several."
+        ),
     ],
     options: EvaluateOptions,
     attacks: Annotated[
@@ -45,23 +47,26 @@ def evaluate(
     from advnorm.attacks.names import parse_name
     from advnorm.evaluation.benchmark import benchmark
     from advnorm.evaluation.model_branches import branches
-    from advnorm.sharing.pretrained import is_saved_model
 
     names = attacks or ["pgd10", "autoattack"]
     problems: list[Problem] = []
     for name in names:
         with collect_problems(problems):
             parse_name(name)
+    targets = [run for target in targets for run in _runs_in(target)]
     if len(targets) > 1:  # before the first of them is evaluated
         if options.json:
             message, hint = "several targets cannot share one record", "omit --json: each run keeps its own"
             problems.append(Problem(code="conflict", message=message, field="json", hint=hint))
-        targets = [target for target in targets if not Path(target).is_file()]  # runs/* may name a page too
-        for target in map(Path, targets):
-            if ":" not in target.name and not ((target / "run.json").is_file() or is_saved_model(target)):
-                message, hint = f"{target} is not a run (it has no run.json)", "name folders that `train` made"
-                problems.append(Problem(code="missing_file", message=message, field="targets", hint=hint))
+        folders = [name for name in targets if ":" not in name and not Path(name).is_file()]
+        strays = [name for name in folders if not _is_target(Path(name))]  # runs/* may name other folders and pages
+        targets = [name for name in targets if name not in strays and not Path(name).is_file()]
+        if missing := [name for name in strays if not targets or not Path(name).exists()]:
+            message, hint = f"{', '.join(missing)}: not a run (no run.json)", "name folders that `train` made"
+            problems.append(Problem(code="missing_file", message=message, field="targets", hint=hint))
         raise_problems(problems)
+        for name in strays:
+            say(f"{name} is skipped: it is not a run (it has no run.json)", style="yellow")
     results: list[BenchmarkResult] = []
 
     def evaluate_one(name: str) -> None:
@@ -103,6 +108,19 @@ def evaluate(
     return status
 
 
+def _is_target(folder: Path) -> bool:
+    from advnorm.sharing.pretrained import is_saved_model
+
+    return (folder / "run.json").is_file() or is_saved_model(folder)
+
+
+def _runs_in(target: str) -> list[str]:
+    """The target, or the runs in a folder that holds runs."""
+    folder = Path(target)
+    runs = [] if _is_target(folder) else sorted(str(file.parent) for file in folder.glob("*/run.json"))
+    return runs or [target]
+
+
 def default_record(verb: str, target: EvaluationTarget, options: EvaluateOptions, *choices: Any) -> Path | None:
     """The file in the folder of a run for the record of these weights with these settings; None without a run."""
     from advnorm._core.records import digest, model_fingerprint
@@ -127,7 +145,7 @@ def open_target(name: str, options: EvaluateOptions, problems: list[Problem]) ->
     from advnorm.cli.user_code import load_user_model
     from advnorm.evaluation.plan import statistics_problems
     from advnorm.evaluation.target import EvaluationTarget, describe_data, describe_images, load_test_data, open_run
-    from advnorm.sharing.pretrained import from_pretrained, is_saved_model, verify
+    from advnorm.sharing.pretrained import WEIGHTS, from_pretrained, is_saved_model, verify
     from advnorm.threat import THREAT_NORMS, ThreatModel
 
     problems = [*problems, *statistics_problems(options.statistics)]  # pyright: ignore
@@ -155,13 +173,18 @@ def open_target(name: str, options: EvaluateOptions, problems: list[Problem]) ->
     else:
         model = data = threat = None
         notes: tuple[str, ...] = ()
-        training = dict(verify(name).get("training") or {}) if is_saved_model(name) else {}
+        saved = verify(name) if is_saved_model(name) else None
+        training = dict((saved or {}).get("training") or {})
         with collect_problems(problems):
             if options.checkpoint is not None:
                 message = "--checkpoint belongs to the folder of a run"
                 raise ConfigError("conflict", message, field="checkpoint", hint="use --weights")
             place = resolve_device(options.device)
-            if is_saved_model(name):
+            if saved is not None:
+                if not saved.get("model"):
+                    message = f"{name} holds weights of {saved.get('class')}, a network of somebody's own code"
+                    hint = f"name the function that builds it: my_module:build --weights {Path(name, WEIGHTS)}"
+                    raise ConfigError("missing_option", message, field="target", hint=hint)
                 model = from_pretrained(name, device=place)
             else:
                 model, notes = load_user_model(name, options.weights, place, options.mean, options.std)
@@ -171,11 +194,12 @@ def open_target(name: str, options: EvaluateOptions, problems: list[Problem]) ->
         own_data = dict(training.get("data") or {"name": None})
         source, own_data = options.data or own_data.pop("name"), {} if options.data else own_data
         with collect_problems(problems):
-            if source is None:
+            if source is None and model is not None:
                 hint = "for example --data cifar10:FOLDER or --data digits"
                 raise ConfigError("missing_data", "no images to evaluate on", field="data", hint=hint)
             sizes = {"image_size": options.image_size} if options.image_size else {}
-            data = load_test_data(source, options.data_dir, **own_data, **sizes)
+            if source is not None:
+                data = load_test_data(source, options.data_dir, **own_data, **sizes)
         if model is not None and data is not None and threat is not None:
             origin = {
                 "model": name,
@@ -185,7 +209,7 @@ def open_target(name: str, options: EvaluateOptions, problems: list[Problem]) ->
                 **({"training": training} if training else {}),
             }
             attack = PGD(threat=threat, seed=options.seed)
-            folder = Path(name) if is_saved_model(name) else None
+            folder = Path(name) if saved is not None else None
             target = EvaluationTarget(name=name, model=model, data=data, attack=attack, origin=origin, folder=folder)
     raise_problems(problems)
     assert target is not None

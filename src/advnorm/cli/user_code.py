@@ -47,6 +47,9 @@ def load_user_model(
     """
     name, _, function = target.rpartition(":")
     if not name or not function:
+        if "/" in target and not Path(target).exists():
+            hint = "name the folder of a run or of a saved model"
+            raise ConfigError("missing_file", f"the folder {target} does not exist", field="target", hint=hint)
         raise ConfigError(
             "wrong_type",
             "{field} must be the folder of a run, or module:function such as my_models:build_model",

@@ -110,5 +110,14 @@ def apply_overrides(
             before = changed.get(whole, part_defaults[whole]) or {}
             before = {"name": before} if isinstance(before, str) else before
             if isinstance(before, Mapping):  # otherwise its own problem is reported
-                changed[whole] = {**before, part: given[key]}
+                changed[whole] = _with_part(before, part, given[key])
     return changed, problems
+
+
+def _with_part(settings: Mapping[Any, Any], key: str, value: Any) -> dict[Any, Any]:
+    """Return a mapping with one part set; ``options.decay`` is a part of the mapping ``options``."""
+    whole, dot, part = key.partition(".")
+    inside = settings.get(whole) or {}
+    if not dot or key in settings or not isinstance(inside, Mapping):
+        return {**settings, key: value}
+    return {**settings, whole: _with_part(inside, part, value)}

@@ -82,5 +82,11 @@ def name_attacks(attacks: Attacks) -> dict[str, str | Attack]:
 
 
 def _unused_name(attack: Attack, taken: Collection[str]) -> str:
-    name = type(attack).__name__.lower() + str(getattr(attack, "steps", ""))
+    """Class, steps and changed settings, ``pgd3 momentum=0.5``; a number makes it differ from ``taken``."""
+    shared = ("steps", *(f.name for f in dataclasses.fields(Attack)))
+    own = [f for f in dataclasses.fields(attack) if f.name not in shared] if isinstance(attack, Attack) else []
+    values = {f.name: (getattr(attack, f.name), f.default) for f in own}
+    plain = {key: pair for key, pair in values.items() if isinstance(pair[0], str | int | float | None)}
+    changed = [f"{key}={value}" for key, (value, default) in plain.items() if value != default]
+    name = " ".join([type(attack).__name__.lower() + str(getattr(attack, "steps", "")), *changed])
     return next(n for n in (name, *(f"{name} ({i})" for i in range(2, len(taken) + 3))) if n not in taken)

@@ -133,7 +133,7 @@ class BenchmarkResult:
         table = _accuracy_table("", title, names, columns, least, self.images)
         seconds = sum(sum(row.values()) for row in self.seconds.values())
         c = self.conditions
-        caption = [f"{c['model'].get('class')}, seed {c['seed']}, {c['device']}, strict float32, {seconds:.1f} s"]
+        caption = [f"{c['model'].get('class')}, noise seed {c['seed']}, {c['device']}, strict float32, {seconds:.1f} s"]
         caption += [INTERVALS, *describe_origin(c)]
         if scopes := c.get("scopes"):
             caption.append(f"inside the scopes: {', '.join(' '.join(item) for item in scopes.items())}")

@@ -40,13 +40,15 @@ class ModelSpec:
     std: tuple[float, ...] | None = CIFAR10_STD
     has_norm: bool = True
     options: Mapping[str, type] = field(default_factory=dict)
+    excluded: tuple[str, ...] = ()  # keywords of ``create_model`` that have no meaning for this model
 
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
         """The keyword parameters of ``create_model`` for this model, with its own options."""
         kind = inspect.Parameter.KEYWORD_ONLY
         own = {name: inspect.Parameter(name, kind, annotation=type_) for name, type_ in self.options.items()}
-        return {**keywords(create_model), **own}
+        shared = {name: value for name, value in keywords(create_model).items() if name not in self.excluded}
+        return {**shared, **own}
 
 
 class ModelRegistry(Registry[ModelSpec]):
@@ -57,7 +59,8 @@ class ModelRegistry(Registry[ModelSpec]):
             return super().get(name)
         validate_name(name)
         mean, std = input_statistics(name)
-        return ModelSpec(partial(build_library_model, name=name), mean=mean, std=std, options=LIBRARY_OPTIONS)
+        build = partial(build_library_model, name=name)
+        return ModelSpec(build, mean=mean, std=std, options=LIBRARY_OPTIONS, excluded=("width", "activation"))
 
     def __contains__(self, name: object) -> bool:
         return split_name(name) is not None or super().__contains__(name)

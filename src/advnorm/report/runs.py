@@ -130,7 +130,7 @@ def _setting_text(name: str, value: object) -> str:
     words = {
         "eps": "eps {}",
         "threat": "trained in {}",
-        "epochs": "{} epochs",
+        "epochs": "{} epoch" if value == 1 else "{} epochs",
         "checkpoint": "{} checkpoint",
         "eval_data": "tested on {}",
         "eval_threat": "attacked in {}",

@@ -24,6 +24,7 @@ from advnorm.evaluation.results import BenchmarkResult
 from advnorm.evaluation.verdict import Verdict
 from advnorm.models import create_model
 from advnorm.models.weights import load_weights, save_weights
+from advnorm.norms import routed_modules
 from advnorm.sharing.card import CARD, read_header, render_card
 from advnorm.sharing.hub import download, upload
 from advnorm.surgery import convert_head
@@ -67,7 +68,8 @@ def save_pretrained(
         audits = [*audits, *map(Verdict.from_record, records["audits"])]
         name = name or run.folder.resolve().name
     model = unwrap_model(model)
-    config |= {"class": type(model).__name__, **_recipe(model)}
+    norms = sorted({module.plan.name for module in routed_modules(model).values() if module.plan.routed})
+    config |= {"class": type(model).__name__, "norms": norms, **_recipe(model)}
     folder.mkdir(parents=True, exist_ok=True)
     path = save_weights(folder / WEIGHTS, model, config)
     data = path.read_bytes()
@@ -103,7 +105,17 @@ def from_pretrained(
     if str(dtype_of(model)) != f"torch.{saved}":
         hint = f"convert it: model.to(torch.{saved})"
         raise ConfigError("wrong_dtype", f"the weights are {saved}", field="model", got=dtype_of(model), hint=hint)
-    for note in load_weights(model, folder / WEIGHTS).notes:
+    try:
+        notes = load_weights(model, folder / WEIGHTS).notes
+    except ConfigError as error:
+        if error.code != "ambiguous":
+            raise
+        message = f"{folder / WEIGHTS} has more banks than the norms of the model"
+        norms = config.get("norms")
+        norm = norms[0] if isinstance(norms, list) and norms else "dual_bn"
+        hint = f"convert the model first, for example advnorm.convert_norm(model, {norm!r})"
+        raise ConfigError("ambiguous", message, field="model", hint=hint) from None
+    for note in notes:
         warnings.warn(f"{folder / WEIGHTS}: {note}", stacklevel=2)
     return model.to(resolve_device(device)).eval()
 
