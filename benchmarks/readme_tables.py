@@ -321,7 +321,7 @@ def table3():
     columns = list(dict.fromkeys(column for row in found.values() for column in row))
     lines = [f"| printed / ours | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     lines += [f"| {row} | {' | '.join(cells.get(c, '–') for c in columns)} |" for row, cells in found.items()]
-    note = "Percent, in brackets the 95 % interval for other images, ± the standard deviation over seeds."
+    note = "Percent, in brackets Wilson's 95 % confidence interval, ± the standard deviation over seeds."
     return "\n".join([*lines, "", f"A/table3 by the paper's schedule. {note}"])
 
 

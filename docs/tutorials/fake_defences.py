@@ -3,7 +3,7 @@
 #
 # Three people bring you a robust classifier. All three report a high accuracy under PGD-10.
 # None of them is robust. In this tutorial you audit their models, read the evidence, and
-# break each of them with the hint that the audit gives.
+# break each of them with attacks on the network inside.
 #
 # ## The suspects
 #
@@ -91,9 +91,9 @@ for name, model in {"undefended": network, **suspects}.items():
 # %% [markdown]
 # ## Audit them
 #
-# `audit` runs a ladder of attacks, from noise to attacks without gradients. If something
-# stands between the gradient and the model, it attacks around it. It also measures signs of
-# masked gradients. Then it decides:
+# `audit` runs a ladder of attacks, from noise to attacks without gradients. If it finds
+# rounding, random outputs or gradients that change from point to point, it adds attacks that
+# replace or average the gradient. It also measures signs of masked gradients. Then it decides:
 
 # %%
 verdicts = {}
@@ -138,8 +138,11 @@ for item in verdicts["overconfident"].evidence:
 # %% [markdown]
 # ## Break them yourself
 #
-# The advice of the audit names what to try next. A *surrogate* is the model without the part
-# that hides the gradient. Attack the surrogate, and evaluate the images on the model:
+# The advice of the audit names what to try next. For the first two suspects it asks for a
+# *surrogate*: the model without the part that hides the gradient. For the rippled one the audit
+# found no such part, so it only advises on training. You have seen its code and know better:
+# all three contain the bare network. Attack the surrogate, and evaluate the images on the
+# model:
 
 # %%
 images, labels = test.pixels(slice(0, 200)), test.labels[:200]
@@ -166,6 +169,15 @@ plt.show()
 # %% [markdown]
 # The lower row shows what the quantized model answers.
 #
+# The audit takes a surrogate too, and adds it to its ladder:
+
+# %%
+verdict = advnorm.audit(
+    suspects["rippled"], test, threat, budget="quick", limit=50, surrogate=network
+)
+print(f"worst case without surrogate {verdicts['rippled'].worst:.0%}, with {verdict.worst:.0%}")
+
+# %% [markdown]
 # ## What to remember
 #
 # - A high accuracy under PGD is where an evaluation starts, not where it ends.

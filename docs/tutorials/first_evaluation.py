@@ -109,9 +109,10 @@ for name, result in results.items():
     print(result)
 
 # %% [markdown]
-# The adversarially trained network pays a little clean accuracy and keeps most of its answers
-# under every attack. The standard one keeps almost nothing. FGSM, a single step, is too weak to
-# show it.
+# Without an attack the two networks are about equally good. Under attack the adversarially
+# trained one keeps more than half of its answers, and the standard one almost none. Read the
+# rows from top to bottom: the attacks become stronger. FGSM, a single step, flatters
+# both networks, so never report it alone.
 #
 # ## How sure is that number?
 #
@@ -148,8 +149,9 @@ plt.show()
 # ## Is the measurement itself sound?
 #
 # An attack can fail for the wrong reason. Two curves show it. With growing eps, accuracy must
-# fall to chance: at eps 1 the attacker may draw any image. With more steps, accuracy must
-# level off: otherwise the attack has not converged.
+# fall to chance (dotted) or below: at eps 1 the attacker may draw any image, and an attacker
+# who knows the label does worse than guessing. With more steps, accuracy must level off:
+# otherwise the attack has not converged.
 
 # %% alt="Robust accuracy falls to zero with eps and levels off with more steps"
 radii = (0.05, 0.1, 0.2, 0.3, 0.4)

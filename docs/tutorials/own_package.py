@@ -3,8 +3,9 @@
 #
 # Research means adding what does not exist yet. In this tutorial you look at a small package
 # with a norm, an attack and an objective of its own, install it, and use its parts by name:
-# in Python, in a configuration, and in every command. Its folder is `examples/own_parts` in the
-# repository; copy it to start your own. Run the commands in the root of the repository.
+# in Python, in a configuration, and in every command. All its files are in the repository, in
+# the folder `examples/own_parts`. You need not type them; copy the folder to start your own
+# package. Run the commands in the root of the repository.
 
 # %%
 # !find examples/own_parts/ -name '*.py' -o -name '*.toml' | sort
@@ -25,9 +26,13 @@
 #
 # ## An attack is one method
 #
-# `perturb` gets a function from images to logits. The base class checks the inputs, projects
-# the result into ball and box, and restores the model. Settings are declared with help and
-# range, so that a wrong value raises a readable error:
+# `perturb` gets `predict`, a function from images to logits, the images `x`, their labels `y`,
+# and `noise`. `noise` draws random numbers for each image. They depend on the seed of the
+# attack and on the position of the image in the data set, not on the batch, so that a result
+# is the same for every batch size. Here `random_start` uses them; `noise.uniform(shape)` and
+# `noise.normal(shape)` give one tensor of that shape per image. The base class checks the
+# inputs, projects the result into ball and box, and restores the model. Settings are declared
+# with help and range, so that a wrong value raises a readable error:
 
 # %%
 # !cat examples/own_parts/src/own_parts/attack.py
@@ -36,7 +41,8 @@
 # ## An objective is a loss over domains
 #
 # `domain_logits` forwards the images of all domains in one batch, each through its own
-# branch:
+# branch. An objective returns its loss, and for each domain the logits and their labels;
+# `terms` are logged in every epoch:
 
 # %%
 # !cat examples/own_parts/src/own_parts/objective.py
@@ -149,7 +155,10 @@ plt.show()
 # ## Test it
 #
 # The package has three tests: the right bank is updated, the attack keeps its contract, a
-# wrong setting is reported. Write yours the same way.
+# wrong setting is reported. Write yours the same way, beside `pyproject.toml`:
+
+# %%
+# !cat examples/own_parts/test_own_parts.py
 
 # %%
 # !PYTHONPATH=packages python -m pytest -q -p no:cacheprovider examples/own_parts/test_own_parts.py

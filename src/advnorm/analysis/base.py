@@ -180,6 +180,18 @@ class Analysis:
 
 ANALYSES: Registry[Analysis] = Registry("analysis", Analysis)
 register_analysis = ANALYSES.register
+"""Decorator that registers a function that returns a :class:`Finding`: ``@register_analysis(name, summary="…")``.
+
+``takes`` says what the function gets:
+
+- ``"run"`` (default): an evaluation target with ``model``, ``images`` and ``labels``
+- ``"runs"``: several targets
+- ``"branches"``: a view of each branch of several targets
+- ``"images"``: the network, and images by name, by default those of ``inputs``: clean, adv
+
+``summary`` is required. ``paper`` and ``measure`` are optional. The settings of the function ``measure`` become options
+of the analysis.
+"""
 
 
 def list_analyses(pattern: str = "*") -> list[str]:

@@ -5,7 +5,7 @@ from advnorm.attacks.autoattack import AutoAttack, AutoAttackResult
 from advnorm.attacks.base import Attack, AttackResult
 from advnorm.attacks.fab import FAB
 from advnorm.attacks.model_access import input_gradient, predicting
-from advnorm.attacks.names import ATTACKS, get, list_attacks, register_attack
+from advnorm.attacks.names import ATTACKS, NameOption, count_options, get, list_attacks, register_attack
 from advnorm.attacks.pgd import FGSM, PGD
 from advnorm.attacks.quick import Quick
 from advnorm.attacks.random_noise import RandomNoise
@@ -21,9 +21,11 @@ __all__ = [
     "AttackResult",
     "AutoAttack",
     "AutoAttackResult",
+    "NameOption",
     "Quick",
     "RandomNoise",
     "Square",
+    "count_options",
     "get",
     "input_gradient",
     "list_attacks",

@@ -95,6 +95,9 @@ class Attack(ABC):
     def perturb(self, predict: Predict, x: Tensor, y: Tensor, noise: ImageNoise) -> Tensor:
         """Return images near ``x`` that ``predict`` misclassifies. The caller validates inputs and projects the result.
 
+        ``noise`` draws random numbers for each image, which depend on the seed and on the position of the image in the
+        data set, not on its batch: ``noise.uniform(shape)``, ``noise.normal(shape)``, ``noise.signs(shape)``.
+
         Training loops and CUDA graphs call this inside their own :func:`predicting` scope, without a device
         synchronization: ``attack.constrain(attack.perturb(predict, x, y, attack.noise(index)), x)``.
         """

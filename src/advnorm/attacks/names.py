@@ -47,8 +47,13 @@ class AttackFamily:
 
 
 ATTACKS: Registry[AttackFamily] = Registry("attack", AttackFamily)
-#: Decorator of an attack class; the keywords are the fields of :class:`AttackFamily`.
 register_attack = ATTACKS.register
+"""Decorator that registers an attack class: ``@register_attack(name, steps=10, summary="…")``.
+
+``steps`` is the default number of steps; without it the name takes no number. ``options`` declares the options that may
+follow in the name, by word: see :func:`count_options` and :class:`NameOption`. ``settings`` are fixed by the name.
+``summary`` is required, ``paper`` is optional.
+"""
 
 
 def count_options(*settings: str) -> dict[str, NameOption]:

@@ -55,15 +55,18 @@ class EvaluateOptions:
     data: Annotated[
         str | None,
         typer.Option(
-            help="Data set NAME:FOLDER, a folder of images, or a .npz or .safetensors file with x and y. "
-            "Default: the run's."
+            help="Data set NAME (such as digits) or NAME:FOLDER, a folder of images, or a .npz or .safetensors file "
+            "with x and y. Default: the run's."
         ),
     ] = None
     image_size: Annotated[
         int | None, typer.Option(min=1, help="Side to which the images of --data are resized, if they are files.")
     ] = None
     data_dir: DataDir = None
-    eps: Eps = None
+    eps: Annotated[
+        str | None,
+        typer.Option(help="Radius in pixel scale, for example 0.2. Default: the run's; without a run 8/255."),
+    ] = None
     threat_norm: Annotated[str | None, typer.Option(help="Linf, L2 or L1. Default: the run's, else Linf.")] = None
     statistics: Annotated[str, typer.Option(help="Statistics of batch norms: running, batch or batch_frozen.")] = (
         "running"

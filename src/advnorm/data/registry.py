@@ -56,6 +56,12 @@ _LIMIT = inspect.Parameter(
 
 DATASETS: Registry[DataSource] = Registry("data set", DataSource)
 register_dataset = DATASETS.register
+"""Decorator that registers a reader: ``@register_dataset(name, summary="…", needs_root=False)``.
+
+The reader is ``read(root, split, *, options)``, or ``read(split, *, options)`` with ``needs_root=False``. It returns
+:class:`ImageData` or :class:`FolderData`, or images and labels if ``num_classes`` is given. ``summary`` is required.
+``splits`` (default: train, test), ``size``, ``missing`` and ``remote_files`` are optional.
+"""
 
 
 def list_datasets(pattern: str = "*") -> list[str]:

@@ -88,15 +88,14 @@ def weigh_gap(
     most, decides = (
         max(limits.GAP_POINTS, points) + slack for points in (min(false, (1 - limits.DOUBT_RATIO) * total), false)
     )
-    shown = worst / claimed if claimed else 1.0
-    extra = f" with a slack of {limits.SLACK_IMAGES} images" if images else ""
+    extra = f" ({limits.SLACK_IMAGES} images of slack included)" if images else ""
     return Evidence(
         name="gap",
         value=gap,
         expected=f"at most {most:.3g}{extra}",
         ok=gap <= most + 1e-9,
         weight="decides" if gap > decides + 1e-9 and norm != "L1" else "doubt",
-        text=f"points from PGD-10 ({total:.1f}) to the worst case ({100 * worst:.1f}); {shown:.2f} left",
+        text=f"points lost from PGD-10 ({total:.1f} %) to the worst case ({100 * worst:.1f} %)",
     )
 
 
@@ -112,7 +111,7 @@ def weigh_one_step(one_step: float, worst: float, clean: float, *, images: int) 
         else "no claim",
         ok=not claims or least >= limits.FALSE_RATIO * one_step,
         weight="decides",
-        text=f"points from one step ({100 * one_step:.1f}) to the worst case ({100 * worst:.1f})",
+        text=f"points lost from one step ({100 * one_step:.1f} %) to the worst case ({100 * worst:.1f} %)",
     )
 
 

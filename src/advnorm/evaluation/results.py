@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 #: What the brackets in a table of accuracies mean.
-INTERVALS = "percent, in brackets the 95 % interval for other images (Wilson)"
+INTERVALS = "percent, in brackets Wilson's 95 % confidence interval"
 #: Columns of a table that is printed without a terminal.
 TEXT_WIDTH = 160
 #: What to do with a record that cannot be used.

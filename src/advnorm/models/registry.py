@@ -68,6 +68,12 @@ class ModelRegistry(Registry[ModelSpec]):
 
 MODELS = ModelRegistry("model", ModelSpec)
 register_model = MODELS.register
+"""Decorator that registers a function that builds a network: ``@register_model(name, mean=None, std=None)``.
+
+The function gets ``layers``, which has ``num_classes``, ``in_channels``, ``norm_name`` and ``norm_options``.
+``mean`` and ``std`` normalize the input (default: those of CIFAR-10; None: no normalization). ``has_norm=False``
+declares a network without norms. ``options`` maps names of further keyword arguments of the function to their types.
+"""
 
 
 def list_models(pattern: str = "*") -> list[str]:

@@ -39,6 +39,13 @@ NormNames = str | Mapping[str, str] | Sequence[tuple[str, str]]
 
 NORMS: Registry[NormRecipe] = Registry("norm", NormRecipe)
 register_norm = NORMS.register
+"""Decorator that registers a norm: ``@register_norm(name, num_domains=2, summary="…")``.
+
+It decorates a function that gets the name and the domains and returns a :class:`Plan`. All keywords are optional:
+``domains`` (default: clean, adv), ``num_domains`` (if their number is fixed), ``family`` (the kind of norm that it
+generalizes: bn, ln, gn, in, rms or none), ``num_groups`` (a function from channels to channel groups), ``options``
+(names of the options that only this norm has), ``summary`` and ``paper``.
+"""
 
 #: Options that every norm accepts.
 MODULE_OPTIONS = ("eps", "momentum", "affine", "track_running_stats", "sync", "process_group", "device", "dtype")

@@ -18,10 +18,10 @@ SHARED = "shared"
 class Plan:
     """The banks of each domain: ``normalized_by``, ``feeds`` (the bank that its samples update) and ``affine``.
 
-    A domain that is normalized by one bank and updates another is *crossed*. Its samples update their bank in a second
-    copy, the *forwarded* samples, which lie before those that the loss uses. Forwarded samples are normalized by their
-    own statistics and scaled like the samples that their bank normalizes. In a batch without forwarded samples every
-    sample updates the bank of its domain.
+    A domain that is normalized by one bank and updates another is *crossed*. Its images are then forwarded twice in one
+    batch. The first copy, the *forwarded* samples, only updates the bank. It is normalized by its own statistics, and
+    scaled like the samples that this bank normalizes. The second copy gives the loss and updates no bank. In a batch
+    without forwarded samples every sample updates the bank of its domain.
 
     ``statistics`` says what the moments are taken over: the ``batch`` (statistics banks), a channel ``group`` of one
     sample (layer, group and instance norm), the root mean square of one sample (``rms``), the ``last`` dimensions of

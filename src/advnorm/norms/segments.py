@@ -83,8 +83,7 @@ def _missing_route(plan: Plan) -> RouteError:
         field="route",
         hint=f"wrap the forward in `with advnorm.route(model, '{last}'):` for a batch of one domain, or in "
         f"`with advnorm.route(model, {plan.example_route}):` for a concatenated one; attacks, evaluations and "
-        f"analyses take route='{last}'. With gradient checkpointing keep the backward inside the scope, or "
-        "(compiled blocks always) pass context_fn=advnorm.checkpoint_context(model)",
+        f"analyses take route='{last}'. In the backward of gradient checkpointing: advnorm.checkpoint_context",
     )
 
 

@@ -368,6 +368,7 @@ class Objective(nn.Module):
 
 OBJECTIVES: Registry[type[Objective]] = Registry("objective")
 register_objective = OBJECTIVES.register
+"""Decorator that registers a subclass of :class:`Objective`: ``@register_objective(name)``, without keywords."""
 
 
 def list_objectives(pattern: str = "*") -> list[str]:

@@ -34,7 +34,14 @@ EAGER = Execution()
 
 
 class CraftedBatch(NamedTuple):
-    """Images with labels and identities, and their adversarial counterparts if the objective attacks."""
+    """Images with labels and identities, and their adversarial counterparts if the objective attacks.
+
+    Attributes:
+        x: Images ``(N, C, H, W)`` in pixel scale.
+        y: Labels ``(N,)``.
+        index: Positions of the images in the data set, which identify their noise.
+        x_adv: Adversarial images, or None if the objective attacks nothing.
+    """
 
     x: Tensor
     y: Tensor
@@ -51,9 +58,16 @@ class CraftedBatch(NamedTuple):
 
 
 class ObjectiveOutput(NamedTuple):
-    """One evaluation of an objective; every dictionary has the domains or the terms as keys."""
+    """One evaluation of an objective.
+
+    Attributes:
+        loss: The scalar that training differentiates.
+        logits: The logits of each domain, by domain.
+        terms: Numbers for the log by name, such as ``adv_ce``; detached scalars.
+        labels: The labels of the logits, by domain.
+    """
 
     loss: Tensor
     logits: dict[str, Tensor]
-    terms: dict[str, Tensor]  # detached
+    terms: dict[str, Tensor]
     labels: dict[str, Tensor]

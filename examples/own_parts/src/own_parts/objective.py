@@ -24,4 +24,5 @@ class ThreeDomains(Objective):
         natural = (terms["clean_ce"] + terms["noise_ce"]) / 2
         loss = (1 - self.adv_weight) * natural + self.adv_weight * terms["adv_ce"]
         detached = {name: term.detach() for name, term in terms.items()}
-        return ObjectiveOutput(loss, logits, detached, dict.fromkeys(images, batch.y))
+        labels = dict.fromkeys(images, batch.y)
+        return ObjectiveOutput(loss=loss, logits=logits, terms=detached, labels=labels)
