@@ -175,7 +175,8 @@ plt.show()
 verdict = advnorm.audit(
     suspects["rippled"], test, threat, budget="quick", limit=50, surrogate=network
 )
-print(f"worst case without surrogate {verdicts['rippled'].worst:.0%}, with {verdict.worst:.0%}")
+print(f"worst case without surrogate: {verdicts['rippled'].worst_case:.0%}")
+print(f"worst case with surrogate: {verdict.worst_case:.0%}")
 
 # %% [markdown]
 # ## What to remember
