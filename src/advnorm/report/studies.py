@@ -206,7 +206,7 @@ def _number_table(entries: Sequence[report_data.ComparedNumber]) -> ReportTable:
             )
             rows.append([entry["column"], *(ours if decimals is None else [paper, *ours, difference])])
     labels = ["ours", "n"] if decimals is None else ["paper", "ours", "n", "difference"]
-    note = "Ours: mean (95 % interval of an accuracy for other images) ± standard deviation over n seeds. "
+    note = "Ours: mean (Wilson's 95 % confidence interval of an accuracy) ± standard deviation over n seeds. "
     compared = f"Difference: ours minus paper. {NONE}: a number is missing."
     return {
         "title": "Numbers",
