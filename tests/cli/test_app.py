@@ -40,3 +40,9 @@ def test_an_import_after_the_verb_is_an_error_that_names_its_place(words):
     with raises_problem("unknown_name", "--import") as caught:
         invoke(*words)
     assert f"advnorm --import FILE.py {words[0]}" in caught.value.problems[0].hint
+
+
+def test_the_place_of_an_import_is_named_for_a_module_too():
+    command = [sys.executable, "-m", "advnorm", "ls", "norms", "--import", "parts.py"]
+    out = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert out.returncode == 2 and "write advnorm --import FILE.py ls …" in out.stderr

@@ -43,7 +43,7 @@ def test_the_table_shows_whole_names_on_a_narrow_terminal(dual, data):
     lines = console.export_text().splitlines()
     for name in ("clean", *attacks, "union"):
         assert any(line.startswith(f"│ {name} ") for line in lines), name
-    assert "adv ┃" in str(result)
+    assert "adv ┃" in str(result) and "noise seed 0" in str(result)
 
 
 def test_an_edited_record_is_rejected_and_one_without_digest_is_shown_as_such(dual, data, tmp_path):

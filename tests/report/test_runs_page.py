@@ -102,6 +102,12 @@ def test_other_conditions_are_not_averaged(runs, tmp_path):
     assert set(column(table, "seeds")) == {"1"}
 
 
+def test_one_epoch_is_singular():
+    row = {"norm": "bn", "branch": "default", "attack": "clean", "accuracy": 0.5, "low": 0.4, "high": 0.6, "seed": 0}
+    table = seed_table([row | {"run": f"r{epochs}", "group": f"g{epochs}", "epochs": epochs} for epochs in (1, 2)])
+    assert headings(table) == ["1 epoch", "2 epochs"]
+
+
 def test_thirty_runs_are_drawn_four_to_a_figure(runs, tmp_path):
     norms = [f"norm_with_a_long_name_{number}" for number in range(30)]
     copies(runs, tmp_path, (0,), norms)

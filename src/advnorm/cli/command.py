@@ -104,8 +104,8 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if any(word.partition("=")[0] == "--import" for word in args):
-            verb = ctx.command_path.partition(" ")[2]
-            message, hint = "--import stands before the verb", f"advnorm --import FILE.py {verb} …"
+            verb = ctx.command_path.removeprefix(ctx.find_root().command_path).strip()
+            message, hint = "--import stands before the verb", f"write advnorm --import FILE.py {verb} …"
             raise ConfigError("unknown_name", message, field="--import", hint=hint)
         for before, word in pairwise(["the command", *args]):
             if not word or re.fullmatch("--[a-z-]+=", word):  # a default would replace it
