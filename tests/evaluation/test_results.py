@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 
 import advnorm
+from advnorm.attacks import PGD
 from advnorm.evaluation import BenchmarkResult, benchmark
 from support.classifiers import first
 from support.problems import raises_problem
@@ -44,6 +45,9 @@ def test_the_table_shows_whole_names_on_a_narrow_terminal(dual, data):
     for name in ("clean", *attacks, "union"):
         assert any(line.startswith(f"│ {name} ") for line in lines), name
     assert "adv ┃" in str(result) and "noise seed 0" in str(result)
+    settings = {"step_size": "1/255", "restarts": 2, "loss": "cw", "momentum": 0.5, "keep": "worst"}
+    labelled = benchmark(dual, first(data, 8), THREAT, PGD(threat=THREAT, steps=1, **settings), ["clean", "adv"])
+    assert all(f"{name}={value}" in str(labelled) for name, value in settings.items()) and "…" not in str(labelled)
 
 
 def test_an_edited_record_is_rejected_and_one_without_digest_is_shown_as_such(dual, data, tmp_path):

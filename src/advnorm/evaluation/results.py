@@ -229,7 +229,8 @@ def _accuracy_table(
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", min_width=min_width)
-    table.add_column(head, no_wrap=True)
+    words = [word for name in names for word in name.split()]  # a label such as `pgd3 loss=cw` wraps at its spaces
+    table.add_column(head, min_width=max(map(len, words), default=0))
     for route in columns:
         table.add_column(label_of(route), justify="right")
     for name, row in zip(names, zip(*columns.values())):
