@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,9 +101,9 @@ class TrainingLoop:
         self.validation = self.monitor = None
         if held_out is not None and config.validate_every:
             trained = self.objective.trained_domains()
-            self.validation = Validation(held_out, config, ranks, trained=trained, workers=workers)
-            if config.monitor:
-                self.monitor = Monitor(held_out, config, ranks, trained=trained, workers=workers)
+            validation = partial(Validation, held_out, ranks=ranks, trained=trained, workers=workers)
+            self.validation = validation(config)
+            self.monitor = Monitor(config, validation) if config.monitor else None
         self.ema = None if config.ema is None else EMA(self.model, config.ema, buffers=config.ema_buffers)
         self.optimizer = make_optimizer(self.model, config)
         self.state = TrainingState(self.model, self.optimizer, self.ema, ranks)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from torch import nn
 
 from advnorm.config import Config
-from advnorm.data import FolderData, ImageData
 from advnorm.objectives import OBJECTIVES
-from advnorm.training.ranks import Ranks
 from advnorm.training.validation import Validation
 
 #: A larger gap is suspicious if a smaller ratio is left: sound networks of papers A and C keep 0.46 and more of their
@@ -23,27 +21,14 @@ SLACK = 2
 class Monitor:
     """Accuracies of the same held-out images under the training attack, PGD-10 and a strong attack."""
 
-    def __init__(
-        self,
-        data: ImageData | FolderData,
-        config: Config,
-        ranks: Ranks,
-        *,
-        trained: Sequence[str],
-        workers: int | None,
-    ) -> None:
+    def __init__(self, config: Config, validation: Callable[[Config], Validation]) -> None:
+        """``validation`` builds the validation of a configuration."""
         names = ["pgd10", config.monitor_attack]
         if OBJECTIVES.get(config.objective.name).needs_attack:
             names.insert(0, "training")
         self.strong = config.monitor_attack
         self.validations = {
-            name: Validation(
-                data,
-                dataclasses.replace(config, validation_attack=name, validation_images=config.monitor),
-                ranks,
-                trained=trained,
-                workers=workers,
-            )
+            name: validation(dataclasses.replace(config, validation_attack=name, validation_images=config.monitor))
             for name in dict.fromkeys(names)
         }
 
@@ -55,12 +40,11 @@ class Monitor:
             if accuracy is None:
                 return None
             found[name] = accuracy[name]
-        images = next(iter(self.validations.values())).images
-        return {**found, "alarm": float(describe_alarm(found, self.strong, images) is not None)}
+        return {**found, "alarm": float(self.warning(found) is not None)}
 
     def warning(self, found: Mapping[str, float]) -> str | None:
         """The warning of an epoch in words; None if nothing is suspicious."""
-        return describe_alarm(found, self.strong, next(iter(self.validations.values())).images)
+        return describe_alarm(found, self.strong, self.validations[self.strong].images)
 
 
 def describe_alarm(found: Mapping[str, float], strong: str, images: int) -> str | None:

@@ -42,8 +42,8 @@ class StepProgram:
     """Computes the loss of a batch and the gradients of the parameters; this one eagerly.
 
     With several processes the objective runs inside DDP. ``sync_buffers``: rank 0's statistics are sent to the others
-    before each step. ``accumulate``: the batch is trained in so many equal parts, and the gradient is their mean. All
-    parts are attacked before the first one updates the statistics. ``sharded``: the model is sharded instead.
+    before each step. ``accumulate``: the number of equal parts that a batch is trained in; the gradient is their mean.
+    All parts are attacked before the first one updates the statistics. ``sharded``: the model is sharded instead.
     """
 
     def __init__(
