@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import advnorm
+from advnorm.evaluation.outcomes import decode_rows
 from support.command import invoke
 from support.problems import raises_problem
 
@@ -26,7 +27,17 @@ def test_the_verdict_is_printed_and_is_the_exit_status(own_model, undefended):
     assert "NONE" in result.output and "record: v.json" in result.output
     assert "own_model:build" in result.output and "u.safetensors" in result.output
     limits = {item["text"]: item["expected"] for item in record["evidence"]}
-    assert limits["points by which one step beats PGD-10"] == "at most 5"  # two of 40 images
+    assert limits["points by which one step beats PGD-10"] == "at most 5 (2 of 40 images)"
+
+
+def test_a_limit_selects_the_same_images_as_in_evaluate(own_model):
+    common = ("own_model:build", "--weights", "w.safetensors", "--data", "digits", "--device", "cpu", "--limit", "30")
+    invoke("audit", *common, "--budget", "quick", "--json", "a.json")
+    invoke("evaluate", *common, "--attacks", "fgsm", "--json", "e.json")
+    audited, evaluated = (json.loads(Path(name).read_text()) for name in ("a.json", "e.json"))
+    count = len(advnorm.data.load("digits", "test"))
+    assert decode_rows(audited["rows"]).tolist() == [row * count // 30 for row in range(30)]
+    assert audited["rows"] == evaluated["rows"] and audited["clean"] == evaluated["accuracy"]["default"]["clean"]
 
 
 def test_one_error_lists_everything_that_is_wrong(own_model):

@@ -138,9 +138,9 @@ def test_no_more_images_of_a_folder_are_decoded_than_evaluated(own_model, tmp_pa
         "from torch import nn\ndef build():\n    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 224 * 224, 2))\n"
     )
     words = ("evaluate", "own_model:build", "--data", f"imagefolder:{folder}", "--attacks", "fgsm", *CPU)
-    assert invoke(*words, "--limit", "1").exit_code == 0
+    assert invoke(*words, "--limit", "2").exit_code == 0  # the first image of each class
     with pytest.raises(advnorm.AdvnormError):
-        invoke(*words, "--limit", "2")
+        invoke(*words, "--limit", "3")
 
 
 def test_the_faster_search_is_suggested_on_a_gpu():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from advnorm.data import ImageData, load, make_loader
 from advnorm.data.gather import gather, gather_spread
@@ -65,15 +65,25 @@ def test_data_comes_in_many_forms(wrap, few):
         assert torch.equal(images, x[:limit]) and torch.equal(labels, y[:limit])
 
 
-def test_spread_images_are_the_only_ones_that_are_read(few):
+@pytest.mark.parametrize("wrap", [lambda listed: listed, lambda listed: DataLoader(listed, batch_size=7)])
+def test_spread_images_are_the_only_ones_that_are_read(few, wrap):
     rows = list(range(0, 40, 4))
     listed = MapStyle(*few)
-    images, labels, index = gather_spread(listed, 10)
+    images, labels, index = gather_spread(wrap(listed), 10)
     assert listed.read == index.tolist() == rows
     assert torch.equal(images, few[0][rows]) and torch.equal(labels, few[1][rows])
 
 
-@pytest.mark.parametrize("wrap", [lambda x, y: (x, y), Batches, lambda x, y: [*zip(x.split(1), y.split(1))]])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda x, y: (x, y),
+        Batches,
+        lambda x, y: [*zip(x.split(1), y.split(1))],
+        lambda x, y: DataLoader([*zip(x, y)], batch_size=7, collate_fn=default_collate),
+        lambda x, y: DataLoader(Batches(x, y), batch_size=None),
+    ],
+)
 def test_spread_images_are_the_same_from_tensors_and_batches(wrap, few):
     images, _, index = gather_spread(wrap(*few), 10)
     assert index.tolist() == list(range(0, 40, 4)) and torch.equal(images, few[0][::4])

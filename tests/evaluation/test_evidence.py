@@ -1,8 +1,13 @@
 """The rules of the audit: which numbers lead to which verdict."""
 
-import pytest
+import math
+import re
 
-from advnorm.evaluation.evidence import Evidence, decide, weigh_gap
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from advnorm.evaluation.evidence import Evidence, EvidenceList, decide, weigh_gap, weigh_one_step
 
 
 def decided(pgd: float, worst: float, chance: float) -> str:
@@ -75,3 +80,45 @@ def test_a_worst_case_below_a_constant_answer_is_never_real():
         for pgd in range(0, 101, 3):
             for worst in range(0, min(pgd, int(100 * chance)) + 1, 3):
                 assert decided(pgd, worst, chance) != "real", (pgd, worst, chance)
+
+
+# -- marks and printed numbers -----------------------------------------------------------------------------------------
+
+
+def reads_in_order(item: Evidence) -> bool:
+    """Whether the printed value does not exceed the printed limit; True without a printed limit."""
+    limit = re.match(r"at most (\S+)", item.expected)
+    return limit is None or float(item.measured) <= float(limit[1])
+
+
+counts = st.integers(30, 2000).flatmap(
+    lambda n: st.tuples(st.just(n), *(st.integers(0, n) for _ in range(3))).map(lambda t: (t[0], *sorted(t[1:])))
+)
+
+
+@given(counts)
+def test_a_mark_never_contradicts_the_printed_numbers_of_gap_and_one_step(numbers):
+    images, worst, claimed, clean = numbers
+    for item in (
+        weigh_gap(claimed / images, worst / images, images=images),
+        weigh_one_step(claimed / images, worst / images, clean / images, images=images),
+    ):
+        assert item.ok == reads_in_order(item), item
+        assert item.expected == "no claim" or f"2 of {images} images of slack" in item.expected
+
+
+@given(st.floats(-100, 100), st.floats(0, 60), st.booleans(), st.integers(1, 2000), st.floats(-1e-6, 1e-6))
+def test_a_mark_never_contradicts_the_printed_numbers(value, most, points, images, near):
+    for number in (value, most + near):
+        found = EvidenceList(images)
+        ok = found.expect("any", "any", number, most, points=points)
+        assert ok == found.items[0].ok == reads_in_order(found.items[0])
+        decides = points and 200 / images > most
+        assert (f"(2 of {images} images)" in found.items[0].expected) == decides
+
+
+def test_a_value_just_above_its_limit_is_printed_with_more_digits():
+    found = EvidenceList(1000)
+    assert not found.expect("any", "any", 5.004, 5) and found.items[0].measured == "5.004"
+    assert not found.expect("any", "any", math.nan, 5) and found.items[1].measured == "nan"
+    assert found.expect("any", "any", 7.0, math.inf) and found.items[2].expected == ""

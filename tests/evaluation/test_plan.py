@@ -159,12 +159,10 @@ def test_an_attack_object_is_named_by_its_changed_settings():
 def test_data_sets_and_tensors_have_the_same_fingerprint(data):
     digits = load("digits", "test")
     model = CountingLinear()
-    plans = [
-        plan_evaluation(model, d, THREAT, "fgsm", limit=10, spread=True) for d in (digits, digits.take(slice(None)))
-    ]
-    plans.append(plan_evaluation(model, (digits.pixels(), digits.labels), THREAT, "fgsm", limit=10, spread=True))
+    plans = [plan_evaluation(model, d, THREAT, "fgsm", limit=10) for d in (digits, digits.take(slice(None)))]
+    plans.append(plan_evaluation(model, (digits.pixels(), digits.labels), THREAT, "fgsm", limit=10))
     assert len({plan.fingerprint for plan in plans}) == 1
-    other = plan_evaluation(model, data, THREAT, "fgsm", limit=11, spread=True)
+    other = plan_evaluation(model, data, THREAT, "fgsm", limit=11)
     assert other.fingerprint != plans[0].fingerprint
 
 

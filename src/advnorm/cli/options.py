@@ -28,7 +28,7 @@ Checkpoint = Annotated[
 ]
 DataDir = Annotated[Path | None, typer.Option(help="Folder that contains the data set.")]
 Eps = Annotated[str | None, typer.Option(help="Radius in pixel scale, for example 8/255. Default: the run's.")]
-Limit = Annotated[int | None, typer.Option(min=1, help="Use at most N images.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Use at most N images, spread evenly over the data.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda if available.")]
 Seed = Annotated[int, typer.Option(help="Seed of the noise.")]
 JsonCopy = Annotated[Path | None, typer.Option(help="Also write the record to this file.")]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, SequentialSampler, default_collate
 
 from advnorm._core.errors import ConfigError, Description
 from advnorm.data.image_data import FolderData, ImageData
@@ -44,7 +45,12 @@ def gather(data: Any, limit: int | None = None, rows: Tensor | None = None) -> t
 
 
 def gather_spread(data: Any, limit: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``limit`` images spread evenly over the data, their labels and their rows; read no others if possible."""
+    """Return ``limit`` images spread evenly over the data, their labels and their rows; read no others if possible.
+
+    The images of a folder are sorted by class, so the first ones would show one class.
+    """
+    if isinstance(data, DataLoader) and isinstance(data.sampler, SequentialSampler):
+        data = data.dataset if data.collate_fn is default_collate else data
     if _is_indexable(data):
         rows = spread_rows(len(data), limit)
         images, labels = gather(data, rows=rows)

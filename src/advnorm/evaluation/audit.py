@@ -37,6 +37,7 @@ from advnorm.evaluation.audit_ladder import (
 from advnorm.evaluation.evidence import EvidenceList, RungResult, VerdictName, decide, weigh_gap, weigh_one_step
 from advnorm.evaluation.jobs import AttackJob
 from advnorm.evaluation.model_branches import branches, mixing_norms, same_branch
+from advnorm.evaluation.outcomes import encode_rows
 from advnorm.evaluation.plan import PROBE_IMAGES, EvaluationOptions, plan_evaluation, type_problems
 from advnorm.evaluation.reference_logits import OutputCheck
 from advnorm.evaluation.results import DEFAULT_ROUTE, fraction
@@ -85,7 +86,7 @@ def audit(
     if options.get("limit") is None:
         options["limit"] = BUDGET_IMAGES[budget]
     routes = _routes_to_evaluate(model, route)
-    special = {"spread": True, "surrogate": surrogate, "gradients": False}  # rungs without gradients still run
+    special = {"surrogate": surrogate, "gradients": False}  # rungs without gradients still run
     plan = plan_evaluation(model, data, threat, "pgd10", routes, **special, **options)
     origin = "" if surrogate is None else model_fingerprint(surrogate)
     references = plan.references
@@ -169,6 +170,7 @@ class _Audit:
                 "budget": self.budget,
                 "surrogate": None if self.surrogate is None else type(self.surrogate).__name__,
                 **identity,
+                "rows": encode_rows(plan.index),
                 "warnings": list(runner.partial.warnings()),
             },
         )

@@ -40,8 +40,9 @@ def benchmark(
     inside your own scopes.
     The train or eval mode of the model has no effect, and every flag is restored. A float32 forward without TF32 and
     autocast decides. Noise belongs to the row of an image in the data, so the batch size has no effect.
-    ``options``: ``batch_size``, ``device``, ``seed``, ``limit`` (the first images), ``statistics``, ``record`` and
-    ``about`` of :class:`EvaluationOptions`. An interrupted run resumes from ``<record>.partial``.
+    ``options``: ``batch_size``, ``device``, ``seed``, ``limit`` (images spread evenly over the data, as in
+    :func:`audit`), ``statistics``, ``record`` and ``about`` of :class:`EvaluationOptions`. An interrupted run resumes
+    from ``<record>.partial``.
     """
     return run_benchmark(plan_evaluation(model, data, threat, attacks, route, **options), progress=progress)
 

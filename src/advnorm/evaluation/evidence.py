@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from advnorm.evaluation import audit_thresholds as limits
 from advnorm.threat import Norm
@@ -22,6 +22,7 @@ class Evidence:
     """One measurement with its value, its expected value, and its weight if the expectation fails.
 
     ``decides``: the robustness is false. ``doubt``: it cannot be called real. ``note``: information only.
+    ``measured``: the value as text, with enough digits to be on the same side of the limit in ``expected``.
     """
 
     name: str
@@ -30,6 +31,20 @@ class Evidence:
     ok: bool
     weight: Weight
     text: str
+    measured: str = ""  # records of older versions have the value alone
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "measured", self.measured or f"{self.value:.3g}")
+
+    @classmethod
+    def at_most(cls, most: float, *, value: float, slack: str = "", **fields: Any) -> Evidence:
+        """Return a measurement that should be at most ``most``; ``slack``: what the limit contains, in words."""
+        ok = value <= most
+        texts = [(f"{value:.{digits}g}", f"{most:.{digits}g}") for digits in range(3, 18)]
+        # 5.004 exceeds 5, but both read 5 with three digits. With 17 digits a text is the number itself.
+        measured, limit = next(pair for pair in texts if (float(pair[0]) <= float(pair[1])) == ok)
+        expected = "" if math.isinf(most) else f"at most {limit}" + f" ({slack})" * bool(slack)
+        return cls(value=value, expected=expected, ok=ok, measured=measured, **fields)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,17 +63,19 @@ class EvidenceList:
 
     def __init__(self, images: int) -> None:
         self.items: list[Evidence] = []
-        self._slack = 100 * limits.SLACK_IMAGES / images  # in points
+        self._images = images
 
     def expect(
         self, name: str, text: str, value: float, most: float, *, weight: Weight = "doubt", points: bool = False
     ) -> bool:
         """Add a measurement that should be at most ``most``; a value in ``points`` gets the slack of a few images."""
-        most = max(most, self._slack) if points else most
-        expected = "" if math.isinf(most) else f"at most {most:.3g}"
-        ok = value <= most
-        self.items.append(Evidence(name=name, value=value, expected=expected, ok=ok, weight=weight, text=text))
-        return ok
+        slack = 100 * limits.SLACK_IMAGES / self._images
+        words = ""
+        if points and slack > most:
+            most, words = slack, f"{limits.SLACK_IMAGES} of {self._images} images"
+        item = Evidence.at_most(most, name=name, value=value, weight=weight, text=text, slack=words)
+        self.items.append(item)
+        return item.ok
 
 
 def weigh_gap(
@@ -76,7 +93,7 @@ def weigh_gap(
     adaptive attacks leave 1 %.
     """
     slack = 100 * limits.SLACK_IMAGES / images if images else 0.0
-    total, gap = 100 * claimed, 100 * (claimed - worst)
+    total, gap = 100 * claimed, round(100 * (claimed - worst), 9)
     zero = max((item.value for item in evidence if item.name == "zero gradients"), default=0.0)
     blind = limits.BLIND_POINTS if zero >= limits.BLIND_SHARE else math.inf
     # A gap of up to GAP_POINTS is no sign. Each condition limits the points that may be lost at this PGD-10 accuracy.
@@ -85,34 +102,37 @@ def weigh_gap(
         max(limits.FALSE_POINTS, (1 - limits.FALSE_POINTS_RATIO) * total),
         blind,
     )
-    most, decides = (
-        max(limits.GAP_POINTS, points) + slack for points in (min(false, (1 - limits.DOUBT_RATIO) * total), false)
+    most, decides = (  # rounded: sums of floats must not decide
+        round(max(limits.GAP_POINTS, points) + slack, 9)
+        for points in (min(false, (1 - limits.DOUBT_RATIO) * total), false)
     )
-    extra = f" ({limits.SLACK_IMAGES} images of slack included)" if images else ""
-    return Evidence(
+    return Evidence.at_most(
+        most,
         name="gap",
         value=gap,
-        expected=f"at most {most:.3g}{extra}",
-        ok=gap <= most + 1e-9,
-        weight="decides" if gap > decides + 1e-9 and norm != "L1" else "doubt",
+        slack=_slack_text(images) if images else "",
+        weight="decides" if gap > decides and norm != "L1" else "doubt",
         text=f"points lost from PGD-10 ({total:.1f} %) to the worst case ({100 * worst:.1f} %)",
     )
 
 
 def weigh_one_step(one_step: float, worst: float, clean: float, *, images: int) -> Evidence:
     """Weigh the accuracy under one step: a network that overfits to one step keeps it, and loses all else."""
-    least = worst + limits.SLACK_IMAGES / images
     claims = one_step >= limits.ONE_STEP_SHARE * clean and one_step > limits.NONE_CLAIMED
-    return Evidence(
+    most = 100 * (1 - limits.FALSE_RATIO) * one_step + 100 * limits.SLACK_IMAGES / images
+    item = Evidence.at_most(
+        round(most, 9) if claims else math.inf,
         name="one step",
-        value=100 * (one_step - worst),
-        expected=f"at most {100 * (one_step - limits.FALSE_RATIO * one_step) + 100 * limits.SLACK_IMAGES / images:.3g}"
-        if claims
-        else "no claim",
-        ok=not claims or least >= limits.FALSE_RATIO * one_step,
+        value=round(100 * (one_step - worst), 9),
+        slack=_slack_text(images),
         weight="decides",
         text=f"points lost from one step ({100 * one_step:.1f} %) to the worst case ({100 * worst:.1f} %)",
     )
+    return item if claims else replace(item, expected="no claim")
+
+
+def _slack_text(images: int) -> str:
+    return f"{limits.SLACK_IMAGES} of {images} images of slack included"
 
 
 def decide(
@@ -121,7 +141,7 @@ def decide(
     """Return the verdict and its reasons; the first item of ``evidence`` comes from :func:`weigh_gap`."""
     gap, *rest = evidence
     doubts = [item for item in rest if not item.ok and item.weight != "note"]
-    signs = [f"{item.text}: {item.value:.3g}, expected {item.expected}" for item in doubts]
+    signs = [f"{item.text}: {item.measured}, expected {item.expected}" for item in doubts]
     numbers = f"accuracy is {claimed:.1%} under PGD-10 and {worst:.1%} in the worst case, on {images} images"
     constant = f"always answering the most frequent class has an accuracy of {chance:.1%}"
     lost = worst <= max(limits.NONE_LEFT, chance)

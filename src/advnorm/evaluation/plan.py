@@ -21,7 +21,7 @@ from advnorm._core.settings import Setting, convert
 from advnorm.attacks import input_gradient
 from advnorm.attacks.inputs import validate_batch, validating_first_logits
 from advnorm.data import FolderData, ImageData
-from advnorm.data.gather import gather, gather_spread
+from advnorm.data.gather import gather_spread
 from advnorm.evaluation.jobs import AttackJob, Attacks, build_jobs
 from advnorm.evaluation.model_branches import branches, same_branch
 from advnorm.evaluation.reference_logits import ReferenceLogits
@@ -44,7 +44,7 @@ class EvaluationOptions(TypedDict, total=False):
     batch_size: int | None  #: By default that of the device; halved when memory runs out.
     device: str | torch.device | None  #: By default that of the model.
     seed: int
-    limit: int | None  #: Number of images.
+    limit: int | None  #: Number of images, spread evenly over the data.
     statistics: Mode  #: ``"batch_frozen"`` uses batch statistics at test time.
     record: Path | str | None  #: JSON file: a finished record is read back, ``<record>.partial`` is resumed.
     about: Mapping[str, Any] | None  #: Origin of the model as plain data, for the record.
@@ -139,7 +139,6 @@ def plan_evaluation(
     seed: int = 0,
     limit: int | None = None,
     any_threat: bool = False,
-    spread: bool = False,
     statistics: Mode = "running",
     record: Path | str | None = None,
     surrogate: nn.Module | None = None,
@@ -148,9 +147,8 @@ def plan_evaluation(
 ) -> EvaluationPlan:
     """Validate everything with one small forward per route; all problems come in one error.
 
-    ``any_threat``: attacks may have threat models of their own. ``spread``: take ``limit`` images evenly from all data.
-    ``surrogate``: another model on which attacks will be computed. ``gradients``: reject attacks that need gradients on
-    a model without gradients.
+    ``any_threat``: attacks may have threat models of their own. ``surrogate``: another model on which attacks will be
+    computed. ``gradients``: reject attacks that need gradients on a model without gradients.
     """
     problems = type_problems(model=(model, nn.Module), threat=(threat, ThreatModel))
     problems += statistics_problems(statistics) + _about_problems(about)
@@ -168,11 +166,7 @@ def plan_evaluation(
     plan = None
     with collect_problems(problems):
         place = model_device(model, device)
-        if spread:
-            images, labels, index = gather_spread(data, most)
-        else:
-            images, labels = gather(data, most)
-            index = torch.arange(len(images))
+        images, labels, index = gather_spread(data, most)
         validate_batch(images, labels)
         if statistics != "running" and 1 in (batch_size, len(images)):
             message = "batch statistics need batches of at least two images"

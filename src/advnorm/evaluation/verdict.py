@@ -36,6 +36,7 @@ class EvidenceRecord(TypedDict):
     ok: bool
     weight: Weight
     text: str
+    measured: NotRequired[str]
 
 
 class AuditRecord(TypedDict):
@@ -52,6 +53,7 @@ class AuditRecord(TypedDict):
     eps_curve: list[tuple[float, float]]
     chance: float
     other_branches: dict[str, dict[str, float]]
+    rows: NotRequired[list[Any]]  # of the images in their data set
     about: NotRequired[dict[str, Any] | None]
 
 
@@ -129,7 +131,7 @@ class Verdict:
         marks = {"decides": "[bold red]✗[/]", "doubt": "[yellow]?[/]", "note": "[dim]i[/]"}
         for item in self.evidence:
             mark = "[green]✓[/]" if item.ok else marks[item.weight]
-            table.add_row(Text.from_markup(mark), item.text, f"{item.value:.3g}", item.expected)
+            table.add_row(Text.from_markup(mark), item.text, item.measured, item.expected)
         return table
 
     def summary(self) -> str:
