@@ -11,12 +11,12 @@ from torch import nn
 
 from advnorm import attacks
 from advnorm.attacks import AutoAttack, Quick
-from advnorm.attacks.autoattack.record import AutoAttackResult, CascadeRecord
+from advnorm.attacks.autoattack.record import CascadeRecord, CascadeResult
 from advnorm.evaluation import benchmark
 from support.autoattack_models import Double, Wrapped, same
 
 
-def passes(result: AutoAttackResult) -> int:
+def passes(result: CascadeResult) -> int:
     return sum(result.forwards.values()) + sum(result.backwards.values())
 
 

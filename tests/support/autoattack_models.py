@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from advnorm.attacks.autoattack import AutoAttack, AutoAttackResult
+from advnorm.attacks.autoattack import AutoAttack, CascadeResult
 from advnorm.attacks.autoattack.attack import VERSIONS
 from advnorm.threat import ThreatModel
 
@@ -20,7 +20,7 @@ def quick(threat: ThreatModel, **settings) -> AutoAttack:
     return AutoAttack(threat=threat, **{**QUICK, **settings})
 
 
-def same(a: AutoAttackResult, b: AutoAttackResult) -> bool:
+def same(a: CascadeResult, b: CascadeResult) -> bool:
     return torch.equal(a.fooled_by, b.fooled_by) and torch.equal(a.x_adv, b.x_adv)
 
 

@@ -1,7 +1,7 @@
 """Attacks with a contract: the result lies inside ball and box exactly, and the model is unchanged bit for bit."""
 
 from advnorm.attacks.apgd import APGD
-from advnorm.attacks.autoattack import AutoAttack, AutoAttackResult
+from advnorm.attacks.autoattack import AutoAttack, CascadeResult
 from advnorm.attacks.base import Attack, AttackResult
 from advnorm.attacks.fab import FAB
 from advnorm.attacks.model_access import input_gradient, predicting
@@ -20,7 +20,7 @@ __all__ = [
     "Attack",
     "AttackResult",
     "AutoAttack",
-    "AutoAttackResult",
+    "CascadeResult",
     "NameOption",
     "Quick",
     "RandomNoise",

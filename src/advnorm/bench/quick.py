@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from advnorm._core.devices import resolve_device
 from advnorm._core.provenance import environment
-from advnorm.attacks import AutoAttack, AutoAttackResult, Quick
+from advnorm.attacks import AutoAttack, CascadeResult, Quick
 from advnorm.attacks.autoattack.settings import Precision
 from advnorm.bench.timing import MeasuredConditions
 from advnorm.config import AttackConfig, Config, Named
@@ -159,7 +159,7 @@ def bench_quick(
     for network in networks:
         settings = {"threat": network.threat, "route": network.route, "precision": precision, "seed": seed}
 
-        def evaluate(attack: Quick | AutoAttack, network: BenchmarkedNetwork = network) -> AutoAttackResult:
+        def evaluate(attack: Quick | AutoAttack, network: BenchmarkedNetwork = network) -> CascadeResult:
             def progress(done: int, total: int) -> None:
                 on_row(f"{network.name}, {attack.title}: {100 * done // total} %")
 
@@ -189,6 +189,6 @@ def bench_quick(
     return result
 
 
-def _passes(result: AutoAttackResult) -> float:
+def _passes(result: CascadeResult) -> float:
     """Forwards and backwards per image."""
     return (sum(result.forwards.values()) + sum(result.backwards.values())) / len(result.x_adv)

@@ -21,7 +21,7 @@ from advnorm._core.shapes import with_digest
 from advnorm.attacks import Attack
 from advnorm.attacks.autoattack import CascadeAttack
 from advnorm.attacks.autoattack.checks import square_warnings
-from advnorm.attacks.autoattack.record import AutoAttackResult
+from advnorm.attacks.autoattack.record import CascadeResult
 from advnorm.attacks.search import Search
 from advnorm.evaluation.jobs import AttackJob
 from advnorm.evaluation.partial_record import PartialRecord, load_matching
@@ -179,9 +179,7 @@ class EvaluationRunner:
 
         return torch.cat(AdaptiveBatchSize(plan.batch_size, minimum=self._minimum).map(len(x), evaluate))[: len(rows)]
 
-    def _run_cascade(
-        self, job: AttackJob, attack: CascadeAttack, x: Tensor, y: Tensor, index: Tensor
-    ) -> AutoAttackResult:
+    def _run_cascade(self, job: AttackJob, attack: CascadeAttack, x: Tensor, y: Tensor, index: Tensor) -> CascadeResult:
         plan = self.plan
         self.partial.begin(job.key)
         folder = self.partial.folder(job.key)
@@ -210,7 +208,7 @@ class EvaluationRunner:
         return ((draws.argmax(2) == y).double().mean(0) > 0.5) & ~nan, nan
 
     def _warn_about_memory(
-        self, key: str, name: str, memory: AdaptiveBatchSize | AutoAttackResult, unit: str = "images"
+        self, key: str, name: str, memory: AdaptiveBatchSize | CascadeResult, unit: str = "images"
     ) -> None:
         if memory.halved:
             sizes, size = ", ".join(map(str, memory.halved)), memory.halved[-1] // 2

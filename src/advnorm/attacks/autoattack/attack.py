@@ -25,7 +25,7 @@ from advnorm._core.seeding import ImageNoise
 from advnorm._core.settings import Setting
 from advnorm.attacks.apgd import APGD
 from advnorm.attacks.autoattack.cascade import Cascade
-from advnorm.attacks.autoattack.record import AutoAttackResult, CascadeRecord
+from advnorm.attacks.autoattack.record import CascadeRecord, CascadeResult
 from advnorm.attacks.autoattack.settings import CascadeSettings, Precision
 from advnorm.attacks.autoattack.surrogate import search_surrogate
 from advnorm.attacks.base import Steps, detach, validated_index
@@ -75,7 +75,7 @@ class CascadeAttack(CascadeSettings):
         record: Path | str | None = None,
         bar: bool | None = None,
         search: Predict | None = None,
-    ) -> AutoAttackResult:
+    ) -> CascadeResult:
         """Attack the images and measure robust accuracy; ``x`` may be on another device than the model.
 
         ``record``: a folder that is written after each batch, resumed after a kill, and finally holds the result.

@@ -16,7 +16,7 @@ from advnorm._core.precision import ContextFactory, choose_kernels
 from advnorm._core.seeding import ImageNoise
 from advnorm.attacks.apgd import APGD
 from advnorm.attacks.autoattack.checks import warnings_after, warnings_before
-from advnorm.attacks.autoattack.record import AutoAttackResult, CascadeRecord, ReliabilityWarning, StageBatch
+from advnorm.attacks.autoattack.record import CascadeRecord, CascadeResult, ReliabilityWarning, StageBatch
 from advnorm.attacks.autoattack.settings import CascadeSettings
 from advnorm.attacks.autoattack.surrogate import CapturedSurrogate
 from advnorm.attacks.fab import FAB
@@ -78,7 +78,7 @@ class Cascade:
         self.forwards: dict[str, int] = {}
         self.backwards: dict[str, int] = {}
 
-    def run(self) -> AutoAttackResult:
+    def run(self) -> CascadeResult:
         finished = self.record.load_result(self.attack, self.x.device) if self.record else None
         if finished is not None:
             return finished
@@ -95,7 +95,7 @@ class Cascade:
             else:
                 left &= self.attack.selected(name, self.margin / self.clean_margin, self.zero_gradient)
             self._stage(place, names, stages[name], left.nonzero()[:, 0], classes)
-        result = AutoAttackResult(
+        result = CascadeResult(
             attack=self.attack,
             x_adv=self.best,
             fooled_by=self.fooled_by,

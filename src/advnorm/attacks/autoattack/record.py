@@ -1,4 +1,4 @@
-"""The result of AutoAttack, and the folder from which a killed evaluation resumes."""
+"""The result of a cascade, and the folder from which a killed evaluation resumes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ReliabilityWarning:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AutoAttackResult:
+class CascadeResult:
     """The result of an evaluation, with its conditions."""
 
     attack: CascadeSettings
@@ -173,7 +173,7 @@ class CascadeRecord:
             self._count = int(path.stem.removeprefix("batch-"))
             yield StageBatch(stage=stage, images=images, found=SearchResult(**tensors), **facts)
 
-    def finish(self, result: AutoAttackResult) -> None:
+    def finish(self, result: CascadeResult) -> None:
         """Write the answer and remove the batches."""
         tensors = {"x_adv": result.x_adv, "fooled_by": result.fooled_by}
         _write_tensors(self.folder / "answer.safetensors", tensors, {})
@@ -182,14 +182,14 @@ class CascadeRecord:
         for path in self.folder.glob("batch-*.safetensors"):
             path.unlink()
 
-    def load_result(self, attack: CascadeSettings, device: torch.device) -> AutoAttackResult | None:
+    def load_result(self, attack: CascadeSettings, device: torch.device) -> CascadeResult | None:
         """Return the result of a finished evaluation, else None."""
         answer = self._data.get("answer")
         if answer is None:
             return None
         tensors, _ = _read_tensors(self.folder / "answer.safetensors", device)
         summary = answer["result"]
-        return AutoAttackResult(
+        return CascadeResult(
             attack=attack,
             **tensors,
             stages=tuple(answer["stages"]),
