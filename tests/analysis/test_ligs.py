@@ -21,13 +21,13 @@ from advnorm.analysis import ANALYSES, ligs, ligs_along
 from advnorm.analysis.base import to_record
 from advnorm.analysis.ligs import SHIFTS, GradientSimilarities, LIGSComparison
 from advnorm.attacks import FGSM, PGD, predicting
-from support.confident import confident_network, exact_direction
+from support.confident import DEVICES, confident_network, exact_direction
 from support.problems import raises_problem
 
 
 def shifted_by_hand(model: nn.Module, x: Tensor, y: Tensor, shift: str, size: float, route: str | None) -> Tensor:
     """App. B.4; the attacks are the public ones, whose noise is the image's."""
-    noise = ImageNoise(0, torch.arange(len(x))).fold("ligs")
+    noise = ImageNoise(0, torch.arange(len(x), device=x.device)).fold("ligs")
     if shift == "gaussian":
         return x + size * noise.normal(x.shape[1:], "ligs")
     if shift == "uniform":
@@ -152,11 +152,12 @@ def test_a_confident_network_has_a_gradient_direction(gap):
     assert float(expected.min()) < 0.99
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("scale", "near_enough"), [(1, 1e-5), (10, 1e-4)]
 )  # float32 logits of 1,000 have steps of 6e-5
-def test_the_value_of_a_confident_network_is_exact_however_large_its_margins(scale, near_enough):
-    model, x, y = confident_network()
+def test_the_value_of_a_confident_network_is_exact_however_large_its_margins(scale, near_enough, device):
+    model, x, y = confident_network(device)
     model = copy.deepcopy(model)
     with torch.no_grad():
         model[-1].weight *= scale
@@ -165,8 +166,8 @@ def test_the_value_of_a_confident_network_is_exact_however_large_its_margins(sca
     expected = (exact_direction(model, x, y) * exact_direction(model, near, y)).flatten(1).sum(1)
     found = ligs(model, x, y, size=0.05)
     assert found.without_gradient == 0
-    torch.testing.assert_close(found.per_image, expected, rtol=0, atol=near_enough)
-    noise = ImageNoise(0, torch.arange(len(x))).fold("ligs")
+    torch.testing.assert_close(found.per_image, expected.cpu(), rtol=0, atol=near_enough)
+    noise = ImageNoise(0, torch.arange(len(x), device=device)).fold("ligs")
     regularizer = advnorm.objectives.LIGS(advnorm.objectives.Standard(model), size=0.05).similarity(x, y, noise)
     assert float(regularizer.detach()) == pytest.approx(float(expected.mean()), abs=1e-5)
 

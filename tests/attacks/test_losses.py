@@ -10,7 +10,7 @@ from torch import Tensor
 from advnorm.attacks import APGD, FGSM, PGD
 from advnorm.attacks.losses import LOSSES, cross_entropy, kl_to_clean, published_cross_entropy
 from advnorm.threat import ThreatModel
-from support.confident import confident_network, exact_direction, margins
+from support.confident import DEVICES, confident_network, exact_direction, margins
 
 CLASSES = 10
 
@@ -72,8 +72,9 @@ def test_the_gradient_of_the_divergence_keeps_its_direction_for_confident_logits
     assert relative_error(usual[rows], expected[rows]) > 0.5
 
 
-def test_fgsm_on_a_confident_network_takes_the_step_of_the_exact_gradient():
-    model, x, y = confident_network()
+@pytest.mark.parametrize("device", DEVICES)
+def test_fgsm_on_a_confident_network_takes_the_step_of_the_exact_gradient(device):
+    model, x, y = confident_network(device)
     assert margins(model, x, y).median() > 20
     eps = 0.2
     found = FGSM(threat=ThreatModel(eps=eps))(model, x, y)
@@ -84,8 +85,9 @@ def test_fgsm_on_a_confident_network_takes_the_step_of_the_exact_gradient():
     assert abs(robust - exact) <= 1 / len(y)
 
 
-def test_pgd_on_a_confident_network_leaves_what_the_exact_gradient_leaves():
-    model, x, y = confident_network()
+@pytest.mark.parametrize("device", DEVICES)
+def test_pgd_on_a_confident_network_leaves_what_the_exact_gradient_leaves(device):
+    model, x, y = confident_network(device)
     threat, step = ThreatModel(eps=0.15), 0.0375
     found = PGD(threat=threat, steps=10, step_size=step, start="clean")(model, x, y)
     expected = x

@@ -5,14 +5,24 @@ from __future__ import annotations
 import copy
 from functools import cache
 
+import pytest
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
+#: The devices on which the directions are compared with the formula.
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+    ),
+]
+
 
 @cache
-def confident_network() -> tuple[nn.Sequential, Tensor, Tensor]:
+def confident_network(device: str = "cpu") -> tuple[nn.Sequential, Tensor, Tensor]:
     """A plainly trained network whose median margin is beyond 20, and 200 images that it classifies correctly."""
     data = load_digits()
     x, y = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16, torch.tensor(data.target)
@@ -31,7 +41,7 @@ def confident_network() -> tuple[nn.Sequential, Tensor, Tensor]:
         model[-1].weight *= 4
         model[-1].bias *= 4
         right = model(x).argmax(1) == y
-    return model.eval().requires_grad_(False), x[right][-200:], y[right][-200:]
+    return model.eval().requires_grad_(False).to(device), x[right][-200:].to(device), y[right][-200:].to(device)
 
 
 def margins(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
