@@ -11,6 +11,7 @@ from torch import nn
 
 import advnorm
 from advnorm.analysis import ANALYSES, collect_moments, norm_statistics, statistics_shift, stored_statistics
+from advnorm.surgery import adapters
 from support.problems import raises_problem
 
 
@@ -77,6 +78,51 @@ def test_moments_are_those_of_the_channels_for_every_kind_of_norm(norm, shape, c
     mean, var, _ = all_at_once(model, x, "norm", channel_dim)
     torch.testing.assert_close(found.mean, mean)
     torch.testing.assert_close(found.biased_variance, var)
+
+
+class ChannelsFirst(nn.LayerNorm):
+    """A layer norm over dimension 1, as ConvNeXt has it."""
+
+    def forward(self, input):
+        return super().forward(input.movedim(1, -1)).movedim(-1, 1)
+
+
+class EitherOrder(nn.LayerNorm):
+    """A norm whose setting decides the order of the dimensions, as in ConvNeXt of transformers."""
+
+    data_format = "channels_first"
+
+    def forward(self, x):
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+@pytest.mark.parametrize("converted", [True, False])
+@pytest.mark.parametrize(("norm_class", "kind"), [(ChannelsFirst, "layer_norm_2d"), (EitherOrder, "layer_norm")])
+def test_width_equal_to_the_number_of_channels_is_not_mistaken_for_them(norm_class, kind, converted, monkeypatch):
+    x = torch.randn(6, 4, 3, 4) * torch.tensor([1.0, 2.0, 3.0, 4.0]).view(4, 1, 1)
+    model = Headed(norm_class(4)).eval()
+    monkeypatch.setattr(adapters, "ADAPTERS", dict(adapters.ADAPTERS))
+    advnorm.surgery.register_adapter(norm_class, kind)
+    if converted:
+        advnorm.convert_norm(model, "ln")
+    rows = x.double().transpose(0, 1).flatten(1)
+    torch.testing.assert_close(collect_moments(model, x)["norm"].mean, rows.mean(1))
+
+
+@pytest.mark.parametrize("library", ["timm", "torchvision"])
+def test_library_norms_over_the_second_dimension_have_their_channels_there(library):
+    pytest.importorskip("timm")
+    from timm.layers import LayerNorm2d as OfTimm
+    from torchvision.models.convnext import LayerNorm2d as OfTorchvision
+
+    x = torch.randn(6, 4, 3, 4)
+    model = Headed({"timm": OfTimm, "torchvision": OfTorchvision}[library](4)).eval()
+    rows = x.double().transpose(0, 1).flatten(1)
+    for convert in (False, True):
+        if convert:
+            advnorm.convert_norm(model, "dual_affine_ln")
+        found = collect_moments(model, x, route="adv" if convert else None)["norm"]
+        torch.testing.assert_close(found.mean, rows.mean(1))
 
 
 @pytest.mark.parametrize("norm", ["bn", "dual_bn", "none"])

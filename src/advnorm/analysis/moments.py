@@ -25,6 +25,7 @@ from advnorm.evaluation.model_branches import branches
 from advnorm.norms import Route, RoutedNorm, functional, pair_banks, routed_modules
 from advnorm.norms import route as route_scope
 from advnorm.norms.plan import SHARED
+from advnorm.surgery.adapters import has_channels_last
 
 #: Receives the name of a layer and its input with the channels in dimension 1.
 Observer = Callable[[str, Tensor], None]
@@ -104,10 +105,8 @@ def observe_norm_inputs(
 
 def channels_second(norm: nn.Module, x: Tensor) -> Tensor:
     """Return the input of a norm with its channels in dimension 1; a transformer's layer norm has them last."""
-    shape = tuple(getattr(norm, "normalized_shape", ()))
-    if isinstance(norm, RoutedNorm) and norm.plan.statistics == "last":
-        shape = norm.shape
-    if shape and tuple(x.shape[-len(shape) :]) == shape:
+    shape = norm.shape if isinstance(norm, RoutedNorm) else tuple(getattr(norm, "normalized_shape", ()))
+    if shape and has_channels_last(norm) and tuple(x.shape[-len(shape) :]) == shape:
         return x.flatten(-len(shape)).movedim(-1, 1)
     return x
 

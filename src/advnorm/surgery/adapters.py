@@ -20,7 +20,10 @@ from advnorm.surgery.library_classes import LIBRARY_CLASSES
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of norm: its family (bn, ln, gn, in, rms), what its moments are taken over, its spatial dimensions."""
+    """A kind of norm: its family (bn, ln, gn, in, rms), what its moments are taken over, its spatial dimensions.
+
+    Channels are dimension 1. In a layer or root-mean-square norm without ``dim`` they are the last dimensions.
+    """
 
     family: str
     statistics: Statistics
@@ -41,7 +44,9 @@ KINDS: Mapping[str, Kind] = {
     **{f"instance_norm_{dim}d": Kind("in", "group", dim) for dim in (1, 2, 3)},
     "group_norm": Kind("gn", "group"),
     "layer_norm": Kind("ln", "last"),
+    "layer_norm_2d": Kind("ln", "last", 2),
     "rms_norm": Kind("rms", "last"),
+    "rms_norm_2d": Kind("rms", "last", 2),
 }
 
 
@@ -114,7 +119,23 @@ def kind_of(norm: RoutedNorm) -> Kind:
     if norm.plan.statistics in ("batch", "group"):
         family = {"batch": "bn", "group": "gn"}[norm.plan.statistics]
         return Kind(family, norm.plan.statistics, norm.dim)
-    return Kind(NORMS.get(norm.plan.name).family, norm.plan.statistics)
+    return Kind(NORMS.get(norm.plan.name).family, norm.plan.statistics, norm.dim)
+
+
+def has_channels_last(norm: nn.Module) -> bool:
+    """Whether the channels of a norm, routed or not, are the last dimensions of its input; else they are dimension 1.
+
+    A subclass that is not registered counts as its base class.
+    """
+    if isinstance(norm, RoutedNorm):
+        return norm.plan.statistics == "last" and norm.dim is None
+    adapter = next(filter(None, map(find_adapter, type(norm).__mro__)), None)
+    return adapter is not None and adapter.kind.statistics == "last" and _spatial_dim(norm, adapter.kind) is None
+
+
+def _spatial_dim(norm: nn.Module, kind: Kind) -> int | None:
+    """The number of spatial dimensions behind the channels. Some classes of transformers decide it by a setting."""
+    return 2 if getattr(norm, "data_format", None) == "channels_first" else kind.dim
 
 
 def read_settings(norm: Any, kind: Kind) -> dict[str, Any]:
@@ -123,7 +144,7 @@ def read_settings(norm: Any, kind: Kind) -> dict[str, Any]:
     weight, bias = (tensors.get(name) for name in ("weight", "bias"))
     eps = eps_name(norm)
     settings = {
-        "dim": kind.dim,
+        "dim": _spatial_dim(norm, kind),
         "eps": None if eps is None else getattr(norm, eps),
         "affine": weight is not None,
         "bias": bias is not None,
