@@ -14,6 +14,7 @@ import sys
 import traceback
 from dataclasses import replace
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,11 @@ SYNCHRONIZED = synchronized(
 SYNCHRONIZED["share"] = Config.from_dict(
     {**LONG, "norm": "dual_bn", "objective": {"name": "hybrid", "clean_share": 0.25}}
 )
+#: For networks of a library.
+COLOUR: dict[str, Any] = {**LONG, "data": {**LONG["data"], "image_size": 32, "channels": 3}}
+TIMM = find_spec("timm") is not None
+if TIMM:
+    SYNCHRONIZED["timm-dual_bn"] = Config.from_dict({**COLOUR, "norm": "dual_bn", "model": "timm:test_efficientnet"})
 #: The other combinations that exist.
 SLOW = synchronized(
     ("hybrid", "dual_bn", "sequential"),
@@ -97,6 +103,11 @@ SHARDED = {
     ),
     "ddp-parts": Config.from_dict({**LONG, "norm": "dual_affine_gn", "sync_statistics": False, "accumulate": 2}),
 }
+if TIMM:
+    vit = {"name": "timm:test_vit", "img_size": 32}
+    SHARDED["fsdp-timm"] = Config.from_dict(
+        {**COLOUR, "norm": "dual_affine_ln", "model": vit, "parallel": "fsdp", "sync_statistics": False}
+    )
 #: Two processes train these as one.
 COMPARED = {"fast": SYNCHRONIZED | UNUSED, "slow": SLOW, "sharded": SHARDED}
 OWN = Config.from_dict({**LONG, "norm": "dual_bn", "sync_statistics": False, "ema": 0.9, "ema_buffers": "average"})
