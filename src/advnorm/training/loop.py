@@ -103,7 +103,7 @@ class TrainingLoop:
             trained = self.objective.trained_domains()
             validation = partial(Validation, held_out, ranks=ranks, trained=trained, workers=workers)
             self.validation = validation(config)
-            self.monitor = Monitor(config, validation) if config.monitor else None
+            self.monitor = Monitor(config, partial(validation, with_clean=False)) if config.monitor else None
         self.ema = None if config.ema is None else EMA(self.model, config.ema, buffers=config.ema_buffers)
         self.optimizer = make_optimizer(self.model, config)
         self.state = TrainingState(self.model, self.optimizer, self.ema, ranks)

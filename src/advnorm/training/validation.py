@@ -44,7 +44,9 @@ class Validation:
         *,
         trained: Sequence[str],
         workers: int | None,
+        with_clean: bool = True,
     ) -> None:
+        self.with_clean = with_clean
         self.ranks, self.trained, self.name = ranks, trained, config.validation_attack
         self.precision: PrecisionName = config.precision
         self.attack = config.build_validation_attack()
@@ -64,6 +66,7 @@ class Validation:
     def __call__(self, model: nn.Module, stopped: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
         """Accuracies named ``clean`` and by the attack, and the ``score``; None if ``stopped`` returned True.
 
+        Without ``with_clean``, the accuracy under the attack alone.
         ``stopped`` is called before each batch, and between the attack's steps if there is one process.
         """
         with suppress(_Stopped):
@@ -88,10 +91,12 @@ class Validation:
                 continue
             with autocast(self.precision, device):
                 x_adv = attack(model, x, y, index=index)
-            for position, (images, branch) in enumerate(((x, clean), (x_adv, adv))):
+            for position, (images, branch) in enumerate(((x_adv, adv), (x, clean))[: 1 + self.with_clean]):
                 with float32_as("ieee", device), predicting(model, route=branch) as predict, torch.no_grad():
                     right[position] += (predict(images).argmax(1) == y).sum()
         if self.ranks.world > 1:
             dist.all_reduce(right)
-        accuracy = (right / self.images).tolist()
-        return {"clean": accuracy[0], self.name: accuracy[1], "score": sum(accuracy)}
+        attacked, untouched = (right / self.images).tolist()
+        if not self.with_clean:
+            return {self.name: attacked}
+        return {"clean": untouched, self.name: attacked, "score": untouched + attacked}
