@@ -90,6 +90,8 @@ def test_a_folder_of_transformers_is_read_with_its_weights(tmp_path):
         (("transformers:vitt",), {}, "unknown_name", "model"),
         (("transformers:nowhere/config.json",), {}, "not_readable", "model"),
         (("timm:test_resnet",), {"img_size": 32}, "not_supported", "model"),
+        (("torchvision:resnet18",), {"img_size": 32}, "not_supported", "model"),
+        (("transformers:resnet",), {"img_size": 32}, "not_supported", "model"),
         (("timm:test_resnet",), {"arguments": {"pretrained": True}}, "conflict", "arguments"),
         (("timm:test_resnet",), {"arguments": {"checkpoint_path": "x.pth"}}, "conflict", "arguments"),
         (("timm:test_resnet",), {"width": 0.5}, "not_supported", "width"),

@@ -136,9 +136,11 @@ def build_library_model(
     if weights:
         message, hint = "{field} cannot name weights", "use pretrained with a file on disk"
         raise ConfigError("conflict", message, field="arguments", got=weights, hint=hint)
+    if img_size is not None:
+        options["img_size" if library == "timm" else "image_size"] = img_size
     build = {"timm": _build_timm, "torchvision": _build_torchvision, "transformers": _build_transformers}[library]
     try:
-        network = build(module, model, layers, img_size, pretrained, options)
+        network = build(module, model, layers, pretrained, options)
     except ConfigError:
         raise
     except (TypeError, ValueError, AssertionError, RuntimeError, ImportError) as error:
@@ -148,10 +150,8 @@ def build_library_model(
 
 
 def _build_timm(
-    timm: Any, name: str, layers: LayerFactory, img_size: int | None, pretrained: str | None, options: dict[str, Any]
+    timm: Any, name: str, layers: LayerFactory, pretrained: str | None, options: dict[str, Any]
 ) -> nn.Module:
-    if img_size is not None:
-        options["img_size"] = img_size
     if pretrained is None:
         return timm.create_model(name, num_classes=layers.num_classes, in_chans=layers.in_channels, **options)
     network = timm.create_model(name, in_chans=layers.in_channels, **options)
@@ -161,18 +161,11 @@ def _build_timm(
 
 
 def _build_torchvision(
-    torchvision: Any,
-    name: str,
-    layers: LayerFactory,
-    img_size: int | None,
-    pretrained: str | None,
-    options: dict[str, Any],
+    torchvision: Any, name: str, layers: LayerFactory, pretrained: str | None, options: dict[str, Any]
 ) -> nn.Module:
     if layers.in_channels != 3:
         message, hint = "the networks of torchvision take images of 3 channels", "timm's networks take any number"
         raise ConfigError("not_supported", message, field="in_channels", got=layers.in_channels, hint=hint)
-    if img_size is not None:
-        options["image_size"] = img_size
     if pretrained is None:
         return torchvision.models.get_model(name, weights=None, num_classes=layers.num_classes, **options)
     network = torchvision.models.get_model(name, weights=None, **options)
@@ -184,25 +177,19 @@ def _build_torchvision(
 
 
 def _build_transformers(
-    transformers: Any,
-    name: str,
-    layers: LayerFactory,
-    img_size: int | None,
-    pretrained: str | None,
-    options: dict[str, Any],
+    transformers: Any, name: str, layers: LayerFactory, pretrained: str | None, options: dict[str, Any]
 ) -> nn.Module:
     config = _transformers_config(name)
+    if "image_size" in options and not hasattr(config, "image_size"):  # the other libraries raise this themselves
+        raise TypeError(f"{type(config).__name__} has no image_size")
     options |= {"num_labels": layers.num_classes, "num_channels": layers.in_channels}
-    if img_size is not None:
-        options["image_size"] = img_size
     for key, value in options.items():
         setattr(config, key, value)
     config.architectures = config.architectures or []  # some types have several classes; the first one is the plain one
     auto = transformers.AutoModelForImageClassification
     if Path(name, "model.safetensors").is_file():
         fixed = {"local_files_only": True, "use_safetensors": True, "ignore_mismatched_sizes": True}
-        fixed["trust_remote_code"] = False
-        return auto.from_pretrained(name, config=config, **fixed)
+        return auto.from_pretrained(name, config=config, trust_remote_code=False, **fixed)
     network = auto.from_config(config, trust_remote_code=False)
     if pretrained is not None:
         load_weights(network, pretrained)

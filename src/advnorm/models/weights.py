@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,8 @@ def fit_weights(
         entries = {place: tensors for place, tensors in entries.items() if chosen[place] == named}
     branches = [choice for choice in choices if choice not in named]
     own = _own_names(model)
-    fits = [_best_fit(own, tensors, place, branches) for place, tensors in entries.items()]
+    of_entries = [_fits(own, tensors, place, branches) for place, tensors in entries.items()]
+    fits = [min(fits, key=lambda fit: fit.wrong_names) for fits in of_entries]
     if not fits:
         raise ConfigError("empty", f"{source} holds no tensors", field="weights", hint="save model.state_dict()")
     best = min(fits, key=lambda fit: fit.wrong_names)
@@ -150,32 +152,18 @@ class _Fit:
         return tuple(notes)
 
 
-def _best_fit(own: _OwnNames, tensors: Mapping[str, Tensor], place: str, branches: list[str]) -> _Fit:
-    """The first way to match that leaves no name, else the one that leaves the fewest."""
-    fits: list[_Fit] = []
-    for fit in _fits(own, tensors, place, branches):
-        fits.append(fit)
-        if not fit.wrong_names:
-            return fit
-    return min(fits, key=lambda fit: fit.wrong_names)
-
-
 def _fits(own: _OwnNames, tensors: Mapping[str, Tensor], place: str, branches: list[str]) -> Iterator[_Fit]:
     """Match the names as they are, then without or with the prefixes that all names of the file or the model share."""
     names = {*own.single, *(name for banks in own.banks.values() for name in banks.values())}
-    yield _match(own, tensors, branches, place=place, removed="", added="")
-    for prefix in _shared_prefixes(names):
-        if prefix:
-            longer = {prefix + name: value for name, value in tensors.items()}
-            yield _match(own, longer, branches, place=place, removed="", added=prefix)
-    plain = {_WRAPPED.sub("", name): value for name, value in tensors.items()}
     wrappers = "".join(dict.fromkeys(part for name in tensors for part in _WRAPPED.findall(name)))
-    if len(plain) < len(tensors):  # two names became one
-        plain, wrappers = dict(tensors), ""
-    for prefix in _shared_prefixes(plain):
-        for inner in _shared_prefixes(names) if wrappers or prefix else ():
-            shorter = {inner + name.removeprefix(prefix): value for name, value in plain.items()}
-            yield _match(own, shorter, branches, place=place, removed=wrappers + prefix, added=inner)
+    unwrapped = {_WRAPPED.sub("", name): value for name, value in tensors.items()}
+    sources = {"": tensors}
+    if len(unwrapped) == len(tensors):  # else two names became one
+        sources.setdefault(wrappers, unwrapped)
+    for removed, source in sources.items():
+        for outer, added in product(_shared_prefixes(source), _shared_prefixes(names)):
+            renamed = {added + name.removeprefix(outer): value for name, value in source.items()}
+            yield _match(own, renamed, branches, place=place, removed=removed + outer, added=added)
 
 
 def _shared_prefixes(names: Collection[str]) -> list[str]:

@@ -127,9 +127,6 @@ class Hybrid(DualDomain):
     clean_weight: Annotated[float, Setting("Weight of a clean image; 1 minus it: adversarial.", "[0, 1]")] = 0.5
     kl_weight: Annotated[float, Setting("Weight of the KL term.", "[0, inf)")] = 0.0
     pairing_weight: Annotated[float, Setting("Weight of the squared logit difference.", "[0, inf)")] = 0.0
-    likelihood_positions: Annotated[
-        Literal["sum", "mean"], Setting("Whether the likelihood is summed or averaged over the positions of a layer.")
-    ] = "sum"
 
     @classmethod
     def plan_problems(cls, plans: Sequence[Plan], **settings: Any) -> list[Problem]:
