@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -25,6 +22,7 @@ from advnorm.norms import (
 from support.crossing import crossing
 from support.norm_cases import (
     images,
+    in_thread,
     network,
     rejects,
 )
@@ -35,24 +33,6 @@ from support.norm_oracles import (
     shares,
     snapshot,
 )
-
-
-def in_thread(function: Callable[[], Any]) -> Any:
-    """Run in another thread; raise here what it raised there."""
-    outcome: list[Any] = []
-
-    def run() -> None:
-        try:
-            outcome.extend((True, function()))
-        except BaseException as error:
-            outcome.extend((False, error))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if not outcome[0]:
-        raise outcome[1]
-    return outcome[1]
 
 
 def step_with_checkpoint(

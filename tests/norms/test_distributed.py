@@ -12,24 +12,15 @@ from advnorm.norms import recalibrate, route
 from support import norm_ranks
 from support.norm_oracles import Oracle, parts_of
 from support.norm_ranks import CASES, WORLD, Case, Objective, half, shares_of_data, small_network
+from support.ranks import seen, two_processes
 
-pytestmark = [
-    pytest.mark.world_size(WORLD),
-    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed"),
-]
+pytestmark = two_processes
 
 
 @pytest.fixture(scope="module")
 def ranks(launch_ranks) -> list[dict[str, Any]]:
     """What each rank saw, from one launch of all ranks."""
     return launch_ranks(norm_ranks.__file__, WORLD)
-
-
-def seen(ranks: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-    found = [results[key] for results in ranks]
-    for rank, result in enumerate(found):
-        assert "error" not in result, f"rank {rank}: {result['trace']}"
-    return found
 
 
 def one_process(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor], Oracle]:

@@ -8,9 +8,7 @@ import copy
 import pickle
 import threading
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -34,6 +32,7 @@ from advnorm.norms.state import UNSCOPED
 from support.norm_cases import (
     ROUTED,
     images,
+    in_thread,
     network,
     rejects,
     scope_states,
@@ -49,25 +48,6 @@ from support.norm_oracles import (
     randomized,
     snapshot,
 )
-
-
-def in_thread(function: Callable[[], Any]) -> Any:
-    """Run in another thread; raise here what it raised there."""
-    outcome: list[Any] = []
-
-    def run() -> None:
-        try:
-            outcome.extend((True, function()))
-        except BaseException as error:
-            outcome.extend((False, error))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if not outcome[0]:
-        raise outcome[1]
-    return outcome[1]
-
 
 examples = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 

@@ -9,24 +9,15 @@ import torch
 
 from support import objective_ranks
 from support.objective_ranks import CASES, STEPS, WORLD, data, descend
+from support.ranks import seen, two_processes
 
-pytestmark = [
-    pytest.mark.world_size(WORLD),
-    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed"),
-]
+pytestmark = two_processes
 
 
 @pytest.fixture(scope="module")
 def ranks(launch_ranks) -> list[dict[str, Any]]:
     """What each rank saw, from one launch of all ranks."""
     return launch_ranks(objective_ranks.__file__, WORLD)
-
-
-def seen(ranks: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-    found = [results[key] for results in ranks]
-    for rank, result in enumerate(found):
-        assert "error" not in result, f"rank {rank}: {result['trace']}"
-    return found
 
 
 @pytest.mark.parametrize("key", CASES)

@@ -29,6 +29,7 @@ from support.objective_oracles import (
     tiny,
 )
 from support.objective_ranks import STEPS, WORLD, data, descend
+from support.ranks import seen, two_processes
 from support.second_pass_oracles import (
     EXACT,
     INDEX,
@@ -39,11 +40,6 @@ from support.second_pass_oracles import (
     each_pass,
 )
 
-two_processes = [
-    pytest.mark.world_size(WORLD),
-    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed"),
-]
-
 
 @pytest.fixture(scope="module")
 def ranks(launch_ranks) -> list[dict[str, Any]]:
@@ -51,16 +47,10 @@ def ranks(launch_ranks) -> list[dict[str, Any]]:
     return launch_ranks(second_pass_ranks.__file__, WORLD)
 
 
-def of_case(ranks: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-    for rank, results in enumerate(ranks):
-        assert "error" not in results[key], f"rank {rank}: {results[key]['trace']}"
-    return [results[key] for results in ranks]
-
-
 @pytest.mark.parametrize("key", [pytest.param(key, marks=two_processes) for key in second_pass_ranks.CASES])
 def test_two_ranks_train_as_one_process_on_the_whole_batch(ranks, key):
     """The attack on the model is that of the whole batch, on every rank the same."""
-    case, found = second_pass_ranks.CASES[key], of_case(ranks, key)
+    case, found = second_pass_ranks.CASES[key], seen(ranks, key)
     near = {"rtol": 1e-5, "atol": 1e-7} if case.ligs else EXACT  # the gradient of a float32 image is float32
     objective = case.objective(sync=False)
     before = snapshot(objective.model)
@@ -76,7 +66,7 @@ def test_two_ranks_train_as_one_process_on_the_whole_batch(ranks, key):
 @pytest.mark.parametrize("key", [pytest.param(key, marks=two_processes) for key in second_pass_ranks.CASES])
 def test_a_step_reduces_the_gradients_once_and_adds_a_mean_per_attack_on_the_model(ranks, key):
     case = second_pass_ranks.CASES[key]
-    for result in of_case(ranks, key):
+    for result in seen(ranks, key):
         assert result["calls"] == {"bucket": STEPS, "all_reduce": STEPS * (2 * case.forwards + case.means)}
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -116,3 +117,21 @@ def rejects(
     assert type(caught.value) is kind
     if unchanged is not None:
         assert changed(unchanged, before) == set()
+
+
+def in_thread(function: Callable[[], Any]) -> Any:
+    """Run in another thread; raise here what it raised there."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.extend((True, function()))
+        except BaseException as error:
+            outcome.extend((False, error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if not outcome[0]:
+        raise outcome[1]
+    return outcome[1]

@@ -1,4 +1,4 @@
-"""One rank of the distributed tests: ``python rank_worker.py RANK WORLD INIT_FILE OUT_FILE``.
+"""One rank of the distributed tests: ``python norm_ranks.py RANK WORLD INIT_FILE OUT_FILE``.
 
 Runs every case of CASES and the DDP scenarios, and saves what it saw; test_distributed.py compares. A scenario that
 fails is stored as its error, so that one failure does not take the others with it.
@@ -6,12 +6,10 @@ fails is stored as its error, so that one failure does not take the others with 
 
 from __future__ import annotations
 
-import os
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from advnorm.attacks import PGD
 from advnorm.norms import checkpoint_context, make_norm, recalibrate, route, routed_modules, statistics
 from advnorm.threat import ThreatModel
 from support.norm_oracles import BANKED, along, batch, build, parts_of, randomized
+from support.ranks import join_ranks, run_cases
 
 WORLD = 2
 CHANNELS = 3
@@ -289,23 +288,10 @@ SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
 
 
 def main(rank: int, world: int, init_file: str, out_file: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{init_file}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
-    )
+    join_ranks(rank, world, init_file)
     count_collectives()
-    results: dict[str, Any] = {}
-    for key, work in {
-        **{key: lambda case=case: run_case(case, rank) for key, case in CASES.items()},
-        **{key: lambda scenario=scenario: scenario(rank) for key, scenario in SCENARIOS.items()},
-    }.items():
-        try:
-            results[key] = work()
-        except Exception as error:
-            results[key] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
-    torch.save(results, out_file)
-    sys.stdout.flush()
-    os._exit(0)  # without the farewell of reducers that a failure left in the middle of their work
+    cases = {key: partial(run_case, case, rank) for key, case in CASES.items()}
+    run_cases(cases | {key: partial(scenario, rank) for key, scenario in SCENARIOS.items()}, out_file)
 
 
 if __name__ == "__main__":

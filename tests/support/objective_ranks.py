@@ -6,11 +6,9 @@ compares. A case that fails is stored as its error, so that one failure does not
 
 from __future__ import annotations
 
-import os
 import sys
-import traceback
 from dataclasses import dataclass, field
-from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from advnorm.objectives import OBJECTIVES, Objective
 from support.objective_oracles import images, pgd, tiny
+from support.ranks import join_ranks, run_cases
 
 WORLD, STEPS, PER_RANK = 2, 3, 4
 
@@ -116,20 +115,9 @@ def run(case: Case, rank: int) -> dict[str, Any]:
 
 
 def main(rank: int, world: int, init_file: str, out_file: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{init_file}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
-    )
+    join_ranks(rank, world, init_file)
     count_collectives()
-    results: dict[str, Any] = {}
-    for key, case in CASES.items():
-        try:
-            results[key] = run(case, rank)
-        except Exception as error:
-            results[key] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
-    torch.save(results, out_file)
-    sys.stdout.flush()
-    os._exit(0)  # without the farewell of reducers that a failure left in the middle of their work
+    run_cases({key: partial(run, case, rank) for key, case in CASES.items()}, out_file)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import signal
 import sys
 import traceback
 from dataclasses import replace
-from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from advnorm import Config
 from advnorm._core.records import digest
 from advnorm.training import checkpoint, loop, step_program
 from advnorm.training.validation import Validation
+from support.ranks import join_ranks
 from support.train_worker import EVERY_STEP, NEVER, SMALL, patched
 
 WORLD, STEPS = 2, 12
@@ -227,10 +227,7 @@ def full_disk(config: Config, out: Path, rank: int) -> dict[str, Any]:
 
 
 def main(speed: str, rank: int, world: int, init_file: str, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{init_file}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
-    )
+    join_ranks(rank, world, init_file)
     step_program.DistributedDataParallel, loop.AGREE_EVERY = Counting, 4
     remember_judged()
     count_collectives()

@@ -37,14 +37,19 @@ def render_page(page: ReportPage) -> str:
 
 def render_template(template: str, data: Mapping[str, Any]) -> str:
     """Fill a template of this folder and escape every text."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
+    environment = make_environment(Path(__file__).parent, autoescape=True)
+    draw = {"draw_figure": lambda figure: Markup(draw_figure(figure))}
+    environment.globals.update(format_cell=format_cell, missing=MISSING, **draw)
+    return environment.get_template(template).render(data)
+
+
+def make_environment(folder: Path, *, autoescape: bool) -> Environment:
+    """Return the environment of the templates in a folder. A missing variable is an error."""
+    return Environment(
+        loader=FileSystemLoader(folder),
+        autoescape=autoescape,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    draw = {"draw_figure": lambda figure: Markup(draw_figure(figure))}
-    environment.globals.update(format_cell=format_cell, missing=MISSING, **draw)
-    return environment.get_template(template).render(data)

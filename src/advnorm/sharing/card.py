@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from torch import nn
 
 from advnorm._core.errors import ConfigError
@@ -17,6 +16,7 @@ from advnorm.evaluation.model_branches import branches
 from advnorm.evaluation.results import DEFAULT_ROUTE, BenchmarkResult, label_of
 from advnorm.evaluation.verdict import Verdict
 from advnorm.norms import routed_modules
+from advnorm.report.page import make_environment
 from advnorm.report.rows import Row, record_rows
 
 CARD = "README.md"
@@ -46,13 +46,7 @@ def render_card(
     }
     attacks = [f"`{attack}`: `{text}`" for result in evaluations for attack, text in result.attacks.items()]
     warnings = [f"Note: {warning}" for result in evaluations for warning in result.warnings]
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
+    environment = make_environment(Path(__file__).parent, autoescape=False)
     return environment.get_template("card.md").render(
         header=yaml.dump(header, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120),
         name=name,
