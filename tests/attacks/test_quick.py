@@ -58,7 +58,7 @@ def test_the_scale_of_the_logits_changes_nothing(linf):
     assert same(attack.evaluate(linf.model, x, y), attack.evaluate(scaled, x, y))
 
 
-def test_the_passes_of_an_image_are_bounded_by_a_tenth_of_autoattack(linf):
+def test_the_passes_of_an_image_are_bounded_by_13_percent_of_autoattack(linf):
     """Images that resist everything, none of which skips a stage."""
     x, y = linf.first(60)
     robust = Quick(threat=linf.threat).evaluate(linf.model, x, y).robust
@@ -66,8 +66,8 @@ def test_the_passes_of_an_image_are_bounded_by_a_tenth_of_autoattack(linf):
     attack = Quick(threat=linf.threat, hopeless=1, near=1)
     every = attack.evaluate(linf.model, x, y)
     autoattack = 2 * 101 + 2 * 9 * 101 + 3 * 9 * 100 + 5000  # APGD-CE, APGD-T, FAB-T and Square
-    assert every.robust.all() and passes(every) <= 0.1 * autoattack * len(x)
-    assert passes(replace(attack, hopeless=0.5, near=0.25).evaluate(linf.model, x, y)) < passes(every)
+    assert every.robust.all() and passes(every) <= 0.13 * autoattack * len(x)
+    assert passes(replace(attack, hopeless=0.5, near=0.15).evaluate(linf.model, x, y)) < passes(every)
     none = replace(attack, hopeless=0, near=0).evaluate(linf.model, x, y)
     assert none.forwards["targets"] == none.forwards["deep"] == none.forwards["boundary"] == 0
 
@@ -98,7 +98,7 @@ def test_the_name_sets_the_budget(linf):
     assert named == Quick(threat=linf.threat, steps=8, targets=3, restarts=1, queries=50, precision="bf16")
     stages = named.stages()
     assert {name: search.variants(10) for name, search in stages.items()} == {
-        "first": 1, "restarts": 1, "targets": 3, "deep": 2, "boundary": 3, "square": 1,
+        "first": 1, "restarts": 1, "targets": 3, "deep": 8, "boundary": 3, "square": 1,
     }  # fmt: skip
 
 

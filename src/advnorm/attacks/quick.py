@@ -31,16 +31,16 @@ STUCK = 0.9
 )
 @dataclass(frozen=True, kw_only=True)
 class Quick(CascadeAttack):
-    """APGD in five rounds on losses whose gradients keep their direction if the logits are scaled.
+    """APGD in five rounds on the margin, whose gradient keeps its direction if the logits are scaled.
 
-    | stage | loss | steps | variants of an image | margin left |
-    |---|---|---|---|---|
-    | ``first`` | margin | ``steps / 2`` | one random start | any |
-    | ``restarts`` | margin | ``steps`` | ``restarts`` random starts | any |
-    | ``targets`` | margin | ``steps / 2`` | ``targets`` classes | at most ``hopeless`` |
-    | ``deep`` | margin | ``2 steps`` | ``2 restarts`` random starts | at most ``near`` |
-    | ``boundary`` | DLR | ``2 steps`` | the 3 most likely classes at the best point, from there | at most ``near`` |
-    | ``square`` | margin | ``queries`` | one | more than 0.9, or zero gradients |
+    | stage | steps | variants of an image | margin left |
+    |---|---|---|---|
+    | ``first`` | ``steps / 2`` | one random start | any |
+    | ``restarts`` | ``steps`` | ``restarts`` random starts | any |
+    | ``targets`` | ``steps / 2`` | ``targets`` classes | at most ``hopeless`` |
+    | ``deep`` | ``steps`` | ``8 restarts`` random starts | at most ``near`` |
+    | ``boundary`` | ``2 steps`` | the 3 most likely classes at the best point, from there | at most ``near`` |
+    | ``square`` | ``queries`` | one | more than 0.9, or zero gradients |
 
     A stage attacks the robust images in its range of the margin left: the lowest margin so far as a share of the clean
     margin. So passes are spent on images that may still fall.
@@ -48,10 +48,10 @@ class Quick(CascadeAttack):
 
     steps: Steps = 20
     targets: Annotated[int, Setting("Number of most likely other classes to target.", "[1, inf)")] = 9
-    restarts: Annotated[int, Setting("Random starts of stage `restarts`; `deep` has twice as many.", "[1, inf)")] = 2
+    restarts: Annotated[int, Setting("Random starts of stage `restarts`; `deep` has 8 times as many.", "[1, inf)")] = 2
     queries: Queries = 300
     hopeless: Annotated[float, Setting("Margin left above which an image skips `targets`.", "[0, 1]")] = 0.5
-    near: Annotated[float, Setting("Margin left above which it skips `deep` and `boundary`.", "[0, 1]")] = 0.25
+    near: Annotated[float, Setting("Margin left above which it skips `deep` and `boundary`.", "[0, 1]")] = 0.15
     precision: SearchPrecision = "float32"
     batch_size: SearchRows = None
 
@@ -72,8 +72,8 @@ class Quick(CascadeAttack):
             "first": APGD(**base, loss="cw", steps=half),
             "restarts": APGD(**base, loss="cw", steps=self.steps, restarts=self.restarts),
             "targets": APGD(**base, loss="cw", steps=half, targets=self.targets),
-            "deep": APGD(**base, loss="cw", steps=double, restarts=2 * self.restarts),
-            "boundary": APGD(**base, loss="dlr", steps=double, targets=min(3, self.targets)),
+            "deep": APGD(**base, loss="cw", steps=self.steps, restarts=8 * self.restarts),
+            "boundary": APGD(**base, loss="cw", steps=double, targets=min(3, self.targets)),
             "square": Square(**base, queries=self.queries),
         }
 
