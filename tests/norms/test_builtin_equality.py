@@ -16,8 +16,8 @@ from advnorm.norms import RoutedNorm, list_norms, make_norm, route, statistics
 from support.crossing import crossing
 from support.norm_oracles import BANKED, PAPER, along, batch, build, changed, domains_of, randomized, shares, snapshot
 
-#: Norms whose banks normalize the samples that update them.
-SELF = [name for name in BANKED if PAPER[name].statistics in ("mixed", "own")]
+#: Norms whose banks normalize the samples that update them and scale them with stored parameters, not products.
+SELF = [name for name in BANKED if PAPER[name].statistics in ("mixed", "own") and PAPER[name].affine != "sandwich"]
 NAME_AND_DOMAIN = [(name, domain) for name in SELF for domain in domains_of(name)]
 
 INPUTS = {

@@ -132,6 +132,7 @@ FAST = {
     "dual_bn": "groups",
     "dual_affine_bn": "frozen",
     "dual_stats_bn": "single",
+    "sandwich_bn": "running",
     "cross_bn": "perturbed",
     "gmm_bn": "running",
     "dual_affine_gn": "single",

@@ -39,13 +39,14 @@ def test_bn_has_exactly_the_state_of_the_builtin_norm():
 def test_state_names_are_the_builtin_names_with_the_domain_where_there_are_several_banks(name):
     row, known = PAPER[name], domains_of(name)
     affine = [f"_{d}" for d in known] if row.affine == "own" else [""]
+    own = [f"own_{k}_{d}" for k in ("weight", "bias") for d in known] if row.affine == "sandwich" else []
     banks = {"mixed": [""], "sample": [], "scale": [], "nothing": []}.get(row.statistics, [f"_{d}" for d in known])
     kinds = {"nothing": (), "scale": ("weight",)}.get(row.statistics, ("weight", "bias"))
-    expected = {f"{k}{s}" for k in kinds for s in affine}
+    expected = {*own, *(f"{k}{s}" for k in kinds for s in affine)}
     expected |= {f"{k}{s}" for k in ("running_mean", "running_var", "num_batches_tracked") for s in banks}
     norm = build(name)
     assert set(norm.state_dict()) == expected
-    assert {k for k, _ in norm.named_parameters()} == {k for k in expected if k.startswith(("weight", "bias"))}
+    assert {k for k, _ in norm.named_parameters()} == {k for k in expected if "weight" in k or "bias" in k}
     twin = build(name)
     twin.load_state_dict(randomized(norm).state_dict())
     assert changed(twin, snapshot(norm)) == set()

@@ -386,10 +386,14 @@ def test_pair_takes_the_statistics_of_one_domain_and_the_affine_parameters_of_an
             norm = randomized(build(name).double())
             state = snapshot(norm)
             ns = "" if row.statistics == "mixed" else f"_{statistics_of}"
-            ap = "" if row.affine == "one" else f"_{affine_of}"
+            ap = f"_{affine_of}" if row.affine == "own" else ""
             plain = nn.BatchNorm2d(4).double()
             names = {k: k + (ap if k in ("weight", "bias") else ns) for k in plain.state_dict()}
             plain.load_state_dict({key: state[value] for key, value in names.items()})
+            if row.affine == "sandwich":
+                weight, bias = (state[f"own_{key}_{affine_of}"] for key in ("weight", "bias"))
+                plain.weight.data *= weight
+                plain.bias.data = weight * plain.bias.data + bias
             with pair_banks(norm, statistics=statistics_of, affine=affine_of):
                 with statistics(norm, mode="running"):
                     torch.testing.assert_close(norm(x), plain.eval()(x), rtol=1e-10, atol=1e-12)

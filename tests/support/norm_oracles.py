@@ -29,17 +29,18 @@ class Row:
     """A norm as the papers describe it: whose statistics normalize a sample, and whose affine parameters scale it."""
 
     statistics: str  # mixed | own | other (of forwarded samples) | mixture | sample | scale (of the sample) | nothing
-    affine: str  # one | own
+    affine: str  # one | own | sandwich (one, then own)
     channel_groups: Any = None  # for per-sample statistics: number of channel groups from the number of channels
 
 
-#: Papers A (sec. 2.2, 3, 4; fig. 3; table 4), C (app. F) and E.
+#: Papers A (sec. 2.2, 3, 4; fig. 3; table 4), C (app. F) and E; Gong et al. 2021 for the sandwich.
 PAPER: dict[str, Row] = {
     "bn": Row("mixed", "one"),
     "dual_bn": Row("own", "own"),
     "dual_affine_bn": Row("mixed", "own"),
     "dual_stats_bn": Row("own", "one"),
     "cross_bn": Row("other", "own"),
+    "sandwich_bn": Row("own", "sandwich"),
     "triple_bn": Row("own", "own"),
     "multi_bn": Row("own", "own"),
     "gmm_bn": Row("mixture", "one"),
@@ -130,7 +131,7 @@ def batch(counts: Mapping[str, int], channels: int = 4, spatial: Sequence[int] =
 
 def bank(prefix: str, kind: str, domain: str) -> str:
     """Name of a stored tensor: the domain is appended where each domain has its own."""
-    return prefix if kind in ("mixed", "one") else f"{prefix}_{domain}"
+    return prefix if kind in ("mixed", "one", "sandwich") else f"{prefix}_{domain}"
 
 
 class Oracle:
@@ -263,10 +264,13 @@ class Oracle:
     def affine(self, z: Tensor, domain: str) -> Tensor:
         if domain.endswith(FORWARDED):  # BN_clean is one module: its AP is that of the branch it normalizes
             domain = self.other(domain.removesuffix(FORWARDED))
-        weight = self.parameters.get(bank("weight", self.row.affine, domain))
-        bias = self.parameters.get(bank("bias", self.row.affine, domain))
-        z = z if weight is None else z * self.lift(weight, z)
-        return z if bias is None else z + self.lift(bias, z)
+        names = [[bank(kind, self.row.affine, domain) for kind in ("weight", "bias")]]
+        if self.row.affine == "sandwich":
+            names.append([f"own_weight_{domain}", f"own_bias_{domain}"])
+        for weight, bias in ([self.parameters.get(name) for name in pair] for pair in names):
+            z = z if weight is None else z * self.lift(weight, z)
+            z = z if bias is None else z + self.lift(bias, z)
+        return z
 
     def update(self, pieces: Mapping[str, Tensor]) -> None:
         """Exponential (with momentum None: cumulative) average of the batch's mean and unbiased variance."""

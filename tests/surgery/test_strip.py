@@ -160,7 +160,9 @@ def test_strip_gives_the_class_of_the_new_norm_if_the_conversion_changed_the_kin
     assert type(strip(model, "adv")[0]) is nn.GroupNorm
 
 
-@pytest.mark.parametrize("norm", ["dual_bn", "dual_affine_bn", "dual_stats_bn", "cross_bn", "dual_affine_ln", "bn"])
+@pytest.mark.parametrize(
+    "norm", ["dual_bn", "dual_affine_bn", "dual_stats_bn", "sandwich_bn", "cross_bn", "dual_affine_ln", "bn"]
+)
 def test_a_mixture_of_branches_is_the_weighted_mean_of_their_tensors(norm):
     model = disturb(create_model("small_cnn", norm=norm)).eval()
     x = torch.rand(4, 3, 8, 8)

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from advnorm._core.precision import at_least_float32
 
+#: Weight and bias of an affine mapping; None is left out.
+Affine = tuple[Tensor | None, Tensor | None]
+
 
 def accumulate_dtype(x: Tensor) -> torch.dtype:
     """Float32, or float64 for float64 inputs: a half-precision mean is too coarse to normalize with."""
@@ -62,6 +65,14 @@ def scaled(z: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     if weight is not None:
         z = z * weight.view(shape)
     return z if bias is None else z + bias.view(shape)
+
+
+def compose_affine(first: Affine, second: Affine) -> Affine:
+    """Weight and bias of ``γ₂ (γ₁ z + β₁) + β₂``: ``γ₂ γ₁`` and ``γ₂ β₁ + β₂`` (Gong et al. 2021)."""
+    (weight_1, bias_1), (weight_2, bias_2) = first, second
+    if weight_1 is None or weight_2 is None:
+        return None, None
+    return weight_2 * weight_1, None if bias_1 is None or bias_2 is None else torch.addcmul(bias_2, weight_2, bias_1)
 
 
 def sample_rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:

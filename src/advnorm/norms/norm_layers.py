@@ -10,9 +10,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from advnorm._core.errors import ConfigError
 from advnorm.norms.mixture import MixtureNorm
 from advnorm.norms.rms import SampleRMSNorm
-from advnorm.norms.routed_module import RoutedModule
+from advnorm.norms.routed_module import RoutedModule, routed_modules
 from advnorm.norms.routed_norm import RoutedNorm
 from advnorm.norms.scopes import Scope
 
@@ -24,6 +25,16 @@ def norm_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Weights and biases of the norm layers, each once; biases of other layers are not included."""
     layers = (module for module in model.modules() if isinstance(module, NORM_LAYERS))
     return list(dict.fromkeys(value for layer in layers for value in layer.parameters(recurse=False)))
+
+
+def batch_norms(model: nn.Module) -> dict[str, RoutedNorm]:
+    """The norms of a model that have statistics banks, by name; raises if there are none."""
+    norms = {name: module for name, module in routed_modules(model).items() if isinstance(module, RoutedNorm)}
+    norms = {name: norm for name, norm in norms.items() if norm.plan.statistics == "batch"}
+    if not norms:
+        hint = "convert it with advnorm.convert_norm(model, 'bn')"
+        raise ConfigError("no_statistics_bank", "the model has no routed batch norm", field="model", hint=hint)
+    return norms
 
 
 def override(stack: ExitStack, owner: Any, name: str, value: Any) -> None:

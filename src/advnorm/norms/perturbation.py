@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from advnorm._core.wrappers import device_of
 from advnorm.norms import functional
-from advnorm.norms.routed_norm import batch_norms
+from advnorm.norms.norm_layers import batch_norms
 
 Delta = tuple[Tensor, Tensor]
 

@@ -26,6 +26,8 @@ class Plan:
     ``statistics`` says what the moments are taken over: the ``batch`` (statistics banks), a channel ``group`` of one
     sample (layer, group and instance norm), the root mean square of one sample (``rms``), the ``last`` dimensions of
     one sample (the layer norm of transformers), or ``none``. Only ``batch`` has statistics banks.
+
+    ``sandwich``: an affine mapping that all domains share comes before the one of each affine bank.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Plan:
     feeds: tuple[str, ...] = ()
     affine: tuple[str, ...] = ()
     mixture: bool = False
+    sandwich: bool = False
     other_gradient: bool = True
 
     #: Names of the banks, in order of first use.
@@ -121,6 +124,11 @@ def batch_plan(name: str, domains: tuple[str, ...], *, own_statistics: bool = Tr
     shared = (SHARED,) * len(domains)
     bank = domains if own_statistics else shared
     return Plan(name=name, domains=domains, normalized_by=bank, feeds=bank, affine=domains if own_affine else shared)
+
+
+def sandwich_plan(name: str, domains: tuple[str, ...]) -> Plan:
+    """Own statistics per domain, a shared affine mapping, then an own one (Gong et al. 2021, SaAuxBN)."""
+    return Plan(name=name, domains=domains, normalized_by=domains, feeds=domains, affine=domains, sandwich=True)
 
 
 def crossed_plan(name: str, domains: tuple[str, ...], *, other_gradient: bool = True) -> Plan:

@@ -14,7 +14,8 @@ from advnorm._core.errors import ConfigError, Description
 from advnorm._core.modes import evaluating, running_eagerly
 from advnorm._core.wrappers import device_of, dtype_of
 from advnorm.norms import functional
-from advnorm.norms.routed_norm import RoutedNorm, batch_norms
+from advnorm.norms.norm_layers import batch_norms
+from advnorm.norms.routed_norm import RoutedNorm
 from advnorm.norms.scopes import Scope, pair_banks
 
 Data = Tensor | Iterable[Any]

@@ -16,13 +16,16 @@ from advnorm._core.settings import Setting, convert_options
 from advnorm.norms import functional
 from advnorm.norms.plan import Plan
 from advnorm.norms.replaced_class import bank_views, empty_copy
-from advnorm.norms.routed_module import RoutedModule, routed_modules
+from advnorm.norms.routed_module import RoutedModule
 from advnorm.norms.segments import Segment, Span, concatenate, find_spans, map_parts
 from advnorm.norms.state import Mode
 
 #: Mean and variance, ``(groups, channels)``, by statistics bank; and with the number of values, ``(groups, 1)``.
 Moments = dict[str, tuple[Tensor, Tensor]]
 Counted = dict[str, tuple[Tensor, Tensor, Tensor]]
+
+#: Key of the affine mapping in front of all banks, in a sandwich.
+IN_FRONT = ""
 
 _USE_STORED = "use stored statistics: `with advnorm.statistics(model, mode='running'):`"
 
@@ -31,8 +34,9 @@ class RoutedNorm(RoutedModule):
     """A norm layer with any plan.
 
     Buffers and parameters have the names of ``nn.BatchNorm2d``; with several banks, the name of the bank is appended
-    (``running_mean_clean``, ``weight_adv``). The module is not a subclass of the built-in batch norm, so that
-    ``convert_sync_batchnorm`` does not replace it; ``sync=True`` synchronizes the statistics over ranks.
+    (``running_mean_clean``, ``weight_adv``). In a sandwich, ``weight`` and ``bias`` are the mapping in front, and
+    ``own_weight_adv`` and ``own_bias_adv`` those of a bank. The module is not a subclass of the built-in batch norm, so
+    that ``convert_sync_batchnorm`` does not replace it; ``sync=True`` synchronizes the statistics over ranks.
     """
 
     eps: Any
@@ -75,8 +79,10 @@ class RoutedNorm(RoutedModule):
         self.affine = affine and plan.statistics != "none"
         self.track_running_stats = track_running_stats and plan.statistics == "batch"
         self._statistics_names = _names(plan.statistics_banks, "running_mean", "running_var", "num_batches_tracked")
-        self._affine_names = _names(plan.affine_banks, "weight", "bias")
-        for weight, bias_name in self._affine_names.values():
+        own = "own_" if plan.sandwich else ""
+        self.affine_names = {IN_FRONT: ("weight", "bias")} if plan.sandwich else {}
+        self.affine_names |= _names(plan.affine_banks, f"{own}weight", f"{own}bias")
+        for weight, bias_name in self.affine_names.values():
             for name, wanted in ((weight, self.affine), (bias_name, self.affine and bias)):
                 value = nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if wanted else None
                 self.register_parameter(name, value)
@@ -110,9 +116,13 @@ class RoutedNorm(RoutedModule):
 
     # -- banks ---------------------------------------------------------------------------------------------------
 
-    def affine_bank(self, bank: str) -> tuple[nn.Parameter | None, nn.Parameter | None]:
-        """Weight and bias of an affine bank."""
-        weight, bias = self._affine_names[bank]
+    def affine_bank(self, bank: str) -> functional.Affine:
+        """Weight and bias that an affine bank applies: its parameters, in a sandwich composed with the shared ones."""
+        own = self._affine_parameters(bank)
+        return functional.compose_affine(self._affine_parameters(IN_FRONT), own) if self.plan.sandwich else own
+
+    def _affine_parameters(self, bank: str) -> tuple[nn.Parameter | None, nn.Parameter | None]:
+        weight, bias = self.affine_names[bank]
         own = self._parameters  # faster than attributes; does not hold parametrized, pruned or sharded ones
         if weight in own and bias in own:
             return own[weight], own[bias]
@@ -125,7 +135,7 @@ class RoutedNorm(RoutedModule):
 
     def set_affine_bank(self, bank: str, weight: nn.Parameter | None, bias: nn.Parameter | None) -> None:
         """Put the given parameters into an affine bank, without a copy."""
-        for name, value in zip(self._affine_names[bank], (weight, bias)):
+        for name, value in zip(self.affine_names[bank], (weight, bias)):
             setattr(self, name, value)
 
     def set_statistics_bank(self, bank: str, mean: Tensor, var: Tensor, num_batches: Tensor | None) -> None:
@@ -147,8 +157,8 @@ class RoutedNorm(RoutedModule):
     def reset_parameters(self) -> None:
         """Reset the statistics; set weight 1 and bias 0 in every affine bank."""
         self.reset_running_stats()
-        for bank in self._affine_names:
-            weight, bias = self.affine_bank(bank)
+        for bank in self.affine_names:
+            weight, bias = self._affine_parameters(bank)
             if weight is not None:
                 weight.fill_(1)
             if bias is not None:
@@ -430,16 +440,6 @@ def _setting_problems(shape: tuple[Any, ...], plan: Plan, dim: Any, **settings: 
         got = settings["num_groups"]
         problems.append(Problem(code="not_divisible", message=message, field="num_groups", got=got))
     return problems
-
-
-def batch_norms(model: nn.Module) -> dict[str, RoutedNorm]:
-    """The norms of a model that have statistics banks, by name; raises if there are none."""
-    norms = {name: module for name, module in routed_modules(model).items() if isinstance(module, RoutedNorm)}
-    norms = {name: norm for name, norm in norms.items() if norm.plan.statistics == "batch"}
-    if not norms:
-        hint = "convert it with advnorm.convert_norm(model, 'bn')"
-        raise ConfigError("no_statistics_bank", "the model has no routed batch norm", field="model", hint=hint)
-    return norms
 
 
 def _names(banks: Sequence[str], *names: str) -> dict[str, tuple[str, ...]]:

@@ -18,7 +18,7 @@ from advnorm._core.settings import convert_options
 from advnorm.norms.factory import MODULE_OPTIONS, NORMS, NormNames, channel_groups, make_plan, make_plans
 from advnorm.norms.plan import Plan
 from advnorm.norms.routed_linear import RoutedLinear
-from advnorm.norms.routed_norm import RoutedNorm
+from advnorm.norms.routed_norm import IN_FRONT, RoutedNorm
 from advnorm.surgery.adapters import (
     BUILT_IN,
     KINDS,
@@ -278,9 +278,13 @@ class _Conversion:
             new.eps = eps  # None in nn.RMSNorm stands for the smallest number of the input's type
         if template is not None and not changes_outputs:
             new.adopt_class(old, template, parts, [part for part in adapter.after if part in parts])
-        for index, bank in enumerate(plan.affine_banks if new.affine else ()):
+        for index, bank in enumerate(new.affine_names if new.affine else ()):
             weight, bias = self._bank_tensors(old, AFFINE, index)
             new.set_affine_bank(bank, weight, bias if settings["bias"] else None)
+            if plan.sandwich and bank != IN_FRONT:  # the mapping in front has the parameters of the norm
+                nn.init.ones_(weight)
+                if bias is not None:
+                    nn.init.zeros_(bias)
         for index, bank in enumerate(plan.statistics_banks if new.track_running_stats else ()):
             new.set_statistics_bank(bank, *self._bank_tensors(old, STATISTICS, index))
         self.replacements[old] = new

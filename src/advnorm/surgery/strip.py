@@ -35,8 +35,8 @@ def strip(
     the weighted mean over their banks. A share of 1 gives that branch to the bit.
     ``component``: use only the Gaussian of this domain in mixture norms. The default is the component that an enclosing
     :func:`advnorm.mixture_component` fixes, else the whole mixture.
-    ``linked``: share parameters and statistics with ``model``, so that the copy follows its training. A mixture has no
-    tensors to share.
+    ``linked``: share parameters and statistics with ``model``, so that the copy follows its training. A mixture and a
+    sandwich have no tensors to share.
     """
     validate_module(model)
     model = unwrap_model(model)
@@ -84,6 +84,9 @@ def _problems(
     if component is None and linked and mixtures:
         message, hint = "the copy of a mixture cannot be linked", "choose a component, or leave linked out"
         problems.append(Problem(code="not_supported", message=message, field="linked", hint=hint))
+    if linked and any(plan.sandwich for plan in plans):
+        message, hint = "the copy of a sandwich has products as parameters and cannot be linked", "leave linked out"
+        problems.append(Problem(code="not_supported", message=message, field="linked", hint=hint))
     if route is not None and not routed:
         message, hint = f"the model has no routed modules and no {{field}} {route!r}", "convert it, or leave route out"
         problems.append(Problem(code="no_routed_norm", message=message, field="route", hint=hint))
@@ -119,8 +122,15 @@ def _blend(
         with torch.no_grad():
             weighted = [share * tensor.double() for share, tensor in zip(totals.values(), tensors)]
             mean = torch.stack(weighted).sum(0).to(first.dtype)
-        blended.append(nn.Parameter(mean, first.requires_grad) if isinstance(first, nn.Parameter) else mean)
+        blended.append(mean.requires_grad_(first.requires_grad))
     return blended
+
+
+def _parameter(value: Tensor | None) -> nn.Parameter | None:
+    """The parameter itself; a mean over branches and the product in a sandwich become parameters."""
+    if value is None or isinstance(value, nn.Parameter):
+        return value
+    return nn.Parameter(value.detach(), value.requires_grad)
 
 
 def _plain_module(module: RoutedModule, route: str | Mapping[str, float] | None, component: str | None) -> nn.Module:
@@ -130,12 +140,12 @@ def _plain_module(module: RoutedModule, route: str | Mapping[str, float] | None,
     plain: Any
     if isinstance(module, RoutedLinear):
         plain = nn.Linear(module.in_features, module.out_features, device="meta")
-        plain.weight, plain.bias = _blend(module, plan.affine, shares, module.bank)
+        plain.weight, plain.bias = map(_parameter, _blend(module, plan.affine, shares, module.bank))
         return plain
     assert isinstance(module, RoutedNorm)
     if plan.statistics == "none":
         return nn.Identity()
-    weight, bias = _blend(module, plan.affine, shares, module.affine_bank)
+    weight, bias = map(_parameter, _blend(module, plan.affine, shares, module.affine_bank))
     if plan.mixture and component is None:
         if not module.track_running_stats:
             raise SurgeryError("not_supported", f"{plan.name} has no running statistics", field="model")

@@ -44,7 +44,7 @@ def copy_branch(objective: Objective, on_refusal: Callable[[str], object]) -> Fo
     """Copy the branch that the objective attacks; None if no norm can be folded."""
     try:
         branch = strip(objective.model, objective.attack_route, linked=True).eval()
-    except AdvnormError:  # a mixture has no norm to fold
+    except AdvnormError:  # the norms of a mixture or sandwich cannot be linked
         return None
     except (RuntimeError, TypeError) as error:  # a model that cannot be copied
         on_refusal(first_line(error))
