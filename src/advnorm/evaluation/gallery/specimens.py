@@ -38,6 +38,7 @@ from advnorm.surgery import strip
 from advnorm.threat import ThreatModel
 
 Truth = Literal["sound", "false", "undefended"]
+Part = Literal["fitted", "held_out", "blind"]
 Build = Callable[[Parents], nn.Module]
 
 
@@ -50,6 +51,8 @@ class Specimen:
     why: str
     build: Build
     expert: Build | None = None
+    #: Not audited before the audit and its limits were final.
+    blind: bool = False
     threat: Callable[[Scale], ThreatModel] = lambda scale: ThreatModel(eps=scale.eps)
 
 
@@ -61,16 +64,19 @@ def list_specimens(truth: Truth | None = None) -> list[Specimen]:
     return [s for s in map(SPECIMENS.get, SPECIMENS) if truth in (None, s.truth)]
 
 
-def held_out(specimen: Specimen) -> bool:
-    """Return whether a specimen belongs to the held-out half: every second one of each truth, in declared order."""
-    return list_specimens(specimen.truth).index(specimen) % 2 == 1
+def part_of(specimen: Specimen) -> Part:
+    """Return the part of a specimen: blind, or else every second one of each truth is held out, in declared order."""
+    if specimen.blind:
+        return "blind"
+    seen = [other for other in list_specimens(specimen.truth) if not other.blind]
+    return "held_out" if seen.index(specimen) % 2 else "fitted"
 
 
-def _add(name: str, truth: Truth, why: str, build: Build, expert: Build | None = None, **details: Any) -> None:
+def add_specimen(name: str, truth: Truth, why: str, build: Build, expert: Build | None = None, **details: Any) -> None:
     SPECIMENS.add(name, Specimen(name=name, truth=truth, why=why, build=build, expert=expert, **details))
 
 
-def _trained(name: str) -> Build:
+def trained(name: str) -> Build:
     return lambda parents: parents.get(name)
 
 
@@ -93,213 +99,213 @@ def _l2(scale: Scale) -> ThreatModel:
 # -- sound -------------------------------------------------------------------------------------------------------------
 
 MADRY = "trained on PGD images of this radius (Madry et al. 2018); AutoAttack confirms such networks on RobustBench"
-_add("pgd_at", "sound", MADRY, _trained("pgd_at"))
-_add("pgd_at_wide", "sound", MADRY, _trained("pgd_at_wide"))
-_add("trades", "sound", "TRADES (Zhang et al. 2019), confirmed by AutoAttack on RobustBench", _trained("trades"))
-_add("awp", "sound", "AWP (Wu et al. 2020), confirmed by AutoAttack on RobustBench", _trained("awp"))
-_add(
+add_specimen("pgd_at", "sound", MADRY, trained("pgd_at"))
+add_specimen("pgd_at_wide", "sound", MADRY, trained("pgd_at_wide"))
+add_specimen("trades", "sound", "TRADES (Zhang et al. 2019), confirmed by AutoAttack on RobustBench", trained("trades"))
+add_specimen("awp", "sound", "AWP (Wu et al. 2020), confirmed by AutoAttack on RobustBench", trained("awp"))
+add_specimen(
     "hybrid_dual",
     "sound",
     "the adversarial branch of dual BN (paper A, table 1: AutoAttack confirms it)",
     lambda p: strip(p.get("hybrid_dual"), route="adv"),
 )
-_add("kl", "sound", "hybrid training with a KL term (paper A, table 8; paper C, table 3)", _trained("kl"))
-_add("pgd_at_small_eps", "sound", MADRY, _trained("pgd_at_small_eps"), threat=_small)
-_add("pgd_at_l2", "sound", MADRY, _trained("pgd_at_l2"), threat=_l2)
-_add("pgd_at_gn", "sound", MADRY, _trained("pgd_at_gn"))
-_add(
+add_specimen("kl", "sound", "hybrid training with a KL term (paper A, table 8; paper C, table 3)", trained("kl"))
+add_specimen("pgd_at_small_eps", "sound", MADRY, trained("pgd_at_small_eps"), threat=_small)
+add_specimen("pgd_at_l2", "sound", MADRY, trained("pgd_at_l2"), threat=_l2)
+add_specimen("pgd_at_gn", "sound", MADRY, trained("pgd_at_gn"))
+add_specimen(
     "pgd_at_temperature",
     "sound",
     "a sound network with logits times 3: no attack loses its gradient at this scale",
     lambda p: nn.Sequential(p.get("pgd_at"), ScaledLogits(3.0)),
 )
-_add(
+add_specimen(
     "pgd_at_noise",
     "sound",
     "a sound network with a little noise at test time, which changes few answers",
     lambda p: nn.Sequential(Noise(0.05 * p.scale.eps), p.get("pgd_at")),
-    _trained("pgd_at"),
+    trained("pgd_at"),
 )
-_add("trades_small_eps", "sound", "TRADES, evaluated at half its radius", _trained("trades"), threat=_small)
+add_specimen("trades_small_eps", "sound", "TRADES, evaluated at half its radius", trained("trades"), threat=_small)
 
 # -- undefended --------------------------------------------------------------------------------------------------------
 
 PLAIN = "trained on clean images alone; PGD-10 finds that it is not robust"
-_add("undefended", "undefended", PLAIN, _trained("undefended"))
-_add("undefended_wide", "undefended", PLAIN, _trained("undefended_wide"))
-_add("undefended_ln", "undefended", PLAIN, _trained("undefended_ln"))
-_add("noise_trained", "undefended", "trained on weak noise, which is no defence", _trained("noise_trained"))
-_add(
+add_specimen("undefended", "undefended", PLAIN, trained("undefended"))
+add_specimen("undefended_wide", "undefended", PLAIN, trained("undefended_wide"))
+add_specimen("undefended_ln", "undefended", PLAIN, trained("undefended_ln"))
+add_specimen("noise_trained", "undefended", "trained on weak noise, which is no defence", trained("noise_trained"))
+add_specimen(
     "undefended_l2",
     "undefended",
     PLAIN,
-    _trained("undefended_wide"),
+    trained("undefended_wide"),
     threat=lambda scale: ThreatModel(norm="L2", eps=2 * scale.l2_eps),
 )
-_add(
+add_specimen(
     "hybrid_dual_clean",
     "undefended",
     "the clean branch of dual BN (paper A, table 1: 0.3 % under PGD-10)",
     lambda p: strip(p.get("hybrid_dual"), route="clean"),
     threat=_large,
 )
-_add(
+add_specimen(
     "gradient_regularized",
     "undefended",
     "the gradient is penalized at the images alone (Ross & Doshi-Velez 2018); at a large radius nothing is left",
-    _trained("gradient_regularized"),
+    trained("gradient_regularized"),
     threat=_large,
 )
 
 # -- false -------------------------------------------------------------------------------------------------------------
 
 FRAGILE = "the network behind the defence was trained on clean images, and attacks on it transfer"
-_add(
+add_specimen(
     "hybrid_single",
     "false",
     "hybrid training with a single BN at a large radius (paper A, table 3: PGD-10 29.9, AutoAttack 0.5)",
-    _trained("hybrid_single"),
+    trained("hybrid_single"),
     threat=_large,
 )
-_add(
+add_specimen(
     "scaled_logits",
     "false",
     "logits times 10,000: the answers of the undefended network, without a gradient",
     lambda p: nn.Sequential(p.get("undefended"), ScaledLogits(1e4)),
-    _trained("undefended"),
+    trained("undefended"),
 )
-_add(
+add_specimen(
     "distilled",
     "false",
     "trained at temperature 100 and tested without it (Papernot et al. 2016; Carlini & Wagner 2017)",
     lambda p: nn.Sequential(p.get("distilled"), ScaledLogits(100.0)),
-    _trained("distilled"),
+    trained("distilled"),
 )
-_add(
+add_specimen(
     "quantized",
     "false",
     FRAGILE,
     lambda p: nn.Sequential(Quantized(16), p.get("undefended")),
-    _trained("undefended"),
+    trained("undefended"),
 )
-_add(
+add_specimen(
     "thermometer",
     "false",
     "thermometer encoding of an undefended network (broken by Athalye et al. 2018)",
-    _trained("thermometer"),
+    trained("thermometer"),
     lambda p: softened(p.get("thermometer")),
 )
-_add("bit_depth", "false", FRAGILE, lambda p: BitDepth(p.get("undefended"), 3), _trained("undefended"))
-_add(
+add_specimen("bit_depth", "false", FRAGILE, lambda p: BitDepth(p.get("undefended"), 3), trained("undefended"))
+add_specimen(
     "kwta",
     "false",
     "k-WTA trained on clean images (Xiao et al. 2020; broken by Tramèr et al. 2020)",
-    _trained("kwta"),
+    trained("kwta"),
     lambda p: softened(p.get("kwta")),
     threat=lambda scale: ThreatModel(eps=0.75 * scale.eps),
 )
-_add(
+add_specimen(
     "mean_sparse",
     "false",
     "MeanSparse with a large threshold on a sound network: it is less robust than the network alone",
     _mean_sparse,
     lambda p: softened(_mean_sparse(p)),
 )
-_add(
+add_specimen(
     "random_resize",
     "false",
     "random resizing of an undefended network (Xie et al. 2018; broken by Athalye et al. 2018)",
     lambda p: nn.Sequential(RandomResize(), Quantized(255), p.get("random_resize")),
-    _trained("random_resize"),
+    trained("random_resize"),
 )
-_add(
+add_specimen(
     "random_noise",
     "false",
     FRAGILE,
     lambda p: nn.Sequential(Noise(p.scale.eps), p.get("noise_trained_strongly"), ScaledLogits(1e4)),
-    _trained("noise_trained_strongly"),
+    trained("noise_trained_strongly"),
 )
-_add(
+add_specimen(
     "random_dropout",
     "false",
     FRAGILE,
     lambda p: nn.Sequential(TestDropout(0.3), p.get("dropout_trained"), ScaledLogits(1e3)),
-    _trained("dropout_trained"),
+    trained("dropout_trained"),
 )
-_add(
+add_specimen(
     "median_filter",
     "false",
     FRAGILE,
     lambda p: nn.Sequential(MedianFilter(0.5), p.get("undefended")),
-    _trained("undefended"),
+    trained("undefended"),
 )
-_add(
+add_specimen(
     "block_transform",
     "false",
     FRAGILE,
     lambda p: nn.Sequential(BlockTransform(0.1), p.get("undefended_wide")),
-    _trained("undefended_wide"),
+    trained("undefended_wide"),
 )
-_add(
+add_specimen(
     "saturating",
     "false",
     "activations so steep that they have no gradient; the same weights with a slope are not robust",
     lambda p: replace_activations(p.get("saturating"), lambda: SteepTanh(200.0)),
-    _trained("saturating"),
+    trained("saturating"),
 )
-_add(
+add_specimen(
     "batch_scaled",
     "false",
     "logits scaled by a statistic of the batch: the answers of the undefended network, without a gradient",
     lambda p: nn.Sequential(p.get("undefended_wide"), BatchScaledLogits(1e4)),
-    _trained("undefended_wide"),
+    trained("undefended_wide"),
 )
-_add(
+add_specimen(
     "fgsm_at",
     "false",
     "one-step training that overfits to one step (Wong et al. 2020): PGD-10 removes what FGSM reports",
-    _trained("fgsm_at"),
+    trained("fgsm_at"),
     threat=_large,
 )
-_add(
+add_specimen(
     "off_grid_branch",
     "false",
     "images off the data's grid take a branch without gradients; the network in both branches is undefended",
     lambda p: OffGridBranch(p.get("undefended_ln"), 16),
-    _trained("undefended_ln"),
+    trained("undefended_ln"),
 )
-_add(
+add_specimen(
     "vote",
     "false",
     "a vote of undefended networks, too sharp for gradients",
     lambda p: Vote([p.get("undefended"), p.get("undefended_wide"), p.get("undefended_ln")]),
     lambda p: Vote([p.get("undefended"), p.get("undefended_wide"), p.get("undefended_ln")], sharpness=1.0),
 )
-_add(
+add_specimen(
     "wave",
     "false",
     FRAGILE,
     lambda p: nn.Sequential(Wave(), p.get("undefended")),
-    _trained("undefended"),
+    trained("undefended"),
 )
-_add(
+add_specimen(
     "quantized_sound",
     "false",
     "a sound network behind rounded pixels: PGD-10 has no gradient and reports the clean accuracy",
     lambda p: nn.Sequential(Quantized(8), p.get("pgd_at")),
-    _trained("pgd_at"),
+    trained("pgd_at"),
 )
-_add(
+add_specimen(
     "random_member",
     "false",
     "a random choice among undefended networks in each forward",
     lambda p: nn.Sequential(RandomMember([p.get("undefended"), p.get("undefended_ln")]), ScaledLogits(1e3)),
     lambda p: Vote([p.get("undefended"), p.get("undefended_ln")], sharpness=1.0),
 )
-_add(
+add_specimen(
     "kwta_full_eps",
     "false",
     "the network of kwta at the full radius, where PGD-10 overstates less",
-    _trained("kwta"),
+    trained("kwta"),
     lambda p: softened(p.get("kwta")),
 )
