@@ -19,7 +19,7 @@ from advnorm.evaluation import audit
 from advnorm.evaluation import audit_thresholds as limits
 from advnorm.evaluation.audit_ladder import BUDGET_IMAGES, Budget, budget_problems
 from advnorm.evaluation.evidence import VerdictName
-from advnorm.evaluation.gallery import SCALES, SPECIMENS, Parents, Truth, held_out, known_accuracy
+from advnorm.evaluation.gallery import SCALES, SPECIMENS, Parents, Part, Truth, known_accuracy, part_of
 from advnorm.evaluation.verdict import Verdict
 
 
@@ -29,7 +29,7 @@ class AuditRow:
 
     truth: Truth
     why: str
-    held_out: bool
+    part: Part
     threat: str
     verdict: VerdictName
     clean: float
@@ -52,14 +52,13 @@ class AuditBenchmark(MeasuredConditions):
     seed: int
     rows: dict[str, AuditRow]
 
-    def half(self, *, held_out: bool) -> dict[str, AuditRow]:
-        """Return one half: thresholds were chosen with the other one."""
-        return {name: row for name, row in self.rows.items() if row.held_out == held_out}
+    def part(self, name: Part) -> dict[str, AuditRow]:
+        """Return the rows of one part: thresholds were chosen with the fitted one."""
+        return {specimen: row for specimen, row in self.rows.items() if row.part == name}
 
     def record(self) -> dict[str, Any]:
-        halves = {"fitted": self.half(held_out=False), "held_out": self.half(held_out=True)}
-        scores = {name: score(half) for name, half in halves.items()}
-        return {**super().record(), "scores": scores, "thresholds": separations(halves["fitted"])}
+        scores = {name: score(self.part(name)) for name in get_args(Part)}
+        return {**super().record(), "scores": scores, "thresholds": separations(self.part("fitted"))}
 
 
 def score(rows: dict[str, AuditRow]) -> dict[str, Any]:
@@ -118,6 +117,7 @@ def separations(rows: dict[str, AuditRow]) -> dict[str, dict[str, float | None]]
 def bench_audit(
     specimens: Sequence[str] = (),
     *,
+    part: Part | None = None,
     data: str = "digits",
     data_dir: Path | str | None = None,
     budget: Budget = "quick",
@@ -128,13 +128,14 @@ def bench_audit(
     on_row: Callable[[str], object] = lambda _: None,
     on_result: Callable[[AuditBenchmark], object] = lambda _: None,
 ) -> AuditBenchmark:
-    """Train and audit the specimens, by default all of them; ``on_result`` gets the benchmark after each.
+    """Train and audit the specimens, by default all or those of a ``part``; ``on_result`` gets the benchmark after each.
 
     ``parents``: networks that were trained before, for the same data and seed.
     """
     problems = budget_problems(budget)
     problems += [] if data in SCALES else [unknown_name("data", data, SCALES)]
     problems += [unknown_name("specimen", name, SPECIMENS) for name in specimens if name not in SPECIMENS]
+    problems += [] if part in (None, *get_args(Part)) else [unknown_name("part", part, get_args(Part))]
     place = torch.device("cpu")
     with collect_problems(problems):
         place = resolve_device(device)
@@ -146,7 +147,8 @@ def bench_audit(
     result = AuditBenchmark(
         device=environment(place)["device"], data=data, budget=budget, images=len(chosen), seed=seed, rows=rows
     )
-    for name in specimens or SPECIMENS:
+    chosen_names = specimens or [name for name in SPECIMENS if part in (None, part_of(SPECIMENS.get(name)))]
+    for name in chosen_names:
         on_row(name)
         specimen = SPECIMENS.get(name)
         model, threat = specimen.build(parents).eval(), specimen.threat(parents.scale)
@@ -158,7 +160,7 @@ def bench_audit(
         rows[name] = AuditRow(
             truth=specimen.truth,
             why=specimen.why,
-            held_out=held_out(specimen),
+            part=part_of(specimen),
             threat=str(threat),
             verdict=verdict.verdict,
             clean=verdict.clean,

@@ -155,6 +155,7 @@ def bench_autoattack(
 @command(app, "audit")
 def bench_audit(
     specimens: Annotated[list[str] | None, typer.Argument(help="Specimens of the gallery. Default: all.")] = None,
+    part: Annotated[str | None, typer.Option(help="Only the specimens of one part: fitted, held_out or blind.")] = None,
     data: Annotated[str, typer.Option(help="digits (embedded), or cifar10 for a GPU.")] = "digits",
     data_dir: Annotated[Path | None, typer.Option(help="Folder of CIFAR-10.")] = None,
     budget: Annotated[str, typer.Option(help="Budget of each audit; see `advnorm audit --help`.")] = "quick",
@@ -165,7 +166,7 @@ def bench_audit(
 ) -> None:
     """Measure how often the audit is wrong, on trained classifiers whose robustness is known.
 
-    Examples: `advnorm bench audit --json audit.json`, `advnorm bench audit kwta mean_sparse pgd_at --limit 50`
+    Examples: `advnorm bench audit --part blind --json blind.json`, `advnorm bench audit kwta pgd_at --limit 50`
     """
     from advnorm._core.records import write_json
     from advnorm.bench.audit import bench_audit as measure
@@ -174,6 +175,7 @@ def bench_audit(
     with _measuring(json) as show:
         result = measure(
             specimens or (),
+            part=part,  # pyright: ignore[reportArgumentType]  # validated there
             data=data,
             data_dir=data_dir,
             budget=budget,  # pyright: ignore[reportArgumentType]  # validated there

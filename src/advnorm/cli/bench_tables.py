@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from rich.box import SIMPLE
 from rich.console import Group
 from rich.table import Table
@@ -13,6 +15,7 @@ from advnorm.bench.norms import LIMITS, NormBenchmark
 from advnorm.bench.quick import QuickBenchmark
 from advnorm.bench.surgery import OUTCOMES, SurgeryBenchmark
 from advnorm.bench.train import TrainBenchmark, TrainRow
+from advnorm.evaluation.gallery import Part
 
 
 def norm_table(result: NormBenchmark) -> Table:
@@ -105,7 +108,7 @@ def autoattack_table(result: AutoAttackBenchmark) -> Table:
 
 
 def audit_tables(result: AuditBenchmark) -> Group:
-    """Return the verdict on each specimen and the score of each half."""
+    """Return the verdict on each specimen and the score of each part."""
     title = f"audit of known classifiers: {result.data}, {result.images} images, budget {result.budget}"
     table = Table("specimen", "truth", "verdict", title=title, title_justify="left", box=SIMPLE, pad_edge=False)
     for column in ("clean", "PGD-10", "worst", "known", "s"):
@@ -116,8 +119,9 @@ def audit_tables(result: AuditBenchmark) -> Group:
         accuracies = (f"{100 * value:.1f}" for value in (row.clean, row.pgd10, row.worst_case, row.known))
         table.add_row(name, row.truth, Text(row.verdict, colour), *accuracies, f"{row.seconds:.1f}")
     parts: list[Table | str] = [table]
-    for name, held_out in (("thresholds chosen on this half", False), ("held-out half", True)):
-        found = score(result.half(held_out=held_out))
+    names = {"fitted": "thresholds chosen on this half", "held_out": "held-out half", "blind": "blind part"}
+    for part in get_args(Part):
+        name, found = names[part], score(result.part(part))
         if not found["matrix"]:
             continue
         matrix = Table(name, title_justify="left", box=SIMPLE, pad_edge=False)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import orthogonal
-from torch.nn.utils.parametrize import remove_parametrizations
 
 from advnorm.evaluation.gallery.blind_defences import (
     ActivationPruning,
@@ -19,13 +17,11 @@ from advnorm.evaluation.gallery.blind_defences import (
     Forest,
     HardLabel,
     HashNoise,
-    MaxMin,
     MeanLogits,
     MixupInference,
     NearestNeighbours,
     OutputCode,
     PatchDictionary,
-    Smoothed,
     interval_bounds,
 )
 from advnorm.evaluation.gallery.defences import ScaledLogits, replace_activations, softened
@@ -36,10 +32,6 @@ from advnorm.objectives import Classical
 from advnorm.threat import ThreatModel
 
 # -- parents -----------------------------------------------------------------------------------------------------------
-
-
-def lipschitz_threat(scale: Scale) -> ThreatModel:
-    return ThreatModel(norm="L2", eps=scale.l2_eps / 4)
 
 
 def _l1(scale: Scale) -> ThreatModel:
@@ -54,22 +46,12 @@ def _first(model: nn.Module) -> nn.Module:
     return next(model.children())
 
 
+def _large(scale: Scale) -> ThreatModel:
+    return ThreatModel(eps=scale.large_eps)
+
+
 def _pixels(p: Parents) -> int:
     return p.train_data[0][0].numel()
-
-
-@parent("lipschitz")
-def lipschitz(p: Parents) -> nn.Module:
-    """Orthogonal layers and sorted pairs: no output moves further than its input, in L2."""
-    width = min(_pixels(p), 256)
-    layers = [nn.Linear(_pixels(p), width), nn.Linear(width, width), nn.Linear(width, 10)]
-    first, second, last = (orthogonal(layer) for layer in layers)
-    model = nn.Sequential(nn.Flatten(), first, MaxMin(), second, MaxMin(), last).to(p.device)
-    margin = 3 * lipschitz_threat(p.scale).eps
-    p.fit(model, lambda x, y, _: F.multi_margin_loss(model(x), y, margin=margin), epochs=10 * p.scale.epochs)
-    for layer in layers:
-        remove_parametrizations(layer, "weight")
-    return model
 
 
 @parent("interval_trained")
@@ -155,28 +137,12 @@ def forest(p: Parents) -> nn.Module:
 # -- sound -------------------------------------------------------------------------------------------------------------
 
 add_specimen(
-    "lipschitz",
-    "sound",
-    "its layers are 1-Lipschitz, so the margin of each image is a certificate in L2 (Anil et al. 2019)",
-    trained("lipschitz"),
-    blind=True,
-    threat=lipschitz_threat,
-)
-add_specimen(
     "interval_trained",
     "sound",
     "trained on interval bounds, which certify its answers in Linf (Gowal et al. 2018)",
     trained("interval_trained"),
     blind=True,
     threat=_small,
-)
-add_specimen(
-    "smoothed",
-    "sound",
-    "mean probabilities under Gaussian noise, of a network trained on such noise (certified by Cohen et al. 2019)",
-    lambda p: Smoothed(p.get("noise_trained_strongly"), p.scale.eps),
-    blind=True,
-    threat=lipschitz_threat,
 )
 add_specimen("pgd_at_l1", "sound", MADRY, trained("pgd_at_l1"), blind=True, threat=_l1)
 add_specimen(
@@ -197,9 +163,26 @@ add_specimen(
 
 # -- undefended --------------------------------------------------------------------------------------------------------
 
-add_specimen("linear", "undefended", PLAIN, trained("linear"), blind=True)
+add_specimen("linear", "undefended", PLAIN, trained("linear"), blind=True, threat=_large)
 add_specimen("label_smoothing", "undefended", PLAIN, trained("label_smoothing"), blind=True)
 add_specimen("mixup", "undefended", PLAIN, trained("mixup"), blind=True)
+
+add_specimen(
+    "output_code",
+    "undefended",
+    "output codes trained on clean images (Verma & Swami 2019); PGD-10 finds that they are not robust",
+    trained("output_code"),
+    lambda p: nn.Sequential(_first(p.get("output_code")), OutputCode(saturated=False).to(p.device)),
+    blind=True,
+)
+add_specimen(
+    "mixup_inference",
+    "undefended",
+    "mixtures with random images at test time (Pang et al. 2020); PGD-10 finds that it is not robust",
+    lambda p: MixupInference(p.get("mixup"), p.train_data[0].to(p.device)),
+    trained("mixup"),
+    blind=True,
+)
 
 # -- false -------------------------------------------------------------------------------------------------------------
 
@@ -260,26 +243,10 @@ add_specimen(
     blind=True,
 )
 add_specimen(
-    "output_code",
-    "false",
-    "output codes trained on clean images (Verma & Swami 2019; broken by Tramèr et al. 2020)",
-    trained("output_code"),
-    lambda p: nn.Sequential(_first(p.get("output_code")), OutputCode(saturated=False).to(p.device)),
-    blind=True,
-)
-add_specimen(
     "patch_dictionary",
     "false",
     "patches replaced by the nearest known patches (Guo et al. 2018; broken by Athalye et al. 2018); " + FRAGILE,
     lambda p: nn.Sequential(PatchDictionary(p.train_data[0].to(p.device), 256), p.get("undefended_wide")),
     trained("undefended_wide"),
-    blind=True,
-)
-add_specimen(
-    "mixup_inference",
-    "false",
-    "mixtures with random images at test time (Pang et al. 2020; broken by Tramèr et al. 2020)",
-    lambda p: MixupInference(p.get("mixup"), p.train_data[0].to(p.device)),
-    trained("mixup"),
     blind=True,
 )

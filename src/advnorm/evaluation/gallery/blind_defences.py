@@ -1,8 +1,6 @@
-"""Defences of the blind part of the gallery, and layers of networks whose robustness has a certificate.
+"""Defences of the blind part of the gallery, and bounds of a network whose robustness has a certificate.
 
-Sources of the defences: Alfarra et al. 2022; Dhillon et al. 2018; Guo et al. 2018; Pang et al. 2020; Papernot & McDaniel
-2018; Verma & Swami 2019. They were broken by Athalye et al. 2018, Sitawarin & Wagner 2019, Tramèr et al. 2020 and Croce
-et al. 2022.
+The specimens name the sources of the defences and of the attacks that broke them.
 """
 
 from __future__ import annotations
@@ -71,8 +69,10 @@ class Forest(nn.Module):
         reach[:, :, 0] = 1
         left, right = self.left.expand_as(above), self.right.expand_as(above)
         for _ in range(self.depth):
-            reach = torch.zeros_like(reach).scatter_add(2, left, reach * go_left).scatter_add(
-                2, right, reach * (1 - go_left)
+            reach = (
+                torch.zeros_like(reach)
+                .scatter_add(2, left, reach * go_left)
+                .scatter_add(2, right, reach * (1 - go_left))
             )
         return torch.einsum("btn,tnc->bc", reach, self.value) / len(self.value)
 
@@ -225,9 +225,6 @@ class MixupInference(nn.Module):
         return torch.stack(outputs).mean(0).clamp_min(1e-12).log()
 
 
-# -- networks with a certificate ---------------------------------------------------------------------------------------
-
-
 class MeanLogits(nn.Module):
     """The mean log-probabilities of several networks."""
 
@@ -239,26 +236,7 @@ class MeanLogits(nn.Module):
         return torch.stack([model(x).log_softmax(1) for model in self.models]).mean(0)
 
 
-class Smoothed(nn.Module):
-    """Mean probabilities under Gaussian noise (Cohen et al. 2019)."""
-
-    def __init__(self, model: nn.Module, deviation: float, draws: int = 8) -> None:
-        super().__init__()
-        self.model, self.deviation, self.draws = model, deviation, draws
-
-    def forward(self, x: Tensor) -> Tensor:
-        noisy = x.repeat(self.draws, *(1,) * (x.dim() - 1))
-        noisy = noisy + self.deviation * torch.randn_like(noisy)
-        shares = self.model(noisy).softmax(1).unflatten(0, (self.draws, len(x)))
-        return shares.mean(0).clamp_min(1e-12).log()
-
-
-class MaxMin(nn.Module):
-    """Sort neighbouring pairs: an activation that preserves the L2 norm of gradients (Anil et al. 2019)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        one, two = x.chunk(2, 1)
-        return torch.cat([torch.maximum(one, two), torch.minimum(one, two)], 1)
+# -- networks with a certificate ---------------------------------------------------------------------------------------
 
 
 def interval_bounds(model: nn.Sequential, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
