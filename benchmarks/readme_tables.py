@@ -381,11 +381,14 @@ def surgery():
     return "\n".join([*rows, "", *(f"- {line}" for line in lines)])
 
 
-def audited():
-    """The verdict on each classifier of the gallery, and the score of the held-out half."""
-    record = json.loads((RECORDS / "audit.json").read_text())
-    lines = ["| held-out half | called real | false | inconclusive | none |", "|---|---|---|---|---|"]
-    found = record["scores"]["held_out"]
+AUDIT_PARTS = {"fitted": "thresholds", "held_out": "held out", "blind": "blind"}
+
+
+def audited(name, part):
+    """The verdict on each classifier of a record, and the score of one part of the gallery."""
+    record = json.loads((RECORDS / f"{name}.json").read_text())
+    lines = [f"| {AUDIT_PARTS[part]} | called real | false | inconclusive | none |", "|---|---|---|---|---|"]
+    found = record["scores"][part]
     lines += [f"| {truth} | {' | '.join(map(str, counts.values()))} |" for truth, counts in found["matrix"].items()]
     mean = sum(row["seconds"] for row in record["rows"].values()) / len(record["rows"])
     lines += [
@@ -394,13 +397,14 @@ def audited():
         f"classifiers of {record['data']}, {record['images']} images, budget `{record['budget']}`, "
         f"{mean:.0f} s per audit on {record['device']}.",
         "",
-        "| classifier | half | truth | verdict | clean | PGD-10 | worst case | known |",
+        "| classifier | part | truth | verdict | clean | PGD-10 | worst case | known |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, row in record["rows"].items():
-        half = "held out" if row["held_out"] else "thresholds"
+        # Records from before the blind part have a flag.
+        own = row["part"] if "part" in row else "held_out" if row["held_out"] else "fitted"
         numbers = (f"{100 * row[key]:.1f}" for key in ("clean", "pgd10", "worst_case", "known"))
-        lines.append(f"| `{name}` | {half} | {row['truth']} | {row['verdict']} | {' | '.join(numbers)} |")
+        lines.append(f"| `{name}` | {AUDIT_PARTS[own]} | {row['truth']} | {row['verdict']} | {' | '.join(numbers)} |")
     return "\n".join(lines)
 
 
@@ -419,7 +423,10 @@ PAGES = {
         "quick": quick,
         "surgery": surgery,
     },
-    "docs/guides/audit.md": {"audit": audited},
+    "docs/guides/audit.md": {
+        "audit": lambda: audited("audit", "held_out"),
+        "audit-blind": lambda: audited("audit_blind", "blind"),
+    },
     "docs/guides/analyze_statistics.md": {"distances": distances},
 }
 

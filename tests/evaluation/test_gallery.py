@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from advnorm.bench.audit import bench_audit, score
-from advnorm.evaluation.gallery import SCALES, SPECIMENS, Parents, held_out, known_accuracy, list_specimens
+from advnorm.evaluation.gallery import SCALES, SPECIMENS, Parents, known_accuracy, list_specimens, part_of
+from advnorm.evaluation.gallery.blind_defences import Forest, interval_bounds
 from advnorm.evaluation.gallery.parents import PARENTS
 from advnorm.threat import ThreatModel
 from support.problems import raises_problem
@@ -19,11 +20,12 @@ def shared_parents() -> Parents:
     return Parents()
 
 
-def test_the_gallery_has_enough_specimens_of_each_truth_in_both_halves():
+def test_the_gallery_has_enough_specimens_of_each_truth_in_every_part():
     assert len(list_specimens()) >= 24
     for truth, least in (("sound", 7), ("false", 14), ("undefended", 3)):
-        halves = [held_out(specimen) for specimen in list_specimens(truth)]
-        assert len(halves) >= least and abs(halves.count(True) - halves.count(False)) <= 1
+        parts = [part_of(specimen) for specimen in list_specimens(truth)]
+        assert len(parts) >= least and abs(parts.count("held_out") - parts.count("fitted")) <= 1
+        assert parts.count("blind") >= 3
     assert all(specimen.why and specimen.name == name for name in SPECIMENS for specimen in [SPECIMENS.get(name)])
 
 
@@ -70,7 +72,12 @@ def test_a_score_counts_verdicts_by_truth():
 
 @pytest.mark.parametrize(
     ("options", "field"),
-    [({"specimens": ["kwat"]}, "specimen"), ({"data": "digit"}, "data"), ({"budget": "fast"}, "budget")],
+    [
+        ({"specimens": ["kwat"]}, "specimen"),
+        ({"part": "blnd"}, "part"),
+        ({"data": "digit"}, "data"),
+        ({"budget": "fast"}, "budget"),
+    ],
 )
 def test_a_wrong_argument_is_reported_before_any_training(options, field):
     with raises_problem("unknown_name", field):
@@ -93,7 +100,7 @@ def test_the_known_accuracy_of_a_linear_model_is_exact():
 
 @pytest.mark.slow
 def test_the_held_out_half_meets_the_published_score():
-    names = [specimen.name for specimen in list_specimens() if held_out(specimen)]
+    names = [specimen.name for specimen in list_specimens() if part_of(specimen) == "held_out"]
     rows = bench_audit(names).rows
     found = score(rows)
     assert found["matrix"]["sound"]["false"] == 0 and found["matrix"]["false"]["real"] == 0
@@ -102,3 +109,36 @@ def test_the_held_out_half_meets_the_published_score():
 
 def test_every_parent_and_scale_is_used():
     assert {"digits", "cifar10"} == set(SCALES) and len(PARENTS.names()) >= 15
+
+
+@cache
+def some_test_images() -> tuple[torch.Tensor, torch.Tensor]:
+    images, labels = shared_parents().test_data
+    return images[:40], labels[:40]
+
+
+@pytest.mark.parametrize("name", ["forest", "hard_label", "decoy_gradient", "hash_noise", "patch_dictionary"])
+def test_a_blind_false_specimen_is_accurate_and_falls_to_someone_who_knows_the_defence(name):
+    specimen, parents, (x, y) = SPECIMENS.get(name), shared_parents(), some_test_images()
+    model, expert = specimen.build(parents).eval(), specimen.expert(parents).eval()
+    assert (model(x).argmax(1) == y).double().mean() > 0.85
+    assert known_accuracy(model, expert, x, y, specimen.threat(parents.scale)) < 0.2
+
+
+def test_interval_bounds_certify_what_strong_attacks_leave():
+    specimen, parents, (x, y) = SPECIMENS.get("interval_trained"), shared_parents(), some_test_images()
+    model, eps = specimen.build(parents), specimen.threat(parents.scale).eps
+    low, high = interval_bounds(model, (x - eps).clamp(0, 1), (x + eps).clamp(0, 1))
+    right = torch.nn.functional.one_hot(y, 10).bool()
+    certified = (torch.where(right, low, high).argmax(1) == y).double().mean().item()
+    assert 0.5 < certified <= known_accuracy(model, None, x, y, ThreatModel(eps=eps))
+
+
+def test_the_forest_answers_as_scikit_learn_does():
+    from sklearn.ensemble import RandomForestClassifier
+
+    parents, (x, _) = shared_parents(), some_test_images()
+    images, labels = parents.train_data
+    fitted = RandomForestClassifier(5, max_depth=6, random_state=1).fit(images.flatten(1).numpy(), labels.numpy())
+    expected = torch.from_numpy(fitted.predict_proba(x.flatten(1).numpy())).float()
+    torch.testing.assert_close(Forest(fitted)(x), expected)

@@ -128,9 +128,9 @@ def bench_audit(
     on_row: Callable[[str], object] = lambda _: None,
     on_result: Callable[[AuditBenchmark], object] = lambda _: None,
 ) -> AuditBenchmark:
-    """Train and audit the specimens, by default all or those of a ``part``; ``on_result`` gets the benchmark after each.
+    """Train and audit the specimens, by default all of them or of a ``part``.
 
-    ``parents``: networks that were trained before, for the same data and seed.
+    ``on_result`` gets the benchmark after each. ``parents``: networks that were trained before, for the same data and seed.
     """
     problems = budget_problems(budget)
     problems += [] if data in SCALES else [unknown_name("data", data, SCALES)]
