@@ -130,7 +130,8 @@ def bench_audit(
 ) -> AuditBenchmark:
     """Train and audit the specimens, by default all of them or of a ``part``.
 
-    ``on_result`` gets the benchmark after each. ``parents``: networks that were trained before, for the same data and seed.
+    ``on_result`` gets the benchmark after each. ``parents``: networks that were trained before, for the same data and
+    seed.
     """
     problems = budget_problems(budget)
     problems += [] if data in SCALES else [unknown_name("data", data, SCALES)]
