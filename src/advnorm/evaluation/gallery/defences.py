@@ -275,5 +275,5 @@ def softened(model: nn.Module) -> nn.Module:
     model = copy.deepcopy(model)
     for module in model.modules():
         if hasattr(module, "soft"):
-            module.soft = True
+            module.soft = True  # pyright: ignore[reportArgumentType]
     return model
