@@ -161,7 +161,7 @@ def fingerprint(model: torch.nn.Module) -> str:
     return digest(*(value.detach().clone() for value in (*model.parameters(), *model.buffers())))
 
 
-def remember_judged() -> None:
+def remember_evaluated() -> None:
     original = Validation.__call__
 
     def remembered(self: Validation, model: torch.nn.Module, *stopped: Any) -> dict[str, float] | None:
@@ -229,7 +229,7 @@ def full_disk(config: Config, out: Path, rank: int) -> dict[str, Any]:
 def main(speed: str, rank: int, world: int, init_file: str, folder: Path) -> None:
     join_ranks(rank, world, init_file)
     step_program.DistributedDataParallel, loop.AGREE_EVERY = Counting, 4
-    remember_judged()
+    remember_evaluated()
     count_collectives()
     cases = {name: (trained_in_float64, config) for name, config in COMPARED[speed].items()}
     others = {

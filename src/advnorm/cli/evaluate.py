@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +14,7 @@ from advnorm.cli.options import EvaluateOptions
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from advnorm._core.errors import Problem
     from advnorm.evaluation.results import BenchmarkResult
@@ -42,7 +43,7 @@ def evaluate(
     `advnorm evaluate my_models:build --weights w.safetensors --data cifar10:data --attacks pgd10 autoattack
     --route adv --json result.json`
     """
-    from advnorm._core.errors import ConfigError, Problem, collect_problems, raise_problems
+    from advnorm._core.errors import ConfigError, collect_problems
     from advnorm._core.wrappers import device_of
     from advnorm.attacks.names import parse_name
     from advnorm.evaluation.benchmark import benchmark
@@ -53,20 +54,7 @@ def evaluate(
     for name in names:
         with collect_problems(problems):
             parse_name(name)
-    targets = [run for target in targets for run in _runs_in(target)]
-    if len(targets) > 1:  # before the first of them is evaluated
-        if options.json:
-            message, hint = "several targets cannot share one record", "omit --json: each run keeps its own"
-            problems.append(Problem(code="conflict", message=message, field="json", hint=hint))
-        folders = [name for name in targets if ":" not in name and not Path(name).is_file()]
-        strays = [name for name in folders if not _is_target(Path(name))]  # runs/* may name other folders and pages
-        targets = [name for name in targets if name not in strays and not Path(name).is_file()]
-        if missing := [name for name in strays if not targets or not Path(name).exists()]:
-            message, hint = f"{', '.join(missing)}: not a run (no run.json)", "name folders that `train` made"
-            problems.append(Problem(code="missing_file", message=message, field="targets", hint=hint))
-        raise_problems(problems)
-        for name in strays:
-            say(f"{name} is skipped: it is not a run (it has no run.json)", style="yellow")
+    targets = _select_targets([run for target in targets for run in _runs_in(target)], options, problems)
     results: list[BenchmarkResult] = []
 
     def evaluate_one(name: str) -> None:
@@ -108,6 +96,31 @@ def evaluate(
     return status
 
 
+def _select_targets(targets: list[str], options: EvaluateOptions, problems: list[Problem]) -> list[str]:
+    """Return the targets; of several, those that can be evaluated, since ``runs/*`` may name other folders and pages.
+
+    Problems of several targets, and the ``problems`` so far, are raised before the first of them is evaluated.
+    """
+    from advnorm._core.errors import Problem, raise_problems
+
+    if len(targets) == 1:
+        return targets
+    problems = list(problems)
+    if options.json:
+        message, hint = "several targets cannot share one record", "omit --json: each run keeps its own"
+        problems.append(Problem(code="conflict", message=message, field="json", hint=hint))
+    folders = [name for name in targets if ":" not in name and not Path(name).is_file()]
+    strays = [name for name in folders if not _is_target(Path(name))]
+    targets = [name for name in targets if name not in strays and not Path(name).is_file()]
+    if missing := [name for name in strays if not targets or not Path(name).exists()]:
+        message, hint = f"{', '.join(missing)}: not a run (no run.json)", "name folders that `train` made"
+        problems.append(Problem(code="missing_file", message=message, field="targets", hint=hint))
+    raise_problems(problems)
+    for name in strays:
+        say(f"{name} is skipped: it is not a run (it has no run.json)", style="yellow")
+    return targets
+
+
 def _is_target(folder: Path) -> bool:
     from advnorm.sharing.pretrained import is_saved_model
 
@@ -138,83 +151,114 @@ def open_target(name: str, options: EvaluateOptions, problems: list[Problem]) ->
 
     Options replace the run's own settings. One error lists everything that is wrong, with the ``problems`` so far.
     """
-    from advnorm._core.devices import resolve_device
-    from advnorm._core.errors import ConfigError, Problem, collect_problems, raise_problems
+    from advnorm._core.errors import Problem, collect_problems, raise_problems
     from advnorm._core.records import writable_problems
-    from advnorm.attacks import PGD
-    from advnorm.cli.user_code import load_user_model
     from advnorm.evaluation.plan import statistics_problems
-    from advnorm.evaluation.target import EvaluationTarget, describe_data, describe_images, load_test_data, open_run
-    from advnorm.sharing.pretrained import WEIGHTS, from_pretrained, is_saved_model, verify
-    from advnorm.threat import THREAT_NORMS, ThreatModel
+    from advnorm.evaluation.target import describe_images
+    from advnorm.sharing.pretrained import is_saved_model
 
     problems = [*problems, *statistics_problems(options.statistics)]  # pyright: ignore
     problems += writable_problems(options.json) if options.json else []
-    given = options.threat_norm
-    threat_norm = next((name for name in THREAT_NORMS if name.lower() == str(given).lower()), given)
     target = None
     own = [label for label in ("weights", "mean", "std") if getattr(options, label)]
     if Path(name).is_dir() and own:
         message, hint = f"{name} has its own weights and input normalization", f"omit --{own[0]}"
         problems.append(Problem(code="conflict", message=message, field=own[0], hint=hint))
-    elif Path(name).is_dir() and not is_saved_model(name):
-        with collect_problems(problems):
-            target = open_run(
-                name,
-                checkpoint=options.checkpoint,
-                data=options.data,
-                data_dir=options.data_dir,
-                threat_norm=threat_norm,  # pyright: ignore[reportArgumentType]  # validated there
-                eps=options.eps,
-                image_size=options.image_size,
-                device=options.device,
-                seed=options.seed,
-            )
     else:
-        model = data = threat = None
-        notes: tuple[str, ...] = ()
-        saved = verify(name) if is_saved_model(name) else None
-        training = dict((saved or {}).get("training") or {})
+        is_run = Path(name).is_dir() and not is_saved_model(name)
         with collect_problems(problems):
-            if options.checkpoint is not None:
-                message = "--checkpoint belongs to the folder of a run"
-                raise ConfigError("conflict", message, field="checkpoint", hint="use --weights")
-            place = resolve_device(options.device)
-            if saved is not None:
-                if not saved.get("model"):
-                    message = f"{name} holds weights of {saved.get('class')}, a network of somebody's own code"
-                    hint = f"name the function that builds it: my_module:build --weights {Path(name, WEIGHTS)}"
-                    raise ConfigError("missing_option", message, field="target", hint=hint)
-                model = from_pretrained(name, device=place)
-            else:
-                model, notes = load_user_model(name, options.weights, place, options.mean, options.std)
-        with collect_problems(problems):
-            length = options.eps or training.get("eps", "8/255")
-            threat = ThreatModel(norm=threat_norm or training.get("threat", "Linf"), eps=length)  # pyright: ignore[reportArgumentType]
-        own_data = dict(training.get("data") or {"name": None})
-        source, own_data = options.data or own_data.pop("name"), {} if options.data else own_data
-        with collect_problems(problems):
-            if source is None and model is not None:
-                hint = "for example --data cifar10:FOLDER or --data digits"
-                raise ConfigError("missing_data", "no images to evaluate on", field="data", hint=hint)
-            sizes = {"image_size": options.image_size} if options.image_size else {}
-            if source is not None:
-                data = load_test_data(source, options.data_dir, **own_data, **sizes)
-        if model is not None and data is not None and threat is not None:
-            origin = {
-                "model": name,
-                "weights": ", ".join([Path(options.weights).name, *notes]) if options.weights else None,
-                **({"mean": options.mean, "std": options.std} if options.mean else {}),
-                "data": describe_data(str(source)),
-                **({"training": training} if training else {}),
-            }
-            attack = PGD(threat=threat, seed=options.seed)
-            folder = Path(name) if saved is not None else None
-            target = EvaluationTarget(name=name, model=model, data=data, attack=attack, origin=origin, folder=folder)
+            target = (_open_run if is_run else _open_model)(name, options)
     raise_problems(problems)
     assert target is not None
     say(f"data: {target.origin['data']}: {describe_images(target.data)}")
     return target
+
+
+def _open_run(folder: str, options: EvaluateOptions) -> EvaluationTarget:
+    from advnorm.evaluation.target import open_run
+
+    return open_run(
+        folder,
+        checkpoint=options.checkpoint,
+        data=options.data,
+        data_dir=options.data_dir,
+        threat_norm=_threat_norm(options),
+        eps=options.eps,
+        image_size=options.image_size,
+        device=options.device,
+        seed=options.seed,
+    )
+
+
+def _open_model(name: str, options: EvaluateOptions) -> EvaluationTarget:
+    """Open a saved model or one of the user's own code; data and threat default to those of its training."""
+    from advnorm._core.errors import ConfigError, collect_problems, raise_problems
+    from advnorm.attacks import PGD
+    from advnorm.evaluation.target import EvaluationTarget, describe_data, load_test_data
+    from advnorm.sharing.pretrained import is_saved_model, verify
+    from advnorm.threat import ThreatModel
+
+    saved = verify(name) if is_saved_model(name) else None
+    training = dict((saved or {}).get("training") or {})
+    problems: list[Problem] = []
+    model = data = threat = None
+    notes: tuple[str, ...] = ()
+    with collect_problems(problems):
+        model, notes = _load_model(name, options, saved)
+    with collect_problems(problems):
+        length = options.eps or training.get("eps", "8/255")
+        threat = ThreatModel(norm=_threat_norm(options) or training.get("threat", "Linf"), eps=length)
+    own_data = dict(training.get("data") or {"name": None})
+    source, own_data = options.data or own_data.pop("name"), {} if options.data else own_data
+    with collect_problems(problems):
+        if source is None and model is not None:
+            hint = "for example --data cifar10:FOLDER or --data digits"
+            raise ConfigError("missing_data", "no images to evaluate on", field="data", hint=hint)
+        sizes = {"image_size": options.image_size} if options.image_size else {}
+        if source is not None:
+            data = load_test_data(source, options.data_dir, **own_data, **sizes)
+    raise_problems(problems)
+    assert model is not None and data is not None and threat is not None
+    origin = {
+        "model": name,
+        "weights": ", ".join([Path(options.weights).name, *notes]) if options.weights else None,
+        **({"mean": options.mean, "std": options.std} if options.mean else {}),
+        "data": describe_data(str(source)),
+        **({"training": training} if training else {}),
+    }
+    attack = PGD(threat=threat, seed=options.seed)
+    folder = Path(name) if saved is not None else None
+    return EvaluationTarget(name=name, model=model, data=data, attack=attack, origin=origin, folder=folder)
+
+
+def _load_model(
+    name: str, options: EvaluateOptions, saved: Mapping[str, Any] | None
+) -> tuple[nn.Module, tuple[str, ...]]:
+    """Return a saved model, or one of the user's own code, and notes on what was done to make the weights fit."""
+    from advnorm._core.devices import resolve_device
+    from advnorm._core.errors import ConfigError
+    from advnorm.cli.user_code import load_user_model
+    from advnorm.sharing.pretrained import WEIGHTS, from_pretrained
+
+    if options.checkpoint is not None:
+        message = "--checkpoint belongs to the folder of a run"
+        raise ConfigError("conflict", message, field="checkpoint", hint="use --weights")
+    device = resolve_device(options.device)
+    if saved is None:
+        return load_user_model(name, options.weights, device, options.mean, options.std)
+    if not saved.get("model"):
+        message = f"{name} holds weights of {saved.get('class')}, a network of somebody's own code"
+        hint = f"name the function that builds it: my_module:build --weights {Path(name, WEIGHTS)}"
+        raise ConfigError("missing_option", message, field="target", hint=hint)
+    return from_pretrained(name, device=device), ()
+
+
+def _threat_norm(options: EvaluateOptions) -> Any:
+    """The norm of the threat in its own spelling; ``ThreatModel`` validates it."""
+    from advnorm.threat import THREAT_NORMS
+
+    given = options.threat_norm
+    return next((norm for norm in THREAT_NORMS if norm.lower() == str(given).lower()), given)
 
 
 def settings(options: EvaluateOptions, record: Path | None) -> dict[str, Any]:

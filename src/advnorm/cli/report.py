@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from advnorm.cli.command import say
+
+if TYPE_CHECKING:
+    from advnorm.evaluation.report_data import FolderResults
 
 
 def report(
@@ -24,61 +27,74 @@ def report(
 
     Examples: `advnorm report results/ --out report.html`, `advnorm report runs/`, `advnorm report runs/ --format csv`
     """
-    from advnorm._core.errors import ConfigError, raise_problems, unknown_name
+    from advnorm._core.errors import raise_problems, unknown_name
     from advnorm._core.records import writable_problems, write_atomic
     from advnorm.evaluation.report_data import collect_results
-    from advnorm.report.files import FORMATS, page_markdown, rows_text, study_rows, table_markdown
-    from advnorm.report.page import render_page
-    from advnorm.report.rows import column_names, result_rows
-    from advnorm.report.runs import build_runs_page
-    from advnorm.report.studies import count_verdicts, render_studies_page
-    from advnorm.report.tables import make_columns
-    from advnorm.studies.report_data import summarize_studies
+    from advnorm.report.files import FORMATS
 
     suffix = out.suffix.removeprefix(".") if out else ""
     form = form or (suffix if suffix in FORMATS else "html")
     out = out or Path(f"report.{form}")
     unknown = [] if form in FORMATS else [unknown_name("format", form, FORMATS)]
     raise_problems([*unknown, *writable_problems(out)])
-    problems: list[str] = []
-    has_records = (results / "records").is_dir()
-    found = None if has_records else collect_results(results)
-    kinds = {"run": found["runs"], "evaluation": found["benchmarks"], "audit": found["audits"]} if found else {}
-    contents = ", ".join(f"{len(items)} {kind}{'s' * (len(items) > 1)}" for kind, items in kinds.items() if items)
-    if found and contents:
-        rows = result_rows(found)
-        problems = [f"{row.get('record') or row['run']} is skipped: {row['error']}" for row in rows if row.get("error")]
-        if form in ("csv", "json"):
-            text = rows_text(rows, column_names(rows), form)
-        else:
-            text = (render_page if form == "html" else page_markdown)(build_runs_page(found))
+    found = None if (results / "records").is_dir() else collect_results(results)
+    if found and (found["runs"] or found["benchmarks"] or found["audits"]):
+        text, contents, problems = _runs_report(found, form)
     else:
-        summary = summarize_studies(results)
-        others = summary["others"]
-        if not has_records and not others and not any(results.glob("**/*.json")):
-            message = f"no records and no runs in {results}"
-            hint = "name the --out folder of `advnorm study` or `advnorm train`"
-            raise ConfigError("empty", message, field="results", hint=hint)
-        numbers, problems = study_rows(summary), list(summary["problems"])
-        columns = list(dict.fromkeys(name for row in numbers for name in row))
-        if form == "html":
-            text = render_studies_page(summary)
-        elif form == "md":
-            cells = [[None if row[name] is None else str(row[name]) for name in columns] for row in numbers]
-            labels = make_columns({"text": columns})
-            text = table_markdown({"title": "Papers and measurements", "columns": labels, "rows": cells}) + "\n"
-        else:
-            text = rows_text(numbers, columns, form)
-        if others and not has_records:
-            first = ", ".join(list(others)[:3]) + (", …" if len(others) > 3 else "")
-            problems.append(
-                f"{sum(others.values())} JSON file(s) in {first} are not records of studies and are skipped; records "
-                f"belong in {results / 'records'}: name the --out folder of `advnorm study`"
-            )
-        verdicts = ", ".join(f"{count} {answer}" for answer, count in count_verdicts(summary).items())
-        contents = f"{len(summary['studies'])} studies: {verdicts}"
+        text, contents, problems = _studies_report(results, form)
     write_atomic(out, text.encode(errors="replace"))
     for problem in problems:
         say(problem, style="yellow")
     say(contents)
     say(f"report: {out}")
+
+
+def _runs_report(found: FolderResults, form: str) -> tuple[str, str, list[str]]:
+    """Return the text of the file for training runs, a line on its contents, and problems."""
+    from advnorm.report.files import page_markdown, rows_text
+    from advnorm.report.page import render_page
+    from advnorm.report.rows import column_names, result_rows
+    from advnorm.report.runs import build_runs_page
+
+    kinds = {"run": found["runs"], "evaluation": found["benchmarks"], "audit": found["audits"]}
+    contents = ", ".join(f"{len(items)} {kind}{'s' * (len(items) > 1)}" for kind, items in kinds.items() if items)
+    rows = result_rows(found)
+    problems = [f"{row.get('record') or row['run']} is skipped: {row['error']}" for row in rows if row.get("error")]
+    if form in ("csv", "json"):
+        return rows_text(rows, column_names(rows), form), contents, problems
+    return (render_page if form == "html" else page_markdown)(build_runs_page(found)), contents, problems
+
+
+def _studies_report(results: Path, form: str) -> tuple[str, str, list[str]]:
+    """Return the text of the file for studies, a line on its contents, and problems."""
+    from advnorm._core.errors import ConfigError
+    from advnorm.report.files import rows_text, study_rows, table_markdown
+    from advnorm.report.studies import count_verdicts, render_studies_page
+    from advnorm.report.tables import make_columns
+    from advnorm.studies.report_data import summarize_studies
+
+    summary = summarize_studies(results)
+    others, problems = summary["others"], list(summary["problems"])
+    if not (results / "records").is_dir():
+        if not others and not any(results.glob("**/*.json")):
+            message = f"no records and no runs in {results}"
+            hint = "name the --out folder of `advnorm study` or `advnorm train`"
+            raise ConfigError("empty", message, field="results", hint=hint)
+        if others:
+            first = ", ".join(list(others)[:3]) + (", …" if len(others) > 3 else "")
+            problems.append(
+                f"{sum(others.values())} JSON file(s) in {first} are not records of studies and are skipped; records "
+                f"belong in {results / 'records'}: name the --out folder of `advnorm study`"
+            )
+    numbers = study_rows(summary)
+    columns = list(dict.fromkeys(name for row in numbers for name in row))
+    if form == "html":
+        text = render_studies_page(summary)
+    elif form == "md":
+        cells = [[None if row[name] is None else str(row[name]) for name in columns] for row in numbers]
+        labels = make_columns({"text": columns})
+        text = table_markdown({"title": "Papers and measurements", "columns": labels, "rows": cells}) + "\n"
+    else:
+        text = rows_text(numbers, columns, form)
+    verdicts = ", ".join(f"{count} {answer}" for answer, count in count_verdicts(summary).items())
+    return text, f"{len(summary['studies'])} studies: {verdicts}", problems

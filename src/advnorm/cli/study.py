@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +14,7 @@ from advnorm.cli.options import DataDir, Device
 
 if TYPE_CHECKING:
     from advnorm.studies.store import RecordStore
+    from advnorm.studies.study import Protocol, Study
     from advnorm.studies.task import Task
 
 
@@ -54,7 +55,7 @@ def study(
     """
     import torch
 
-    from advnorm._core.errors import ConfigError, raise_problems, unknown_name
+    from advnorm._core.errors import raise_problems
     from advnorm._core.exit_codes import FAILED, PREEMPTED
     from advnorm.cli.study_tables import study_table, task_table
     from advnorm.studies.launch import launch, launch_problems
@@ -64,18 +65,8 @@ def study(
     from advnorm.studies.store import RecordStore
     from advnorm.studies.task import list_tasks
 
-    if smoke and protocol not in (None, "smoke"):
-        raise ConfigError("conflict", "--smoke and --protocol exclude each other", field="protocol", got=protocol)
-    if stand_in is not None and (smoke or protocol is not None):
-        message = "--stand-in has its own schedule; --protocol and --smoke exclude it"
-        raise ConfigError("conflict", message, field="stand_in", got=stand_in)
-    protocol = "smoke" if smoke else stand_in or protocol or "paper"
     found, cell = find(name)
-    known = found.protocols
-    if stand_in is not None and (stand_in != "imagenette" or stand_in not in known):
-        raise_problems([unknown_name("stand-in", stand_in, [one for one in known if one == "imagenette"])])
-    if protocol not in known:
-        raise_problems([unknown_name("protocol", protocol, known)])
+    protocol = _choose_protocol(found, protocol, stand_in, smoke=smoke)
     seeds = seeds or [0]
     failed: list[Outcome] = []
 
@@ -92,7 +83,7 @@ def study(
             found,
             cell=cell and cell.name,
             seeds=seeds,
-            protocol=protocol,  # pyright: ignore[reportArgumentType]  # validated above
+            protocol=protocol,
             out=out,
             data_dir=data_dir,
             device=device,
@@ -123,12 +114,28 @@ def study(
                 processes=processes,
                 on_outcome=print_outcome,
             )
-        values, conclusion, problems = evaluate_study(found, store, seeds=seeds, protocol=protocol)  # pyright: ignore[reportArgumentType]
+        values, conclusion, problems = evaluate_study(found, store, seeds=seeds, protocol=protocol)
     for problem in problems:
         say(problem, style="yellow")
     if not dry_run or values:
         console.print(study_table(found, values, protocol, conclusion=conclusion, width=console.width))
     return FAILED if failed else 0
+
+
+def _choose_protocol(study: Study, protocol: str | None, stand_in: str | None, *, smoke: bool) -> Protocol:
+    """Return the protocol of the study that the options ask for."""
+    from advnorm._core.errors import ConfigError, raise_problems, unknown_name
+
+    if smoke and protocol not in (None, "smoke"):
+        raise ConfigError("conflict", "--smoke and --protocol exclude each other", field="protocol", got=protocol)
+    if stand_in is not None and (smoke or protocol is not None):
+        message = "--stand-in has its own schedule; --protocol and --smoke exclude it"
+        raise ConfigError("conflict", message, field="stand_in", got=stand_in)
+    chosen: Any = "smoke" if smoke else stand_in or protocol or "paper"
+    kind = "protocol" if stand_in is None else "stand-in"
+    allowed = [name for name in study.protocols if stand_in is None or name == "imagenette"]
+    raise_problems([] if chosen in allowed else [unknown_name(kind, chosen, allowed)])
+    return chosen
 
 
 def _describe_existing(tasks: Sequence[Task], store: RecordStore) -> str:

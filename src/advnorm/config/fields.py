@@ -133,7 +133,7 @@ class TrainingSettings:
         int | None, Setting("Number of held-out images to validate on, stratified by class; none: all.", "[1, inf)")
     ] = None
     monitor: Annotated[
-        int, Setting("Held-out images on which each validation also looks for false robustness; 0: none.", "[0, inf)")
+        int, Setting("Held-out images on which each validation also measures false robustness; 0: none.", "[0, inf)")
     ] = 0
     monitor_attack: Annotated[str, Setting("Strong attack of the monitor.")] = "quick"
     snapshots: Annotated[

@@ -231,7 +231,7 @@ class TRADES(DualDomain):
 
 
 def _crosses(plan: Plan) -> bool:
-    """Whether adversarial samples are normalized by the bank that clean ones feed."""
+    """Whether adversarial samples are normalized by the bank that clean samples update."""
     if plan.statistics != "batch" or plan.mixture or not {"clean", "adv"} <= set(plan.domains):
         return False
     clean, adv = plan.index("clean"), plan.index("adv")
