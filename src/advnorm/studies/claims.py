@@ -74,9 +74,9 @@ def are_comparable(one: float, other: float) -> bool:
     return abs(one - other) <= COMPARABLE
 
 
-def are_robust(*accuracies: float) -> bool:
-    """Whether each accuracy under attack, in percent, exceeds almost zero."""
-    return min(accuracies) > ALMOST_NONE
+def are_robust(*accuracies: float, above: float = ALMOST_NONE) -> bool:
+    """Whether each accuracy under attack, in percent, exceeds almost zero, or another level."""
+    return min(accuracies) > above
 
 
 def join_numbers(*numbers: float, form: str = ".1f") -> str:
@@ -116,8 +116,8 @@ class Clause(NamedTuple):
         return cls(f"{text}: {join_numbers(one, other)}", are_comparable(one, other), COMPARABLE)
 
     @classmethod
-    def robust(cls, text: str, *accuracies: float) -> Clause:
-        return cls(f"{text}: {join_numbers(*accuracies)}", are_robust(*accuracies), ALMOST_NONE)
+    def robust(cls, text: str, *accuracies: float, above: Margin = ALMOST_NONE) -> Clause:
+        return cls(f"{text}: {join_numbers(*accuracies)}", are_robust(*accuracies, above=above), above)
 
     @classmethod
     def almost_no_robustness(cls, text: str, *accuracies: float) -> Clause:
