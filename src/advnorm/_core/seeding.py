@@ -53,10 +53,7 @@ class ImageNoise:
     def __init__(self, seed: int, index: Tensor) -> None:
         if index.dim() != 1 or index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
             got = Description(f"{index.dtype} of shape {tuple(index.shape)}")
-            words, hint = (
-                "{field} must give one integer per image",
-                "use for example torch.arange(len(x))",
-            )
+            words, hint = "{field} must give one integer per image", "use for example torch.arange(len(x))"
             raise ConfigError("wrong_shape", words, field="index", got=got, hint=hint)
         try:
             start = _fold(_INITIAL, operator.index(seed))

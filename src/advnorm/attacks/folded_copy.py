@@ -6,8 +6,8 @@ The copy of a network in training is updated by ``refresh()``, which reads the c
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -203,70 +203,103 @@ def make_folded_copy(
     except Exception as error:  # tracing can fail in any way
         on_failure(first_line(error))
         return None
-    graph, modules = copy.graph, dict(root.named_modules())
-
-    def module_of(node: Any, kind: type) -> Any:
-        """The module that a node calls with one tensor, if it has exactly this type and no hooks."""
-        if not isinstance(node, Node) or node.op != "call_module" or len(node.args) != 1 or node.kwargs:
-            return None
-        module = modules.get(str(node.target))
-        return module if module is not None and type(module) is kind and not _hooked(module) else None
-
-    def alone(node: Any) -> bool:
-        return len(node.users) == 1
-
-    def conv_of(node: Any) -> nn.Conv2d | None:
-        conv = module_of(node, nn.Conv2d)
-        return None if conv is None or isinstance(conv.padding, str) or conv.padding_mode != "zeros" else conv
-
-    def replace(nodes: Sequence[Node], part: nn.Module, *inputs: Any) -> None:
-        """Replace nodes, listed from last to first, by one module."""
-        name = f"fast_{nodes[0].name}"
-        copy.add_submodule(name, part)
-        with graph.inserting_before(nodes[0]):
-            nodes[0].replace_all_uses_with(graph.call_module(name, inputs))
-        for node in nodes:
-            graph.erase_node(node)
-
-    def convolution(node: Any) -> tuple[nn.Conv2d, nn.BatchNorm2d | None, Node, list[Node]] | None:
-        """A convolution, the norm after it, its input, and its nodes, listed from last to first."""
-        norm: Any = module_of(node, nn.BatchNorm2d)
-        inner: Any = node.args[0] if norm is not None else node
-        conv = conv_of(inner)
-        if conv is None or (norm is not None and (norm.training or norm.running_mean is None or not alone(inner))):
-            return None
-        return conv, norm, inner.args[0], [node, inner] if norm is not None else [node]
-
-    for node in list(graph.nodes):
-        source: Any = _relu_input(node, module_of)
-        if not activations or source is None or not alone(source):
-            continue
-        parts: list[Any] = [source]
-        if source.op == "call_function" and source.target in SUMS and not source.kwargs:
-            parts = list(source.args)
-        if not all(isinstance(part, Node) for part in parts) or len(set(parts)) < len(parts):
-            continue
-        # ``a += b`` changes a: other readers of a read the sum.
-        candidates = parts[:1] if source.target is operator.iadd else parts
-        found = next((part for part in candidates if convolution(part) is not None and alone(part)), None)
-        if found is None:
-            continue
-        conv, norm, x, inner = convolution(found)  # pyright: ignore[reportGeneralTypeIssues]
-        rest = [part for part in parts if part is not found]
-        nodes = [node, *([source] if rest else []), *inner]
-        replace(nodes, FoldedConv(conv, norm, relu=True, dtype=dtype), x, *rest)
-    for kind in (nn.BatchNorm2d, nn.Conv2d):  # norms first, with their convolutions
-        for node in list(graph.nodes):
-            if module_of(node, kind) is not None and (found := convolution(node)) is not None:
-                conv, norm, x, nodes = found
-                replace(nodes, FoldedConv(conv, norm, relu=False, dtype=dtype), x)
-    for node in list(graph.nodes):
-        linear = module_of(node, nn.Linear)
-        if linear is not None:
-            replace([node], CastLinear(linear, dtype=dtype), *node.args)
+    folding = _Folding(copy, dict(root.named_modules()), dtype)
+    if activations:
+        folding.fold_activations()
+    folding.fold_norms()
+    folding.cast_linears()
     copy.recompile()
     copy.delete_all_unused_submodules()
     return FoldedCopy(copy)
+
+
+class _Convolution(NamedTuple):
+    """A convolution, the norm after it, its input, and its nodes, listed from last to first."""
+
+    conv: nn.Conv2d
+    norm: nn.BatchNorm2d | None
+    x: Node
+    nodes: list[Node]
+
+
+class _Folding:
+    """Replaces nodes of a traced network by folded parts."""
+
+    def __init__(self, copy: GraphModule, modules: Mapping[str, nn.Module], dtype: torch.dtype) -> None:
+        self.copy, self.graph, self.modules, self.dtype = copy, copy.graph, modules, dtype
+
+    def fold_activations(self) -> None:
+        """Fold each ReLU, and the sum before it, into a convolution that it or the sum reads alone."""
+        for node in list(self.graph.nodes):
+            source: Any = self._relu_input(node)
+            if source is None or not _read_once(source):
+                continue
+            parts: list[Any] = [source]
+            if source.op == "call_function" and source.target in SUMS and not source.kwargs:
+                parts = list(source.args)
+            if not all(isinstance(part, Node) for part in parts) or len(set(parts)) < len(parts):
+                continue
+            # ``a += b`` changes a: other readers of a read the sum.
+            for part in parts[:1] if source.target is operator.iadd else parts:
+                if _read_once(part) and (found := self._convolution(part)) is not None:
+                    rest = [other for other in parts if other is not part]
+                    self._fold(found, [node, *([source] if rest else [])], *rest, relu=True)
+                    break
+
+    def fold_norms(self) -> None:
+        """Fold norms into their convolutions, then copy the convolutions without one."""
+        for kind in (nn.BatchNorm2d, nn.Conv2d):
+            for node in list(self.graph.nodes):
+                if self._module(node, kind) is not None and (found := self._convolution(node)) is not None:
+                    self._fold(found, [], relu=False)
+
+    def cast_linears(self) -> None:
+        for node in list(self.graph.nodes):
+            linear = self._module(node, nn.Linear)
+            if linear is not None:
+                self._replace([node], CastLinear(linear, dtype=self.dtype), *node.args)
+
+    def _module(self, node: Any, kind: type) -> Any:
+        """The module that a node calls with one tensor, if it has exactly this type and no hooks."""
+        if not isinstance(node, Node) or node.op != "call_module" or len(node.args) != 1 or node.kwargs:
+            return None
+        module = self.modules.get(str(node.target))
+        return module if module is not None and type(module) is kind and not _hooked(module) else None
+
+    def _relu_input(self, node: Node) -> Node | None:
+        """The input of a ReLU node, or None."""
+        is_relu = self._module(node, nn.ReLU) is not None or (node.op == "call_function" and node.target in RELUS)
+        return node.args[0] if is_relu and node.args and isinstance(node.args[0], Node) else None
+
+    def _convolution(self, node: Any) -> _Convolution | None:
+        """The convolution whose output, normalized if a norm follows, is this node."""
+        norm: Any = self._module(node, nn.BatchNorm2d)
+        inner: Any = node if norm is None else node.args[0]
+        conv = self._module(inner, nn.Conv2d)
+        if conv is None or isinstance(conv.padding, str) or conv.padding_mode != "zeros":
+            return None
+        if norm is None:
+            return _Convolution(conv, None, inner.args[0], [node])
+        if norm.training or norm.running_mean is None or not _read_once(inner):
+            return None
+        return _Convolution(conv, norm, inner.args[0], [node, inner])
+
+    def _fold(self, found: _Convolution, after: Sequence[Node], *inputs: Node, relu: bool) -> None:
+        part = FoldedConv(found.conv, found.norm, relu=relu, dtype=self.dtype)
+        self._replace([*after, *found.nodes], part, found.x, *inputs)
+
+    def _replace(self, nodes: Sequence[Node], part: nn.Module, *inputs: Any) -> None:
+        """Replace nodes, listed from last to first, by one module."""
+        name = f"fast_{nodes[0].name}"
+        self.copy.add_submodule(name, part)
+        with self.graph.inserting_before(nodes[0]):
+            nodes[0].replace_all_uses_with(self.graph.call_module(name, inputs))
+        for node in nodes:
+            self.graph.erase_node(node)
+
+
+def _read_once(node: Node) -> bool:
+    return len(node.users) == 1
 
 
 # -- the trace ---------------------------------------------------------------------------------------------------------
@@ -317,9 +350,3 @@ def _trace(root: nn.Module, *, following: bool) -> GraphModule:
 
 def _hooked(module: nn.Module) -> bool:
     return any(getattr(module, name) for name in HOOKS)
-
-
-def _relu_input(node: Node, module_of: Callable[[Any, type], Any]) -> Node | None:
-    """The input of a ReLU node, or None."""
-    is_relu = module_of(node, nn.ReLU) is not None or (node.op == "call_function" and node.target in RELUS)
-    return node.args[0] if is_relu and node.args and isinstance(node.args[0], Node) else None

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from advnorm.cli.command import console
+from advnorm.cli.command import console, say
 from advnorm.cli.options import JsonCopy
 
 
@@ -39,4 +39,4 @@ def compare(
     console.print(found.table())
     if json is not None:
         write_json(json, found.record())
-        console.print(f"record: {json}", highlight=False, markup=False, soft_wrap=True)
+        say(f"record: {json}")

@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from advnorm.studies import Cell, Study
     from advnorm.training import Run
 
-#: Suffixes of configuration files.
-SUFFIXES = (".yaml", ".yml", ".json", ".py")
-
 
 def train(
     source: Source = None,
@@ -114,7 +111,9 @@ def _print_run(run: Run) -> None:
 
 def find_study(source: str | None) -> tuple[Study, Cell | None] | None:
     """Return the study, and the cell if one is named; ``None`` if ``source`` is a file."""
-    if source is None or Path(source).is_file() or Path(source).suffix in SUFFIXES:
+    from advnorm.config.files import READERS
+
+    if source is None or Path(source).is_file() or Path(source).suffix in READERS:
         return None
     from advnorm.studies.registry import find, names_paper
 

@@ -20,12 +20,11 @@ def load_config(source: str | Path, overrides: Sequence[str] = ()) -> Config:
     A Python file is run; it defines ``config``, a :class:`Config` or a function that returns one.
     """
     path = Path(source)
-    readers = {".yaml": _read_yaml, ".yml": _read_yaml, ".json": _read_json, ".py": _read_python}
-    if path.suffix not in readers:
-        words = f"a configuration is a file that ends in {', '.join(readers)}"
+    if path.suffix not in READERS:
+        words = f"a configuration is a file that ends in {', '.join(READERS)}"
         raise ConfigError("unknown_name", words, field=str(path), heading=str(path))
     try:
-        return Config.from_dict(readers[path.suffix](path), overrides)
+        return Config.from_dict(READERS[path.suffix](path), overrides)
     except ConfigError as error:
         heading = f"{path}: {error.heading}" if error.heading else str(path)
         raise ConfigError.listing(error.problems, heading) from error.__cause__
@@ -66,3 +65,7 @@ def _read_python(path: Path) -> dict[str, Any]:
         words = "the file must define config, a Config or a function that returns one"
         raise ConfigError("wrong_type", words, field="config", got=config)
     return config.to_dict()
+
+
+#: Readers of configuration files by suffix.
+READERS = {".yaml": _read_yaml, ".yml": _read_yaml, ".json": _read_json, ".py": _read_python}
