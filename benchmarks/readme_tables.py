@@ -64,22 +64,28 @@ def quick():
         record = json.loads(path.read_text())
         for row in record["rows"]:
             accuracies = (format_accuracy(row[name], row["images"]) for name in ("clean", "quick", "autoattack"))
-            points, ratio = 100 * (row["quick"] - row["autoattack"]), row["quick_passes"] / row["autoattack_passes"]
-            passes = (f"{row[name]:,.0f}" for name in ("quick_passes", "autoattack_passes"))
-            cells = [row["network"], row["threat"], *accuracies, f"{points:+.2f}", row["differing"], *passes]
-            lines.append(f"| {' | '.join(map(str, [*cells, f'{ratio:.3f}']))} |")
+            points, passes = 100 * (row["quick"] - row["autoattack"]), quick_passes(row)
+            counts = (f"{count:,.0f}" for count in passes)
+            cells = [row["network"], row["threat"], *accuracies, f"{points:+.2f}", row["differing"], *counts]
+            lines.append(f"| {' | '.join(map(str, [*cells, f'{passes[0] / passes[1]:.3f}']))} |")
         counts = " to ".join(dict.fromkeys(f"{f(r['images'] for r in record['rows']):,}" for f in (min, max)))
         conditions = f"{record['networks']}, the first {counts} test images, {record['precision']}, {record['device']}"
         benchmarks.setdefault(conditions, []).extend(record["rows"])
     return "\n".join([*lines, "", *(f"{name}. {quick_agreement(rows)}" for name, rows in benchmarks.items())])
 
 
+def quick_passes(row):
+    """Forwards and backwards per image of the quick estimate and of AutoAttack."""
+    return [sum(sum(stage.values()) for stage in row[f"{name}_passes"].values()) for name in ("quick", "autoattack")]
+
+
 def quick_agreement(rows):
     """How often the quick estimate differs from AutoAttack, and its share of the passes."""
     points = [100 * (row["quick"] - row["autoattack"]) for row in rows]
     higher, lower = sum(value > 0.3 for value in points), sum(value < -0.3 for value in points)
-    left = [row["quick_passes"] / row["autoattack_passes"] for row in rows if row["autoattack"] > 0.01]
-    whole = sum(row["quick_passes"] for row in rows) / sum(row["autoattack_passes"] for row in rows)
+    passes = [quick_passes(row) for row in rows]
+    left = [ours / full for row, (ours, full) in zip(rows, passes) if row["autoattack"] > 0.01]
+    whole = sum(ours for ours, _ in passes) / sum(full for _, full in passes)
     return (
         f"Of {len(rows)} rows, quick is more than 0.3 points above AutoAttack in {higher} and below it in {lower}; "
         f"the differences are {min(points):+.2f} to {max(points):+.2f} points, "

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 
 import torch
+from rich.console import Console
 from safetensors.torch import save_file
 from torch import nn
 
 from advnorm import ThreatModel
 from advnorm.bench import autoattack
 from advnorm.bench.autoattack import bench_autoattack
+from advnorm.bench.passes import StagePasses
+from advnorm.cli.bench_tables import autoattack_tables
 
 
 def test_each_row_is_reported_when_it_is_finished_and_compared_with_the_first(monkeypatch):
@@ -38,6 +42,15 @@ def test_each_row_is_reported_when_it_is_finished_and_compared_with_the_first(mo
     strict, fast = result.rows.values()
     assert strict.clean == fast.clean == 18 / 24 and strict.speedup == strict.agreement == 1
     assert 0 < strict.robust < strict.clean and fast.speedup == strict.seconds / fast.seconds
+    assert strict.passes["clean"] == StagePasses(forwards=1, backwards=0)
+    assert strict.passes["square"].backwards == 0 < strict.passes["fab-t"].backwards < strict.passes["fab-t"].forwards
+    console = Console(width=100, file=io.StringIO(), record=True)
+    console.print(autoattack_tables(result))
+    printed = console.export_text()
+    for label, row in result.rows.items():
+        counts = [f"{row.passes['square'].forwards:,.1f}", "0.0", f"{row.stages['square']:.1f}"]
+        lines = printed.split(f"stages of {label}")[1].splitlines()
+        assert next(line.split() for line in lines if "square" in line) == ["square", *counts]
     parts = [[int(row.split()[-2]) for row in reported if row.startswith(f"{label}: ")] for label in result.rows]
     assert all(part == sorted(part) and part[0] == 0 and part[-1] == 100 for part in parts), reported
 

@@ -20,6 +20,7 @@ from advnorm._core.provenance import environment
 from advnorm._core.records import require_regular
 from advnorm.attacks import PGD
 from advnorm.attacks.autoattack import AutoAttack
+from advnorm.bench.passes import StagePasses, passes_by_stage
 from advnorm.bench.timing import MeasuredConditions, timed
 from advnorm.data import cifar10, digits
 from advnorm.models import create_model
@@ -27,6 +28,8 @@ from advnorm.models.weights import load_weights
 from advnorm.threat import ThreatModel
 
 OFFICIAL = "pyautoattack"
+#: Whether each image is robust, and the seconds and passes of the stages.
+Outcome = tuple[Tensor, dict[str, float], dict[str, StagePasses]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,7 @@ class AutoAttackRow:
     speedup: float
     agreement: float  # share of images with the same result as the reference
     stages: dict[str, float]  # seconds
+    passes: dict[str, StagePasses]  # empty for the official code, which does not count them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,14 +136,14 @@ def bench_autoattack(
     installed = importlib.util.find_spec(OFFICIAL) is not None
     notes = [] if installed or not official else [f"{OFFICIAL} is not installed: ratios are to our float32 run"]
 
-    def run_ours(precision: str) -> tuple[Tensor, dict[str, float]]:
+    def run_ours(precision: str) -> Outcome:
         def progress(done: int, total: int) -> None:
             on_row(f"advnorm {precision}: {100 * done // total} %")
 
         found = replace(_build_attack(threat, precision, seed), progress=progress).evaluate(model, x, y, bar=False)
-        return found.robust, found.seconds
+        return found.robust, found.seconds, passes_by_stage(found)
 
-    runs: dict[str, Callable[[], tuple[Tensor, dict[str, float]]]] = {}
+    runs: dict[str, Callable[[], Outcome]] = {}
     if official and installed:
         runs[f"{OFFICIAL} (official code)"] = partial(_run_official, model, x, y, threat, official_batch, seed)
     runs |= {f"advnorm {precision}": partial(run_ours, precision) for precision in precisions}
@@ -159,7 +163,7 @@ def bench_autoattack(
     reference: tuple[Tensor, float] | None = None
     for label, run in runs.items():
         on_row(label)
-        (robust, stages), seconds = timed(run, x.device)
+        (robust, stages, passes), seconds = timed(run, x.device)
         robust = robust.cpu()
         reference = reference or (robust, seconds)
         result.rows[label] = AutoAttackRow(
@@ -169,6 +173,7 @@ def bench_autoattack(
             speedup=reference[1] / seconds,
             agreement=(robust == reference[0]).double().mean().item(),
             stages=stages,
+            passes=passes,
         )
         on_result(result)
     return result
@@ -186,9 +191,7 @@ def _warm_up(model: nn.Module, x: Tensor, y: Tensor) -> None:
             torch.autograd.grad(F.cross_entropy(model(points).float(), y), points)
 
 
-def _run_official(
-    model: nn.Module, x: Tensor, y: Tensor, threat: ThreatModel, batch: int, seed: int
-) -> tuple[Tensor, dict[str, float]]:
+def _run_official(model: nn.Module, x: Tensor, y: Tensor, threat: ThreatModel, batch: int, seed: int) -> Outcome:
     """Run the official code as documented: model in eval mode, default settings."""
     from pyautoattack import AutoAttack as OfficialAutoAttack  # pyright: ignore[reportMissingImports]
 
@@ -196,4 +199,4 @@ def _run_official(
         attack = OfficialAutoAttack(model, norm=threat.norm, eps=threat.eps, seed=seed, device=x.device)
         x_adv, _ = attack.run_standard_evaluation(x, y, batch_size=batch)
         with torch.no_grad():
-            return torch.cat([model(part).argmax(1) for part in x_adv.split(batch)]) == y, {}
+            return torch.cat([model(part).argmax(1) for part in x_adv.split(batch)]) == y, {}, {}

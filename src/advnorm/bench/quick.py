@@ -14,6 +14,7 @@ from advnorm._core.devices import resolve_device
 from advnorm._core.provenance import environment
 from advnorm.attacks import AutoAttack, CascadeResult, Quick
 from advnorm.attacks.autoattack.settings import Precision
+from advnorm.bench.passes import StagePasses, passes_by_stage, total_passes
 from advnorm.bench.timing import MeasuredConditions
 from advnorm.config import AttackConfig, Config, Named
 from advnorm.evaluation.model_branches import branches
@@ -62,7 +63,7 @@ class BenchmarkedNetwork:
 
 @dataclass(frozen=True, kw_only=True)
 class QuickRow:
-    """Accuracy of one network, and passes per image: forwards and backwards together."""
+    """Accuracy of one network, and passes of each attack by stage."""
 
     network: str
     threat: str
@@ -71,8 +72,8 @@ class QuickRow:
     quick: float
     autoattack: float
     differing: int  # images on which the two attacks disagree
-    quick_passes: float
-    autoattack_passes: float
+    quick_passes: dict[str, StagePasses]
+    autoattack_passes: dict[str, StagePasses]
 
     @property
     def points(self) -> float:
@@ -81,7 +82,8 @@ class QuickRow:
 
     @property
     def ratio(self) -> float:
-        return self.quick_passes / self.autoattack_passes
+        """Passes of the quick estimate as a share of AutoAttack's."""
+        return total_passes(self.quick_passes) / total_passes(self.autoattack_passes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,15 +182,10 @@ def bench_quick(
                 quick=quick.robust_accuracy,
                 autoattack=full.robust_accuracy,
                 differing=int((quick.robust != full.robust).sum()),
-                quick_passes=_passes(quick),
-                autoattack_passes=_passes(full),
+                quick_passes=passes_by_stage(quick),
+                autoattack_passes=passes_by_stage(full),
             )
         )
         on_result(result)
     assert result is not None
     return result
-
-
-def _passes(result: CascadeResult) -> float:
-    """Forwards and backwards per image."""
-    return (sum(result.forwards.values()) + sum(result.backwards.values())) / len(result.x_adv)

@@ -130,7 +130,7 @@ def bench_autoattack(
     from advnorm._core.records import write_json
     from advnorm.bench.autoattack import bench_autoattack as measure
     from advnorm.bench.autoattack import load_network
-    from advnorm.cli.bench_tables import autoattack_table
+    from advnorm.cli.bench_tables import autoattack_tables
 
     with _measuring(json) as show:
         model, x, y, threat, name = load_network(
@@ -148,7 +148,7 @@ def bench_autoattack(
             on_row=show,
             on_result=lambda so_far: json and write_json(json, so_far.record()),  # a row can take many minutes
         )
-    console.print(autoattack_table(result))
+    console.print(autoattack_tables(result))
     _write(json, result.record())
 
 
@@ -215,7 +215,7 @@ def bench_quick(
     from advnorm._core.records import write_json
     from advnorm.bench.quick import bench_quick as measure
     from advnorm.bench.quick import open_networks, train_networks
-    from advnorm.cli.bench_tables import quick_table
+    from advnorm.cli.bench_tables import quick_tables
 
     with _measuring(json) as show:
         if runs:
@@ -230,7 +230,7 @@ def bench_quick(
             on_row=show,
             on_result=lambda so_far: json and write_json(json, so_far.record()),  # a row can take many minutes
         )
-    console.print(quick_table(result))
+    console.print(quick_tables(result))
     _write(json, result.record())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import get_args
 
 from rich.box import SIMPLE
@@ -12,6 +13,7 @@ from rich.text import Text
 from advnorm.bench.audit import AuditBenchmark, score
 from advnorm.bench.autoattack import AutoAttackBenchmark
 from advnorm.bench.norms import LIMITS, NormBenchmark
+from advnorm.bench.passes import StagePasses, mean_passes, total_passes
 from advnorm.bench.quick import QuickBenchmark
 from advnorm.bench.surgery import OUTCOMES, SurgeryBenchmark
 from advnorm.bench.train import TrainBenchmark, TrainRow
@@ -93,8 +95,8 @@ def _parts(row: TrainRow) -> Table:
     return table
 
 
-def autoattack_table(result: AutoAttackBenchmark) -> Table:
-    """Return seconds, speed-up and robust accuracy of each implementation."""
+def autoattack_tables(result: AutoAttackBenchmark) -> Group:
+    """Return seconds, speed-up and robust accuracy of each implementation, and seconds and passes of its stages."""
     title = f"AutoAttack standard, {result.threat}, {result.images} images, {result.model}, {result.device}"
     table = Table("", title=title, title_justify="left")
     for column in ("seconds", "speed-up", "robust", "agreement"):
@@ -104,6 +106,18 @@ def autoattack_table(result: AutoAttackBenchmark) -> Table:
     clean = next(iter(result.rows.values())).clean
     table.caption = " ".join([f"clean accuracy {clean:.2%}; compared with {result.reference}.", *result.notes])
     table.caption_justify = "left"
+    counted = {label: row for label, row in result.rows.items() if row.passes}
+    return Group(table, *(_stages(label, row.passes, row.stages) for label, row in counted.items()))
+
+
+def _stages(label: str, passes: Mapping[str, StagePasses], seconds: Mapping[str, float] | None = None) -> Table:
+    """Return forwards and backwards per image by stage, and the seconds if they are given."""
+    table = Table(f"stages of {label}", box=SIMPLE, collapse_padding=True, pad_edge=False)
+    for column in ("forwards per image", "backwards per image", *(["seconds"] if seconds else [])):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, stage in passes.items():
+        cells = [f"{stage.forwards:,.1f}", f"{stage.backwards:,.1f}"]
+        table.add_row(name, *cells, *([f"{seconds[name]:.1f}"] if seconds else []))
     return table
 
 
@@ -136,8 +150,8 @@ def audit_tables(result: AuditBenchmark) -> Group:
     return Group(*parts)
 
 
-def quick_table(result: QuickBenchmark) -> Table:
-    """Return accuracy and passes of the quick estimate and of AutoAttack for each network."""
+def quick_tables(result: QuickBenchmark) -> Group:
+    """Return accuracy and passes of the quick estimate and of AutoAttack for each network, and passes by stage."""
     title = f"quick estimate and AutoAttack standard, {result.networks}, {result.precision}, {result.device}"
     table = Table("network", title=title, title_justify="left", box=SIMPLE, collapse_padding=True, pad_edge=False)
     passes = ("passes\nquick", "passes\nAA", "ratio")
@@ -150,13 +164,16 @@ def quick_table(result: QuickBenchmark) -> Table:
             *(f"{value:.1%}" for value in (row.clean, row.quick, row.autoattack)),
             f"{row.points:+.2f}",
             str(row.differing),
-            f"{row.quick_passes:,.0f}",
-            f"{row.autoattack_passes:,.0f}",
+            f"{total_passes(row.quick_passes):,.0f}",
+            f"{total_passes(row.autoattack_passes):,.0f}",
             f"{row.ratio:.3f}",
         )
     table.caption = "points: quick minus AutoAttack; differ: images with other results; passes: forwards and backwards"
     table.caption_justify = "left"
-    return table
+    attacks = {"quick": [row.quick_passes for row in result.rows]}
+    attacks["AutoAttack"] = [row.autoattack_passes for row in result.rows]
+    label = "{}, mean over the networks"
+    return Group(table, *(_stages(label.format(name), mean_passes(passes)) for name, passes in attacks.items()))
 
 
 def surgery_tables(result: SurgeryBenchmark) -> Group:
