@@ -103,6 +103,7 @@ DUAL = {
         lambda t: 0.5 * t["clean_ce"] + 0.5 * t["adv_ce"] + 0.7 * t["pairing"],
         (*BOTH, "pairing"),
     ),
+    "advprop": Case("advprop", {}, lambda t: 0.5 * t["clean_ce"] + 0.5 * t["adv_ce"], BOTH),
     # C, eq. 2
     "trades": Case("trades", {"beta": 6.0}, lambda t: t["clean_ce"] + 6 * t["kl"], ("clean_ce", "kl")),
     "trades-smoothed": Case(

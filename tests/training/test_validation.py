@@ -42,11 +42,23 @@ def test_held_out_accuracies_are_those_of_the_last_model(tmp_path):
     assert run.metrics()[-1]["held_out"] == {"clean": clean, "pgd1": adv, "score": clean + adv}
 
 
+def test_advprop_trains_both_branches_and_is_validated_by_the_clean_one(tmp_path):
+    run = train(small(objective="advprop", norm="dual_bn", epochs=2), tmp_path)
+    model = run.model("last")
+    _, held_out = split_held_out(load("synthetic", "train", **run.config.data.options), 16, 0)
+    x, y = held_out.pixels(), held_out.labels
+    attack = advnorm.attacks.get("pgd1", threat=advnorm.ThreatModel(eps=0.1), route="clean")
+    with advnorm.route(model, "clean"):
+        clean, adv = ((model(images).argmax(1) == y).double().mean().item() for images in (x, attack(model, x, y)))
+    assert run.metrics()[-1]["held_out"] == {"clean": clean, "pgd1": adv, "score": clean + adv}
+    assert run.record["trained_domains"] == ["clean", "adv"]
+
+
 def test_some_held_out_images_are_of_every_class(tmp_path):
     data = load("synthetic", "train", size=80, classes=4, image_size=8, channels=1)
     data = data.take(data.labels.argsort(stable=True))  # as a folder has them
     ranks = Ranks(device=torch.device("cpu"))
-    common = {"trained": ("clean",), "workers": 0}
+    common = {"tested": ("clean",), "workers": 0}
     validation = Validation(data, small(validation_images=12), ranks, **common)
     (batch,) = validation.loader.epoch(0)
     assert batch.y.bincount().tolist() == [3, 3, 3, 3] and validation.images == 12
@@ -63,7 +75,7 @@ def test_held_out_accuracies_do_not_depend_on_the_batch_size(monkeypatch):
             return super().forward(x)
 
     data, model = load("synthetic", "train", **small().data.options), Recording(nn.Flatten(), nn.Linear(64, 4))
-    common = {"trained": ("clean",), "workers": 0}
+    common = {"tested": ("clean",), "workers": 0}
     found = []
     for size in (64, 5):
         monkeypatch.setitem(BATCH, "cpu", size)
@@ -84,7 +96,7 @@ def test_validation_runs_every_few_epochs_and_after_the_last(tmp_path, every, va
 def test_validation_evaluates_in_float32_in_every_precision():
     data = load("synthetic", "train", **small().data.options)
     config, ranks = small(eps=0.15, precision="bf16"), Ranks(device=torch.device("cpu"))
-    validation = Validation(data, config, ranks, trained=("clean", "adv"), workers=0)
+    validation = Validation(data, config, ranks, tested=("clean", "adv"), workers=0)
     model, x, y = nn.Sequential(nn.Flatten(), nn.Linear(64, 4)), data.pixels(), data.labels
     means = torch.stack([x[y == c].mean(0).flatten() for c in range(4)])
     model[1].weight.data, model[1].bias.data = means, 1000 - means.square().sum(1) / 2  # one and the same in bf16

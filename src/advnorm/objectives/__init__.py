@@ -1,7 +1,7 @@
 """Training objectives: modules that take images and labels, attack, and return the loss with its terms by name."""
 
 from advnorm.objectives.base import OBJECTIVES, Layout, Objective, list_objectives, register_objective
-from advnorm.objectives.dual import ALP, KL, TRADES, Cross, DualDomain, Hybrid
+from advnorm.objectives.dual import ALP, KL, TRADES, AdvProp, Cross, DualDomain, Hybrid
 from advnorm.objectives.execution import CraftedBatch, Execution, ObjectiveOutput
 from advnorm.objectives.ligs import LIGS, REGULARIZERS, register_regularizer
 from advnorm.objectives.second_pass import APART, APARTSAM, AWP, SAM, SECOND_PASSES, register_second_pass
@@ -19,6 +19,7 @@ __all__ = [
     "SAM",
     "SECOND_PASSES",
     "TRADES",
+    "AdvProp",
     "Classical",
     "CraftedBatch",
     "Cross",

@@ -149,6 +149,10 @@ class Objective(nn.Module):
         """The domains whose parameters get a gradient in each step."""
         return self.domains
 
+    def tested_domains(self) -> tuple[str, ...]:
+        """The domains whose branches validation uses; images of another domain go through the first of them."""
+        return self.trained_domains()
+
     def images_per_domain(self, batch_size: int) -> dict[str, int]:
         """Number of images of each domain in the training pass of a batch."""
         return dict.fromkeys(self.domains, batch_size)

@@ -165,6 +165,21 @@ class ALP(Hybrid):
     pairing_weight = 0.5
 
 
+@register_objective("advprop")
+class AdvProp(Hybrid):
+    """Hybrid training for clean accuracy: adversarial images train an auxiliary norm, and tests use the clean branch.
+
+    The loss is the mean of the clean and the adversarial cross-entropy, half the sum of Xie et al. (2020). For the
+    paper's step sizes, double the learning rate of SGD and halve the weight decay. Use a norm with two branches
+    (``dual_bn``). Validation sends clean and attacked images through the clean branch.
+    """
+
+    summary, paper = "hybrid for clean accuracy, tested by the clean branch", "Xie et al. 2020"
+
+    def tested_domains(self) -> tuple[str, ...]:
+        return ("clean",)
+
+
 @register_objective("cross")
 class Cross(DualDomain):
     """Cross-AT: ``max_δ L_CE(x + δ, y)`` with the adversarial images normalized by the clean ones' statistics.

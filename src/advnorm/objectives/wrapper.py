@@ -40,6 +40,7 @@ class Wrapper(Objective):
     innermost, attack = map(_inner, ("innermost", "attack"))  # pyright: ignore[reportIncompatibleMethodOverride]
     model, statistics, label_smoothing, seed = map(_inner, ("model", "statistics", "label_smoothing", "seed"))
     needs_attack, domains, trained_domains = map(_inner, ("needs_attack", "domains", "trained_domains"))
+    tested_domains = _inner("tested_domains")
     images_per_domain, validate_images = map(_inner, ("images_per_domain", "validate_images"))
     craft, craft_batch = map(_inner, ("craft", "craft_batch"))
 

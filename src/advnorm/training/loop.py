@@ -100,8 +100,8 @@ class TrainingLoop:
             check_forwards(self.program, config, ranks, data)
         self.validation = self.monitor = None
         if held_out is not None and config.validate_every:
-            trained = self.objective.trained_domains()
-            validation = partial(Validation, held_out, ranks=ranks, trained=trained, workers=workers)
+            tested = self.objective.tested_domains()
+            validation = partial(Validation, held_out, ranks=ranks, tested=tested, workers=workers)
             self.validation = validation(config)
             self.monitor = Monitor(config, partial(validation, with_clean=False)) if config.monitor else None
         self.ema = None if config.ema is None else EMA(self.model, config.ema, buffers=config.ema_buffers)

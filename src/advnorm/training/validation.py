@@ -32,8 +32,9 @@ class _Stopped(Exception):
 class Validation:
     """Clean and attacked accuracy on held-out images; their sum is the ``score`` (paper C, app. B).
 
-    Images of a domain that is not trained go through the branch that is: classical training on ``dual_bn`` never
-    updates the clean banks. The attack runs in the precision of training; accuracies are forwards in float32.
+    Images of a domain outside ``tested`` go through the first branch inside: classical training on ``dual_bn`` never
+    updates the clean banks, and AdvProp uses the clean branch for all images. The attack runs in the precision of
+    training; accuracies are forwards in float32.
     """
 
     def __init__(
@@ -42,12 +43,12 @@ class Validation:
         config: Config,
         ranks: Ranks,
         *,
-        trained: Sequence[str],
+        tested: Sequence[str],
         workers: int | None,
         with_clean: bool = True,
     ) -> None:
         self.with_clean = with_clean
-        self.ranks, self.trained, self.name = ranks, trained, config.validation_attack
+        self.ranks, self.tested, self.name = ranks, tested, config.validation_attack
         self.precision: PrecisionName = config.precision
         self.attack = config.build_validation_attack()
         if config.validation_images is not None and config.validation_images < len(data):
@@ -60,7 +61,7 @@ class Validation:
     def branch(self, model: nn.Module, domain: str) -> str | None:
         """The branch that evaluates a domain's images; None for a model without branches."""
         known = domains(model)
-        return next((name for name in (domain, *self.trained) if name in self.trained and name in known), None)
+        return next((name for name in (domain, *self.tested) if name in self.tested and name in known), None)
 
     @torch.no_grad()
     def __call__(self, model: nn.Module, stopped: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
