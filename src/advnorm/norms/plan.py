@@ -140,7 +140,7 @@ def crossed_plan(name: str, domains: tuple[str, ...], *, other_gradient: bool = 
     variances would roughly square from norm to norm. With another affine bank, it would drift.
 
     ``other_gradient``: gradients flow through these statistics. If they are treated as constants, the weights grow and
-    the network learns much more slowly (Ioffe & Szegedy 2015, sec. 2, give the reason).
+    the network learns much more slowly or diverges (Ioffe & Szegedy 2015, sec. 2, give the reason).
     """
     return Plan(
         name=name,
