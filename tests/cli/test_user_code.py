@@ -3,11 +3,14 @@
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import advnorm
 from advnorm.data import DATASETS
 from advnorm.models import MODELS
+from advnorm.models.libraries import import_library
 from advnorm.norms import NORMS
 from support.command import invoke
 from support.problems import raises_problem
@@ -120,3 +123,27 @@ def test_a_file_is_imported_once_whatever_names_it(words, environment, tmp_path,
     if "train" in words:
         follow_up = next(line for line in result.output.splitlines() if line.startswith("evaluate it:"))
         assert "--import" in follow_up and "own_norm" in follow_up
+
+
+def test_a_network_of_timm_is_evaluated_by_its_name_and_a_file_of_weights(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    timm = import_library("timm")
+    torch.manual_seed(0)
+    network = timm.create_model("test_resnet", num_classes=3).eval()
+    images, labels = torch.rand(24, 3, 32, 32), torch.arange(24) % 3
+    mean, std = network.pretrained_cfg["mean"], network.pretrained_cfg["std"]
+    with torch.no_grad():
+        scores = network((images - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1))
+    labels[:18] = scores.argmax(1)[:18]
+    labels[18:] = (scores.argmax(1)[18:] + 1) % 3
+    np.savez("images.npz", x=images.numpy(), y=labels.numpy())
+    torch.save({"state_dict": {f"module.{k}": v for k, v in network.state_dict().items()}}, "published.pth")
+    words = ["evaluate", "timm:test_resnet", "--data", "images.npz", "--attacks", "fgsm", "--device", "cpu"]
+    done = invoke(*words, "--weights", "published.pth")
+    assert done.exit_code == 0 and "75.0" in done.output
+    with raises_problem("missing_option", "weights"):
+        invoke(*words)
+    with raises_problem("missing_data", "data"):
+        invoke("audit", "timm:test_resnet", "--weights", "published.pth")
+    with raises_problem("unknown_name"):
+        invoke("audit", "timm:tset_resnet", "--weights", "published.pth", "--data", "images.npz")

@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 def audit(
     target: Annotated[
-        str, typer.Argument(help="Folder of a run or of a saved model, or module:function that returns a model.")
+        str,
+        typer.Argument(
+            help="Folder of a run or of a saved model, module:function that returns a model, "
+            "or timm:NAME with --weights."
+        ),
     ],
     options: EvaluateOptions,
     route: Annotated[
@@ -36,6 +40,7 @@ def audit(
 
     Exit status: 0 real, 1 false, 3 inconclusive, 4 none; 70 after a crash. Examples:
     `advnorm audit my_models:build --weights w.safetensors --data cifar10:data --eps 8/255 --plot audit.png`,
+    `advnorm audit timm:resnet18 --weights w.pth --data images --image-size 128 --eps 4/255`,
     `advnorm audit my_models:quantized --weights q.safetensors --surrogate my_models:build
     --surrogate-weights w.safetensors --data cifar10:data`
     """

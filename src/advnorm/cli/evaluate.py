@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 
     from advnorm._core.errors import Problem
     from advnorm.evaluation.results import BenchmarkResult
-    from advnorm.evaluation.target import EvaluationTarget
+    from advnorm.evaluation.target import EvaluationData, EvaluationTarget
 
 
 def evaluate(
     targets: Annotated[
         list[str],
         typer.Argument(
-            help="Folder of a run, of runs or of a saved model, or module:function that returns a model. Several."
+            help="Folder of a run, of runs or of a saved model, module:function that returns a model, "
+            "or timm:NAME with --weights. Several."
         ),
     ],
     options: EvaluateOptions,
@@ -147,7 +148,7 @@ def default_record(verb: str, target: EvaluationTarget, options: EvaluateOptions
 
 
 def open_target(name: str, options: EvaluateOptions, problems: list[Problem]) -> EvaluationTarget:
-    """Open what ``evaluate`` and ``audit`` evaluate: a run, a saved model, or a model of the user's own code.
+    """Open what ``evaluate`` and ``audit`` evaluate: a run, a saved model, or a model of a library or the user's code.
 
     Options replace the run's own settings. One error lists everything that is wrong, with the ``problems`` so far.
     """
@@ -191,10 +192,14 @@ def _open_run(folder: str, options: EvaluateOptions) -> EvaluationTarget:
 
 
 def _open_model(name: str, options: EvaluateOptions) -> EvaluationTarget:
-    """Open a saved model or one of the user's own code; data and threat default to those of its training."""
+    """Open a saved model, or one of a library or of the user's own code.
+
+    Data and threat default to those of its training.
+    """
     from advnorm._core.errors import ConfigError, collect_problems, raise_problems
     from advnorm.attacks import PGD
     from advnorm.evaluation.target import EvaluationTarget, describe_data, load_test_data
+    from advnorm.models.libraries import split_name
     from advnorm.sharing.pretrained import is_saved_model, verify
     from advnorm.threat import ThreatModel
 
@@ -203,20 +208,21 @@ def _open_model(name: str, options: EvaluateOptions) -> EvaluationTarget:
     problems: list[Problem] = []
     model = data = threat = None
     notes: tuple[str, ...] = ()
-    with collect_problems(problems):
-        model, notes = _load_model(name, options, saved)
-    with collect_problems(problems):
-        length = options.eps or training.get("eps", "8/255")
-        threat = ThreatModel(norm=_threat_norm(options) or training.get("threat", "Linf"), eps=length)
     own_data = dict(training.get("data") or {"name": None})
     source, own_data = options.data or own_data.pop("name"), {} if options.data else own_data
     with collect_problems(problems):
-        if source is None and model is not None:
-            hint = "for example --data cifar10:FOLDER or --data digits"
-            raise ConfigError("missing_data", "no images to evaluate on", field="data", hint=hint)
         sizes = {"image_size": options.image_size} if options.image_size else {}
         if source is not None:
             data = load_test_data(source, options.data_dir, **own_data, **sizes)
+    with collect_problems(problems):
+        if data is not None or split_name(name) is None:  # a library's network is built for the data
+            model, notes = _load_model(name, options, saved, data)
+        if source is None:
+            hint = "for example --data cifar10:FOLDER or --data digits"
+            raise ConfigError("missing_data", "no images to evaluate on", field="data", hint=hint)
+    with collect_problems(problems):
+        length = options.eps or training.get("eps", "8/255")
+        threat = ThreatModel(norm=_threat_norm(options) or training.get("threat", "Linf"), eps=length)
     raise_problems(problems)
     assert model is not None and data is not None and threat is not None
     origin = {
@@ -232,18 +238,23 @@ def _open_model(name: str, options: EvaluateOptions) -> EvaluationTarget:
 
 
 def _load_model(
-    name: str, options: EvaluateOptions, saved: Mapping[str, Any] | None
+    name: str, options: EvaluateOptions, saved: Mapping[str, Any] | None, data: EvaluationData | None
 ) -> tuple[nn.Module, tuple[str, ...]]:
-    """Return a saved model, or one of the user's own code, and notes on what was done to make the weights fit."""
+    """Return the model, and notes on what was done to make the weights fit."""
     from advnorm._core.devices import resolve_device
     from advnorm._core.errors import ConfigError
-    from advnorm.cli.user_code import load_user_model
+    from advnorm.cli.user_code import load_library_model, load_user_model
+    from advnorm.evaluation.target import classes_and_channels
+    from advnorm.models.libraries import split_name
     from advnorm.sharing.pretrained import WEIGHTS, from_pretrained
 
     if options.checkpoint is not None:
         message = "--checkpoint belongs to the folder of a run"
         raise ConfigError("conflict", message, field="checkpoint", hint="use --weights")
     device = resolve_device(options.device)
+    if split_name(name) is not None and data is not None:
+        images = classes_and_channels(data)
+        return load_library_model(name, options.weights, images, device, options.mean, options.std)
     if saved is None:
         return load_user_model(name, options.weights, device, options.mean, options.std)
     if not saved.get("model"):

@@ -1,4 +1,4 @@
-"""Import models, data sets and other extensions from the user's own code."""
+"""Import models, data sets and other extensions from the user's own code, and networks of libraries."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import nn
 from advnorm._core.errors import ConfigError, Description, did_you_mean
 from advnorm._core.user_modules import import_source
 from advnorm.cli.command import say
+from advnorm.models import create_model
 from advnorm.models.normalized import Normalized
 from advnorm.models.weights import load_weights
 
@@ -71,12 +72,34 @@ def load_user_model(
     if not isinstance(model, nn.Module):
         got = Description(type(model).__name__)
         raise ConfigError("wrong_type", f"{target} must return an nn.Module", field="target", got=got)
-    notes = load_weights(model, weights).notes if weights is not None else ()
-    for note in notes:
-        say(f"{weights}: {note}")
+    notes = _load_weights(model, weights) if weights is not None else ()
     if mean is not None and std is not None:
         model = Normalized(model, mean, std)
     return model.to(device), notes
+
+
+def load_library_model(
+    name: str,
+    weights: str | None,
+    images: tuple[int, int],
+    device: torch.device,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+) -> tuple[nn.Module, tuple[str, ...]]:
+    """Build a network of a library and fill it. ``images``: their classes and channels. As in `load_user_model`."""
+    if weights is None:
+        message, hint = f"{name} has no trained weights here", "--weights FILE; nothing is downloaded"
+        raise ConfigError("missing_option", message, field="weights", hint=hint)
+    model = create_model(name, images[0], in_channels=images[1], mean=mean, std=std)
+    notes = _load_weights(model.network, weights)
+    return model.to(device), notes
+
+
+def _load_weights(model: nn.Module, weights: str) -> tuple[str, ...]:
+    notes = load_weights(model, weights).notes
+    for note in notes:
+        say(f"{weights}: {note}")
+    return notes
 
 
 def _own_code_error(action: str, error: BaseException) -> ConfigError:

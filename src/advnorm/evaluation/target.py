@@ -177,6 +177,13 @@ def load_test_data(source: str, data_dir: Path | str | None = None, **options: A
     return data_sets.load(name, "test", root, **options)
 
 
+def classes_and_channels(data: EvaluationData) -> tuple[int, int]:
+    """Numbers of classes and of image channels."""
+    if isinstance(data, tuple):
+        return int(data[1].max()) + 1, data[0].shape[1]
+    return data.num_classes, data.image_shape[0]
+
+
 def describe_images(data: EvaluationData) -> str:
     """Number, shape and preparation of images, for a header."""
     count, shape = (len(data[1]), data[0].shape[1:]) if isinstance(data, tuple) else (len(data), data.image_shape)
