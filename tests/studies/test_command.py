@@ -1,5 +1,6 @@
 """The verbs ``study`` and ``show``: what they run, what they print, and their exit status."""
 
+import os
 import subprocess
 import sys
 
@@ -87,12 +88,64 @@ main()
 """
 
 
+QUEUE = ("A/table6", "A/table8/single/eps16")
+QUEUED = ("A/table6/standard/eps8", "A/table6/standard/eps16", "A/table8/single/eps16")
+#: The command on settings that take seconds. With ADVNORM_TEST_WAITS, the first step of training lasts until SIGTERM.
+SMALL_STUDIES = """
+import importlib, os, time
+from advnorm.cli import main
+from advnorm.studies import task
+plan = task.plan_cell
+task.plan_cell = lambda cell, protocol: plan(cell, "smoke")
+loop = importlib.import_module("advnorm.training.loop").TrainingLoop
+step = loop.train_step
+def wait(self, batch):
+    step(self, batch)
+    while os.environ.get("ADVNORM_TEST_WAITS") and not self.signals.received:
+        time.sleep(0.01)
+loop.train_step = wait
+main()
+"""
+#: The command, whose first measurement does not end.
+SLOW_MEASUREMENT = """
+import time
+from advnorm.cli import main
+from advnorm.studies import run
+run.measure_run = lambda *_, **__: time.sleep(100)
+main()
+"""
+
+
 def test_sigterm_stops_a_study_at_a_checkpoint_with_exit_status_75():
     command = [sys.executable, "-c", TERMINATED, "study", "A/table6", "--smoke", "--device", "cpu"]
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == PREEMPTED, found.stderr
     assert "standard/eps8 was stopped before its end; run the same command to resume" in found.stdout
     assert not any(word in found.stdout for word in ("done", "failed"))
+
+
+def test_a_queue_of_studies_stops_at_its_time_limit_lists_pending_cells_and_resumes(tmp_path):
+    """Cells of two studies on tiny settings; the limit falls into the first training, which waits for it."""
+    command = [sys.executable, "-c", SMALL_STUDIES, "study", *QUEUE, "--protocol", "fast", "--device", "cpu"]
+    command += ["--out", str(tmp_path)]
+    waits = {**os.environ, "ADVNORM_TEST_WAITS": "1", "COLUMNS": "200"}
+    stopped = subprocess.run([*command, "--max-minutes", "0.05"], capture_output=True, text=True, env=waits)
+    assert stopped.returncode == PREEMPTED, stopped.stderr
+    assert "pending: 3 of 3 cells: A/table6/standard/eps8 seed 0, A/table6/standard/eps16 seed 0" in stopped.stdout
+    assert list(tmp_path.rglob("last.json")) and not list(tmp_path.rglob("fast-seed0.json"))
+    resumed = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "200"})
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    (log,) = tmp_path.glob("runs/*-standard-*/log.txt")
+    assert "resuming from step 1 of 2" in log.read_text()
+    assert all(f"done {cell} seed 0" in resumed.stdout for cell in QUEUED)
+    assert len(list(tmp_path.rglob("fast-seed0.json"))) == 3
+
+
+def test_a_time_limit_during_a_measurement_stops_the_queue_too(tmp_path):
+    command = [sys.executable, "-c", SLOW_MEASUREMENT, "study", "A/table6", "A/fig7", "--smoke", "--device", "cpu"]
+    found = subprocess.run([*command, "--max-minutes", "0.05"], capture_output=True, text=True, timeout=120)
+    assert found.returncode == PREEMPTED, found.stderr
+    assert "stopped; run the same command to resume" in found.stdout and "pending: 3 of 3 cells" in found.stdout
 
 
 def test_a_failing_cell_is_reported_the_others_run_and_the_exit_status_is_1(tmp_path):

@@ -1,9 +1,13 @@
-"""The verb ``study``: run every cell of a table and print the paper's numbers beside ours."""
+"""The verb ``study``: run every cell of tables and figures and print the paper's numbers beside ours."""
 
 from __future__ import annotations
 
+import os
+import signal
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def study(
-    name: Annotated[str, typer.Argument(help="A table or figure, or one cell of it; see `advnorm ls studies`.")],
+    names: Annotated[list[str], typer.Argument(help="Tables and figures, or cells of them; see `advnorm ls studies`.")],
     seeds: Annotated[list[int] | None, typer.Option(metavar=INTEGERS, help="Seeds. Default: 0.")] = None,
     protocol: Annotated[
         str | None,
@@ -46,17 +50,23 @@ def study(
     launcher: Annotated[str, typer.Option(help="local: processes on this computer. ray: a cluster.")] = "local",
     address: Annotated[str | None, typer.Option(help="Address of a Ray cluster. Default: the running one.")] = None,
     processes: Annotated[int, typer.Option(min=1, help="Number of workers per device.")] = 1,
+    max_minutes: Annotated[
+        float | None,
+        typer.Option(min=0, help="Stop after this time, list pending cells, exit with 75. The same command resumes."),
+    ] = None,
 ) -> int:
-    """Run every cell of a table or figure and print our numbers beside the paper's.
+    """Run every cell of tables or figures and print our numbers beside the paper's.
 
     Exit status: 0 done, 1 a cell failed, 75 stopped before the end. Examples:
     `advnorm study A/table3 --protocol fast --seeds 0 1 2 --data-dir data`, `advnorm study A/table3 --smoke`,
-    `advnorm study A/table3/dual_bn/eps16 --protocol fast --data-dir data`
+    `advnorm study A/table3/dual_bn/eps16 --protocol fast --data-dir data`,
+    `advnorm study A/table3 A/table8 --protocol fast --data-dir data --max-minutes 25`
     """
     import torch
 
     from advnorm._core.errors import raise_problems
     from advnorm._core.exit_codes import FAILED, PREEMPTED
+    from advnorm.cli.process import Terminated
     from advnorm.cli.study_tables import study_table, task_table
     from advnorm.studies.launch import launch, launch_problems
     from advnorm.studies.registry import find
@@ -65,65 +75,96 @@ def study(
     from advnorm.studies.store import RecordStore
     from advnorm.studies.task import list_tasks
 
-    found, cell = find(name)
-    protocol = _choose_protocol(found, protocol, stand_in, smoke=smoke)
+    chosen = [find(name) for name in dict.fromkeys(names)]
+    studies = list({found.name: found for found, _ in chosen}.values())
+    protocol = _choose_protocol(studies, protocol, stand_in, smoke=smoke)
     seeds = seeds or [0]
     failed: list[Outcome] = []
 
     def print_outcome(outcome: Outcome) -> None:
         mark, style = ("failed", "red") if outcome.error else ("done", "green")
-        say(f"{mark} {outcome.task.cell} seed {outcome.task.seed}", style=style)
+        say(f"{mark} {_describe_task(outcome.task, studies)}", style=style)
         if outcome.error:
             failed.append(outcome)
             say(outcome.error)
 
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) if protocol == "smoke" else out
-        tasks = list_tasks(
-            found,
-            cell=cell and cell.name,
-            seeds=seeds,
-            protocol=protocol,
-            out=out,
-            data_dir=data_dir,
-            device=device,
-            strict_search=strict_search,
-        )
+        tasks_by_study: dict[str, list[Task]] = {}
+        for found, cell in chosen:
+            tasks_by_study.setdefault(found.name, []).extend(
+                list_tasks(
+                    found,
+                    cell=cell and cell.name,
+                    seeds=seeds,
+                    protocol=protocol,
+                    out=out,
+                    data_dir=data_dir,
+                    device=device,
+                    strict_search=strict_search,
+                )
+            )
+        tasks = list(dict.fromkeys(task for several in tasks_by_study.values() for task in several))
         problems = launch_problems(tasks, launcher=launcher, address=address, processes=processes)
         raise_problems(problems, "cannot launch")
         store = RecordStore(out)
         if not dry_run:
             problems = find_blocking_problems(tasks, store)
             raise_problems(problems, "no cell can be run (--dry-run shows existing records)")
-        console.print(task_table(tasks, store, training_rates(found, store)))
+        for found in studies:
+            console.print(task_table(tasks_by_study[found.name], store, training_rates(found, store)))
         if existing := _describe_existing(tasks, store):
             say(existing, style="dim")
         one_process = launcher == "local" and processes == 1 and torch.cuda.device_count() < 2
-        if one_process and not dry_run:
-            try:
-                run_tasks(tasks, store=store, on_outcome=print_outcome, progress=protocol != "smoke")
-            except TrainingStopped as stopped:
-                say(stopped)
-                return PREEMPTED
-        elif not dry_run:
-            launch(
-                tasks,
-                store=store,
-                launcher=launcher,  # pyright: ignore[reportArgumentType]  # validated above
-                address=address,
-                processes=processes,
-                on_outcome=print_outcome,
-            )
-        values, conclusion, problems = evaluate_study(found, store, seeds=seeds, protocol=protocol)
-    for problem in problems:
-        say(problem, style="yellow")
-    if not dry_run or values:
-        console.print(study_table(found, values, protocol, conclusion=conclusion, width=console.width))
+        try:
+            with _terminated_after(max_minutes):
+                if one_process and not dry_run:
+                    run_tasks(tasks, store=store, on_outcome=print_outcome, progress=protocol != "smoke")
+                elif not dry_run:
+                    launch(
+                        tasks,
+                        store=store,
+                        launcher=launcher,  # pyright: ignore[reportArgumentType]  # validated above
+                        address=address,
+                        processes=processes,
+                        on_outcome=print_outcome,
+                    )
+        except (TrainingStopped, Terminated) as stopped:
+            say(stopped if isinstance(stopped, TrainingStopped) else "stopped; run the same command to resume")
+            left = [task for task in tasks if store.state(task) != "done"]
+            say(f"pending: {len(left)} of {len(tasks)} cells: " + ", ".join(_describe_task(t, studies) for t in left))
+            return PREEMPTED
+        evaluated = [(found, *evaluate_study(found, store, seeds=seeds, protocol=protocol)) for found in studies]
+    for found, values, conclusion, problems in evaluated:
+        for problem in problems:
+            say(problem, style="yellow")
+        if not dry_run or values:
+            console.print(study_table(found, values, protocol, conclusion=conclusion, width=console.width))
     return FAILED if failed else 0
 
 
-def _choose_protocol(study: Study, protocol: str | None, stand_in: str | None, *, smoke: bool) -> Protocol:
-    """Return the protocol of the study that the options ask for."""
+@contextmanager
+def _terminated_after(minutes: float | None) -> Iterator[None]:
+    """Scope: this process gets SIGTERM after a time, as from a scheduler, and stops where it can resume."""
+    if minutes is None:
+        yield
+        return
+    timer = threading.Timer(60 * minutes, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _describe_task(task: Task, studies: Sequence[Study]) -> str:
+    """The cell and seed of a task, with its study if there are several."""
+    return f"{task.study + '/' if len(studies) > 1 else ''}{task.cell} seed {task.seed}"
+
+
+def _choose_protocol(studies: Sequence[Study], protocol: str | None, stand_in: str | None, *, smoke: bool) -> Protocol:
+    """Return the protocol that the options ask for. Every study must have it."""
     from advnorm._core.errors import ConfigError, raise_problems, unknown_name
 
     if smoke and protocol not in (None, "smoke"):
@@ -133,7 +174,8 @@ def _choose_protocol(study: Study, protocol: str | None, stand_in: str | None, *
         raise ConfigError("conflict", message, field="stand_in", got=stand_in)
     chosen: Any = "smoke" if smoke else stand_in or protocol or "paper"
     kind = "protocol" if stand_in is None else "stand-in"
-    allowed = [name for name in study.protocols if stand_in is None or name == "imagenette"]
+    common = [name for name in studies[0].protocols if all(name in study.protocols for study in studies)]
+    allowed = [name for name in common if stand_in is None or name == "imagenette"]
     raise_problems([] if chosen in allowed else [unknown_name(kind, chosen, allowed)])
     return chosen
 
