@@ -9,7 +9,7 @@ from advnorm import train
 from advnorm.attacks import get as get_attack
 from advnorm.papers.a import trainings as paper_a
 from advnorm.studies import STUDIES, Measure, printed_entry
-from advnorm.studies.measurement import take_measurement
+from advnorm.studies.measurement import measure_run
 from advnorm.studies.run import run_task
 from advnorm.studies.task import Task, list_tasks
 from advnorm.threat import ThreatModel
@@ -176,8 +176,8 @@ def test_table_5_is_in_percent_as_table_1_is(out):
     config, _ = task.training
     run = train(config, seed=0, out=task.runs_folder, device="cpu")
     swaps = replace(STUDIES.get("A/table5").cell(task.cell).measures[0], options={"attacks": ["pgd2"], "limit": None})
-    rows = take_measurement(run, swaps, task)
-    evaluated = take_measurement(run, Measure(options={"attacks": {"pgd2": "pgd2"}, "route": ["clean", "adv"]}), task)
+    rows = measure_run(run, swaps, task).values
+    evaluated = measure_run(run, Measure(options={"attacks": {"pgd2": "pgd2"}, "route": ["clean", "adv"]}), task).values
     found = [rows[f"rows/{row}/clean"] for row in (0, 1)]
     assert found == pytest.approx([evaluated["adv/clean"], evaluated["clean/clean"]])
     assert max(found) > 1  # of a hundred: some image of the test set is recognized
@@ -189,7 +189,7 @@ def test_the_rows_of_table_5_are_those_of_the_swap_table(out):
     if not run.finished:
         run_task(replace(task, study="A/fig4"))
     quick = Measure(name="swap_table", options={"attacks": ["pgd2-step2"], "limit": 4})
-    values = take_measurement(run, quick, task)
+    values = measure_run(run, quick, task).values
     rows = json.loads((run.folder / "measures" / f"{quick.key}.json").read_text())["rows"]
     study = STUDIES.get("A/table5")
     for row in printed_entry("A/table5")["rows"]:

@@ -9,7 +9,7 @@ from advnorm import Config, ConfigError, train
 from advnorm.data import load
 from advnorm.evaluation import benchmark as evaluate
 from advnorm.studies import STUDIES, Measure
-from advnorm.studies.measurement import take_measurement
+from advnorm.studies.measurement import measure_run
 from advnorm.studies.run import run_tasks
 from advnorm.studies.task import Task, list_tasks
 
@@ -19,7 +19,7 @@ def test_settings_in_the_record_of_an_analysis_are_not_values(tmp_path):
     run = train(Config.from_dict(settings), out=tmp_path, device="cpu")
     task = Task(study="D/table7", cell="vgg16", seed=0, protocol="smoke", out=str(tmp_path), device="cpu")
     options = {"corruptions": ["fog"], "severities": [1, 2], "limit": 40}
-    found = take_measurement(run, Measure(name="corruptions", options=options, scale=100), task)
+    found = measure_run(run, Measure(name="corruptions", options=options, scale=100), task).values
     names = (
         "clean",
         "mean",
@@ -29,7 +29,7 @@ def test_settings_in_the_record_of_an_analysis_are_not_values(tmp_path):
     assert {*found} == {f"networks/run/{name}" for name in names}
     mean, *levels = (found[f"networks/run/{name}"] for name in ("mean", "accuracy/fog/0", "accuracy/fog/1"))
     assert mean == pytest.approx(sum(levels) / 2)
-    shift = take_measurement(run, Measure(name="ligs", options={"shifts": ["gaussian"], "limit": 40}), task)
+    shift = measure_run(run, Measure(name="ligs", options={"shifts": ["gaussian"], "limit": 40}), task).values
     assert {*shift} == {f"networks/run/shifts/gaussian/{name}" for name in ("mean", "without_gradient")}
 
 
@@ -38,7 +38,7 @@ def test_a_measurement_along_training_covers_every_snapshot(tmp_path):
     run = train(Config.from_dict({"objective": "standard", "eps": 0.1, **settings}), out=tmp_path, device="cpu")
     task = Task(study="A/table6", cell="standard/eps8", seed=0, protocol="smoke", out=str(tmp_path), device="cpu")
     measure = Measure(options={"attacks": {"one": "fgsm"}, "limit": 100}, checkpoint="along")
-    found = take_measurement(run, measure, task)
+    found = measure_run(run, measure, task).values
     assert {*found} == {f"{epoch}/shared/{name}" for epoch in (1, 3) for name in ("clean", "one")}
     data = load("digits", "test")
     chosen = torch.arange(100) * len(data) // 100
@@ -49,7 +49,7 @@ def test_a_measurement_along_training_covers_every_snapshot(tmp_path):
     assert found["1/shared/clean"] != found["3/shared/clean"]
     (run.checkpoints / "epoch1.json").unlink()
     with pytest.raises(ConfigError, match="no checkpoint 'epoch1'"):  # and no number is left out in silence
-        take_measurement(run, replace(measure, options={**measure.options, "limit": 50}), task)
+        measure_run(run, replace(measure, options={**measure.options, "limit": 50}), task)
 
 
 def test_progress_includes_measurements(tmp_path, capsys, monkeypatch):

@@ -51,11 +51,6 @@ def measure_run(run: Run, measure: Measure, task: Task, *, progress: bool = Fals
     return Measured(_analysis_values(run, measure, task), [])
 
 
-def take_measurement(run: Run, measure: Measure, task: Task, *, progress: bool = False) -> dict[str, float]:
-    """Return the values of a measurement by name, accuracies in percent."""
-    return measure_run(run, measure, task, progress=progress).values
-
-
 def _analysis_values(run: Run, measure: Measure, task: Task) -> dict[str, float]:
     if measure.name == "metrics":
         rows = run.metrics()

@@ -98,17 +98,8 @@ def convert_norm(
                 change = "named in keep" if module in kept_modules else conversion.decide(module)
                 (replaced if module in conversion.replacements else kept)[module_name] = change
     replacements = {old: new for conversion in conversions.values() for old, new in conversion.replacements.items()}
-    transformers: dict[str, Any] = {
-        layer_name: layer
-        for layer_name, layer in model.named_modules()
-        if isinstance(layer, _TRANSFORMERS) and any(_is_routed(replacements.get(child)) for child in layer.children())
-    }
-    message, hint = "{field} has the batch in its second dimension", "build it with batch_first=True"
-    problems += [
-        Problem(code="not_supported", message=message, field=layer_name or "model", hint=hint)
-        for layer_name, layer in transformers.items()
-        if not layer.self_attn.batch_first  # routes split the first dimension
-    ]
+    transformers = _routed_transformers(model, replacements)
+    problems += _batch_order_problems(transformers)
     shown = name if isinstance(name, str) else ", ".join(f"{p}: {plan.name}" for p, plan in plans.items())
     heading = f"cannot convert to {shown} (pass keep=['module.name', ...] to leave modules unchanged)"
     raise_problems(problems, heading, SurgeryError)
@@ -137,6 +128,25 @@ def _modules_below(model: nn.Module, names: Sequence[str]) -> set[nn.Module]:
     unknown = [name for name in names if name not in modules]
     raise_problems([unknown_name("module", name, modules, field="keep") for name in unknown], "bad conversion")
     return {inner for name in names for inner in modules[name].modules()}
+
+
+def _routed_transformers(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> dict[str, Any]:
+    """The transformer layers of PyTorch in which a norm becomes a routed one, by name."""
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, _TRANSFORMERS) and any(_is_routed(replacements.get(child)) for child in layer.children())
+    }
+
+
+def _batch_order_problems(transformers: Mapping[str, Any]) -> list[Problem]:
+    """Return a problem for each transformer layer with the batch in its second dimension: routes split the first."""
+    message, hint = "{field} has the batch in its second dimension", "build it with batch_first=True"
+    return [
+        Problem(code="not_supported", message=message, field=name or "model", hint=hint)
+        for name, layer in transformers.items()
+        if not layer.self_attn.batch_first
+    ]
 
 
 def _is_norm(module: nn.Module) -> bool:
