@@ -33,6 +33,8 @@ import torch
 #: Seconds that one case may take.
 PATIENCE = 60
 KINDS = ("command", "file", "call")
+#: Cases of one worker process.
+PORTION = 50
 #: Exit statuses beside 0 and 2 that a verb documents.
 STATUSES = {"audit": {1, 3, 4}, "train": {1, 75}, "evaluate": {1}, "demo": {75}, "study": {1, 75}}
 
@@ -569,11 +571,14 @@ def main() -> None:
     began, counts, failures = time.monotonic(), Counter[str](), []
     with tempfile.TemporaryDirectory(prefix="fuzz-") as scratch:
         build_sandbox(Path(scratch) / "sandbox")
-        for kind in options.kind or KINDS:
-            first, last = options.first, options.first + options.cases
-            while first < last and time.monotonic() - began < options.seconds:
-                found, first = _supervise(Path(scratch), kind, first, min(last, first + 100), options.seed, counts)
+        kinds, last = options.kind or KINDS, options.first + options.cases
+        pending = dict.fromkeys(kinds, options.first)
+        while pending and time.monotonic() - began < options.seconds:
+            for kind, first in list(pending.items()):  # in turn, so that the time limit cuts all kinds alike
+                end = min(last, first + PORTION)
+                found, pending[kind] = _supervise(Path(scratch), kind, first, end, options.seed, counts)
                 failures += found
+            pending = {kind: first for kind, first in pending.items() if first < last}
     for failure in failures:
         print(failure)
     print(", ".join(f"{count} {kind} cases" for kind, count in counts.items()), end=": ")
