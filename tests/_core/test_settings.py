@@ -92,6 +92,8 @@ def test_a_value_takes_the_type_of_its_setting(hint, value, converted):
         (float, False),
         (bool, 1),
         (str, "a\nb"),
+        (str, ""),
+        (str | None, ""),
         (tuple[int, ...], 5),
         (Sequence[str], 5),
         (Named, {"beta": 6}),

@@ -9,7 +9,7 @@ import pytest
 
 from advnorm._core.errors import ConfigError
 from advnorm._core.records import write_json
-from advnorm._core.shapes import check_record, read_record, with_digest
+from advnorm._core.shapes import Fraction, check_record, read_record, with_digest
 from support.problems import raises_problem
 
 
@@ -24,6 +24,7 @@ class Record(TypedDict):
     verdict: Literal["real", "false"]
     rows: list[Row]
     best: Row | None
+    robust: Fraction | None
     about: dict[str, Any]
 
 
@@ -32,6 +33,7 @@ SOUND = {
     "verdict": "real",
     "rows": [{"epoch": 1, "loss": 2, "held_out": {"clean": 0.5}}, {"epoch": 2, "loss": 1.5, "more": "x"}],
     "best": None,
+    "robust": 1.0,
     "about": {"name": [1, None]},
 }
 
@@ -54,7 +56,10 @@ def test_a_sound_record_comes_back(tmp_path):
         ({"rows": [{"epoch": 1, "loss": 1, "held_out": {"clean": "x"}}]}, "rows.0.held_out.clean"),
         ({"rows": [{"epoch": 10**400, "loss": 1}]}, "rows.0.epoch"),
         ({"rows": [{"epoch": 1, "loss": 10**400}]}, "rows.0.loss"),
-        ({"best": {"epoch": "1", "loss": 1}}, "best"),
+        ({"best": {"epoch": "1", "loss": 1}}, "best.epoch"),
+        ({"robust": 1.01}, "robust"),
+        ({"robust": -0.5}, "robust"),
+        ({"robust": "1"}, "robust"),
         ({"about": []}, "about"),
         ({"format": "a/2"}, "format"),
     ],
@@ -72,7 +77,7 @@ def test_missing_entries_are_reported_together(tmp_path):
     with pytest.raises(ConfigError) as caught:
         check_record({"format": "a/1"}, Record, "r.json", "delete it")
     assert {problem.field for problem in caught.value.problems} == {
-        f"r.json: {name}" for name in ("about", "best", "rows", "verdict")
+        f"r.json: {name}" for name in ("about", "best", "robust", "rows", "verdict")
     }
 
 

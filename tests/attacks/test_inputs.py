@@ -67,9 +67,10 @@ def test_a_function_is_not_a_model():
         attacks.PGD(threat=LINF)(lambda x: x, *pictures())  # type: ignore[arg-type]
 
 
-def test_an_index_of_another_length_raises():
+@pytest.mark.parametrize("index", [torch.arange(3), torch.tensor(3), torch.zeros(8, 1), range(8), 5])
+def test_an_index_is_a_tensor_with_a_number_per_image(index):
     with raises_problem("wrong_shape", "index"):
-        attacks.PGD(threat=LINF)(SMALL, *pictures(), index=torch.arange(3))
+        attacks.PGD(threat=LINF)(SMALL, *pictures(), index=index)
 
 
 def test_all_problems_of_the_settings_are_reported_at_once():

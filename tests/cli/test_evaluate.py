@@ -63,6 +63,14 @@ def test_what_cannot_be_evaluated_is_an_error(own_model, target, weights, data, 
     assert code is None or (problem.code, problem.field) == (code, field)
 
 
+def test_several_networks_of_own_code_are_named_in_one_table(own_model):
+    few = ("--data", "digits", "--limit", "4", "--attacks", "fgsm", *CPU)
+    result = invoke("evaluate", "own_model:build", "own_model.py:build", *few)
+    assert result.exit_code == 0, result.output
+    table = result.output[result.output.index("seeds") :]
+    assert "own_model:build" in table and "own_model.py:build" in table
+
+
 def test_a_target_that_cannot_be_opened_needs_no_images(own_model):
     with pytest.raises(advnorm.AdvnormError) as caught:
         invoke("evaluate", "runs/typo", *CPU)

@@ -1,5 +1,7 @@
 """Data by name, NAME:FOLDER, folder, file or data set of torch: the same everywhere; subsets with equal classes."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -45,11 +47,15 @@ def test_a_text_names_a_set_a_folder_or_a_file(tmp_path, monkeypatch):
         ("a/b.safetensors", ("arrays", "a/b.safetensors")),
     ):
         assert resolve_source(text) == found
-    for text in ("digitz", "", "photoz"):
+    assert resolve_source(Path("photos")) == ("imagefolder", "photos")
+    for text in ("digitz", "photoz", Path("photoz")):
         with raises_problem("unknown_name", "data"):
             resolve_source(text)
         with raises_problem("unknown_name", "data"):
-            advnorm.Config(data=text)
+            advnorm.Config(data=str(text))
+    for value in ("", None, 5, b"digits", ["digits"]):
+        with raises_problem("wrong_type", "data"):
+            load(value, "test")
 
 
 def test_images_of_one_size_keep_it(same_size):

@@ -294,6 +294,7 @@ def test_a_surrogate_that_cannot_be_attacked_is_rejected_before_any_attack(undef
     ("options", "code", "field"),
     [
         ({"budget": "fast"}, "unknown_name", "budget"),
+        ({"budget": ["quick"]}, "unknown_name", "budget"),
         ({"route": ["clean", "adv"]}, "wrong_type", "route"),
         ({"surrogate": torch.sin}, "wrong_type", "surrogate"),
         ({"threat": advnorm.ThreatModel(eps=0)}, "out_of_range", "eps"),

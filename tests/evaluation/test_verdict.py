@@ -51,6 +51,25 @@ def test_the_record_is_plain_json_and_gives_the_verdict_back(verdict):
     assert json.loads(json.dumps(again.record())) == record and str(again) == str(verdict)
 
 
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (lambda record: record["ladder"][2].update(alone=1.5), "ladder.2.alone"),
+        (lambda record: record["ladder"][3].update(worst=-0.05), "ladder.3.worst"),
+        (lambda record: record["eps_curve"][1].__setitem__(1, 40), "eps_curve.1.1"),
+        (lambda record: record["other_branches"]["adv"].update(clean=80), "other_branches.adv.clean"),
+        (lambda record: record.update(chance=10.0), "chance"),
+        (lambda record: record.update(images=0), "images"),
+    ],
+)
+def test_an_impossible_accuracy_in_a_record_is_damage(verdict, change, field):
+    record = json.loads(json.dumps(verdict.record()))
+    Verdict.from_record(record)
+    change(record)
+    with raises_problem("damaged_file", f"the record: {field}"):
+        Verdict.from_record(record)
+
+
 @pytest.mark.parametrize("name", ["v.png", "deep/v.svg"])
 def test_the_figure_is_written(verdict, tmp_path, name):
     verdict.plot(tmp_path / name)

@@ -1,5 +1,6 @@
 """Measurements on a trained network."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from advnorm.studies import STUDIES, Measure
 from advnorm.studies.measurement import measure_run
 from advnorm.studies.run import run_tasks
 from advnorm.studies.task import Task, list_tasks
+from support.problems import raises_problem
 
 
 def test_settings_in_the_record_of_an_analysis_are_not_values(tmp_path):
@@ -31,6 +33,20 @@ def test_settings_in_the_record_of_an_analysis_are_not_values(tmp_path):
     assert mean == pytest.approx(sum(levels) / 2)
     shift = measure_run(run, Measure(name="ligs", options={"shifts": ["gaussian"], "limit": 40}), task).values
     assert {*shift} == {f"networks/run/shifts/gaussian/{name}" for name in ("mean", "without_gradient")}
+
+
+def test_an_edited_measurement_is_rejected(tmp_path):
+    run = train(Config(objective="standard", data="synthetic", epochs=1, batch_size=256), out=tmp_path, device="cpu")
+    task = Task(study="D/table7", cell="vgg16", seed=0, protocol="smoke", out=str(tmp_path), device="cpu")
+    measure = Measure(name="ligs", options={"shifts": ["gaussian"], "limit": 8})
+    found = take_measurement(run, measure, task)
+    assert take_measurement(run, measure, task) == found
+    (path,) = run.folder.glob("measures/*.json")
+    record = json.loads(path.read_text())
+    record["networks"]["run"]["shifts"]["gaussian"]["mean"] = 1.0
+    path.write_text(json.dumps(record))
+    with raises_problem("damaged_file", f"{path}: digest"):
+        take_measurement(run, measure, task)
 
 
 def test_a_measurement_along_training_covers_every_snapshot(tmp_path):

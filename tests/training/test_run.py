@@ -190,6 +190,21 @@ def test_the_configuration_in_a_run_trains_the_same_run(tmp_path):
     assert elsewhere.metrics() == run.metrics()
 
 
+def test_an_edited_record_is_rejected(tmp_path):
+    run = train(small(epochs=1), tmp_path)
+    path = run.folder / "record.json"
+    record = json.loads(path.read_text())
+    record["last"]["held_out"]["clean"] = 1.0
+    path.write_text(json.dumps(record))
+    with raises_problem("damaged_file", f"{path}: digest"):
+        _ = advnorm.Run.open(run.folder).record
+
+
+def test_a_folder_that_cannot_be_named_is_an_error():
+    with raises_problem("not_writable", "out"):
+        train(small(), "a\0b")
+
+
 def test_the_record_has_all_conditions(tmp_path):
     run = train(small(norm="cross_bn", epochs=3), tmp_path)
     record = run.record

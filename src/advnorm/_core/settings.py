@@ -26,12 +26,12 @@ T = TypeVar("T")
 MOST = 2**31
 #: Numbers of this size overflow float32, in which networks compute.
 LARGEST = 2.0**127
-#: Values that each scalar type accepts. NaN and infinity fail the comparison.
+#: Values that each scalar type accepts. NaN and infinity fail the comparison. None, not "", stands for no text.
 ACCEPTS: Mapping[Any, Callable[[Any], bool]] = {
     bool: lambda value: isinstance(value, bool),
     int: lambda value: isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63,
     float: lambda value: isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST,
-    str: lambda value: isinstance(value, str) and value.isprintable(),
+    str: lambda value: isinstance(value, str) and value != "" and value.isprintable(),
 }
 
 

@@ -8,14 +8,16 @@ from dataclasses import MISSING, fields, is_dataclass
 from itertools import islice
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, NotRequired, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Annotated, Any, Literal, NotRequired, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from advnorm._core.errors import ConfigError, Problem, raise_problems
 from advnorm._core.records import digest, read_json
-from advnorm._core.settings import ACCEPTS, type_words
+from advnorm._core.settings import ACCEPTS, Setting, in_range, range_words, type_words
 
 #: Problems of one file that are reported.
 MOST_PROBLEMS = 5
+#: An accuracy, or another share of the images, in a record.
+Fraction = Annotated[float, Setting("A fraction.", "[0, 1]")]
 
 
 def read_record(path: Path, shape: Any, form: str | int, cure: str) -> dict[str, Any]:
@@ -57,7 +59,18 @@ def _in_file(problem: Problem, source: object, cure: str) -> Problem:
 def _problems(value: Any, hint: Any, where: str) -> Iterator[Problem]:
     origin, members = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
+        given = [member for member in members if member is not NoneType]
+        if len(given) == 1 and value is not None:
+            yield from _problems(value, given[0], where)
+            return
         fits = any(next(_problems(value, member, where), None) is None for member in members)
+    elif origin is Annotated:
+        found, interval = list(_problems(value, members[0], where)), members[1].range
+        if not found and not in_range(interval, value):
+            message = f"{{field}} must {range_words(interval)}"
+            found = [Problem(code="damaged_file", message=message, field=where, got=value)]
+        yield from found
+        return
     elif (is_typeddict(hint) or is_dataclass(hint)) and isinstance(value, dict):
         has_default = {f.name: f.default is not MISSING for f in fields(hint)} if is_dataclass(hint) else {}  # pyright: ignore
         for name, member in get_type_hints(hint, include_extras=True).items():

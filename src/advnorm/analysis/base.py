@@ -16,6 +16,7 @@ from advnorm._core.errors import raise_problems
 from advnorm._core.records import write_figure, write_json
 from advnorm._core.registry import Registry, keywords
 from advnorm._core.settings import Setting, convert_options
+from advnorm._core.shapes import with_digest
 from advnorm.analysis.images import measure_images, reporting_progress
 from advnorm.analysis.plots import Figure, figure_style
 from advnorm.analysis.settings import empty_list_problems, is_declared, require_any
@@ -54,7 +55,7 @@ class Finding(ABC):
         """Write ``stem.json``, ``stem.svg`` and ``stem.png``; return the paths."""
         stem = Path(stem)
         paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("json", "svg", "png")]
-        write_json(paths[0], self.record())
+        write_json(paths[0], with_digest(self.record()))
         with figure_style():
             figure = self.draw()
             for path in paths[1:]:

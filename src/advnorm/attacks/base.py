@@ -135,7 +135,7 @@ def validated_index(index: Tensor | None, x: Tensor) -> Tensor:
     """Return one number per image on its device, by default the position in the batch."""
     if index is None:
         return torch.arange(len(x), device=x.device)
-    if len(index) != len(x):
-        message = f"{{field}} must identify each of {len(x)} images"
-        raise ConfigError("wrong_shape", message, field="index", got=len(index))
+    if not isinstance(index, Tensor) or index.shape != (len(x),):
+        message, got = f"{{field}} must be a tensor of {len(x)} numbers, one per image", getattr(index, "shape", index)
+        raise ConfigError("wrong_shape", message, field="index", got=got)
     return index.to(x.device)

@@ -56,7 +56,7 @@ def evaluate(
         with collect_problems(problems):
             parse_name(name)
     targets = _select_targets([run for target in targets for run in _runs_in(target)], options, problems)
-    results: list[BenchmarkResult] = []
+    results: dict[str, BenchmarkResult] = {}
 
     def evaluate_one(name: str) -> None:
         target = open_target(name, options, problems)
@@ -80,7 +80,7 @@ def evaluate(
                 about=target.origin,
                 **settings(options, record),
             )
-            results.append(result)
+            results[name] = result
             show(result)
 
     status = run_each({target: target for target in targets}, evaluate_one)
@@ -89,7 +89,7 @@ def evaluate(
         from advnorm.report.rows import record_rows
         from advnorm.report.runs import seed_table
 
-        rows = [row for result in results for row in record_rows(result.record())]
+        rows = [{"run": name, **row} for name, result in results.items() for row in record_rows(result.record())]
         console.print(to_rich_table(seed_table(rows)))
     parents = {Path(target).parent for target in targets if (Path(target) / "run.json").is_file()}
     if len(parents) == 1:

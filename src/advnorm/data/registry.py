@@ -13,7 +13,7 @@ from torch import Tensor
 
 from advnorm._core.errors import ConfigError, Problem, raise_problems, unknown_name
 from advnorm._core.registry import Registry, keywords
-from advnorm._core.settings import Setting, convert_options
+from advnorm._core.settings import Setting, convert, convert_options
 from advnorm.data.image_data import FolderData, ImageData, balanced_subset
 from advnorm.data.published_files import RemoteFile, download_files
 
@@ -69,27 +69,28 @@ def list_datasets(pattern: str = "*") -> list[str]:
     return DATASETS.names(pattern)
 
 
-def resolve_source(name: str, root: Path | str | None = None) -> tuple[str, Path | str | None]:
+def resolve_source(name: Path | str, root: Path | str | None = None) -> tuple[str, Path | str | None]:
     """Return the registered name and the folder or file that a text stands for.
 
     The text is a registered name, ``NAME:FOLDER``, a folder of images, or a .npz or .safetensors file. A folder without
     a slash in its name must exist.
     """
-    known, colon, folder = name.partition(":")
-    if name in DATASETS:
-        return name, root
+    text: str = str(name) if isinstance(name, Path) else convert("data", str, name)
+    known, colon, folder = text.partition(":")
+    if text in DATASETS:
+        return text, root
     if colon and known in DATASETS:
         return known, folder or root
-    if Path(name).suffix in (".npz", ".safetensors"):
-        return "arrays", name
-    if "/" in name or (name and Path(name).is_dir()):
-        return "imagefolder", name
-    problem = unknown_name("data set", name, DATASETS, field="data")
+    if Path(text).suffix in (".npz", ".safetensors"):
+        return "arrays", text
+    if "/" in text or Path(text).is_dir():
+        return "imagefolder", text
+    problem = unknown_name("data set", text, DATASETS, field="data")
     hint = "or give NAME:FOLDER, a folder of images (./FOLDER), or a .npz or .safetensors file"
     raise ConfigError.listing([replace(problem, hint=hint)])
 
 
-def data_problems(name: str, split: str, root: Path | str | None = None, **options: Any) -> list[Problem]:
+def data_problems(name: Path | str, split: str, root: Path | str | None = None, **options: Any) -> list[Problem]:
     """Return why ``load`` with the same arguments would fail: wrong arguments, missing files. Reads no images."""
     name, root = resolve_source(name, root)
     source = DATASETS.get(name)
@@ -101,7 +102,7 @@ def data_problems(name: str, split: str, root: Path | str | None = None, **optio
 
 
 def load(
-    name: str, split: str, root: Path | str | None = None, *, download: bool = False, **options: Any
+    name: Path | str, split: str, root: Path | str | None = None, *, download: bool = False, **options: Any
 ) -> ImageData | FolderData:
     """Read one split of a registered data set; ``root`` is the folder of its files or the parent of that folder.
 

@@ -83,4 +83,4 @@ def adaptive_rungs(budget: Budget, obstacles: Obstacles) -> tuple[Rung, ...]:
 
 def budget_problems(budget: object) -> list[Problem]:
     """Return the problem of an unknown budget."""
-    return [] if budget in BUDGET_IMAGES else [unknown_name("budget", budget, BUDGET_IMAGES)]
+    return [] if budget in list(BUDGET_IMAGES) else [unknown_name("budget", budget, BUDGET_IMAGES)]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from advnorm._core.shapes import Fraction
 from advnorm.evaluation import audit_thresholds as limits
 from advnorm.threat import Norm
 
@@ -53,8 +54,8 @@ class RungResult:
 
     attack: str
     text: str
-    alone: float | None
-    worst: float
+    alone: Fraction | None
+    worst: Fraction
     skipped: str = ""
 
 

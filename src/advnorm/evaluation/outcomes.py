@@ -18,6 +18,8 @@ DEFAULT_ROUTE, OLD_DEFAULT_ROUTE = "default", "as called"
 #: Rows in records: a row, or the first row of a range and the row after its last.
 EncodedRows = Sequence[int | Sequence[int]]
 CELL_FORMAT = "advnorm.cell/1"
+#: No data set has more images; a damaged record with more would fill the memory.
+MOST_ROWS = 10**8
 
 
 class PackedOutcomes(TypedDict):
@@ -75,6 +77,8 @@ def encode_rows(rows: Tensor) -> list[int | list[int]]:
 def decode_rows(encoded: EncodedRows) -> Tensor:
     """Return the rows of :func:`encode_rows`."""
     ranges = [(part, part + 1) if isinstance(part, int) else (part[0], part[1]) for part in encoded]
+    if not all(0 <= first < last <= MOST_ROWS for first, last in ranges):
+        raise ValueError(f"rows must lie in [0, {MOST_ROWS})")
     return torch.cat([torch.arange(*bounds) for bounds in ranges]) if ranges else torch.arange(0)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from advnorm._core.errors import ConfigError
 from advnorm._core.provenance import own_version
 from advnorm._core.records import digest, write_json, writing
-from advnorm._core.shapes import read_record, with_digest
+from advnorm._core.shapes import Fraction, read_record, with_digest
 from advnorm.evaluation.reference_logits import ReferenceLogits, matches_record
 from advnorm.evaluation.results import CURE, from_letters, to_letters
 
@@ -40,7 +40,7 @@ class JobEntries(TypedDict):
     warnings: list[str]
     verdicts: NotRequired[str]
     seconds: NotRequired[float]
-    stages: NotRequired[dict[str, float]]
+    stages: NotRequired[dict[str, Fraction]]
 
 
 class PartialFile(TypedDict):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from advnorm._core.errors import ConfigError, unknown_name
 from advnorm._core.records import read_json
-from advnorm._core.shapes import check_record
+from advnorm._core.shapes import Fraction, check_record
 from advnorm.evaluation.outcomes import DEFAULT_ROUTE, OLD_DEFAULT_ROUTE, encode_rows, pack_bits, read_outcomes
 from advnorm.evaluation.statistics import format_accuracy
 from advnorm.threat import ThreatModel
@@ -44,7 +44,7 @@ class BenchmarkRecord(TypedDict):
     device: str
     about: NotRequired[dict[str, Any] | None]
     scopes: NotRequired[dict[str, str]]
-    stages: NotRequired[dict[str, dict[str, dict[str, float]]]]
+    stages: NotRequired[dict[str, dict[str, dict[str, Fraction]]]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -7,12 +7,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NotRequired, TypedDict
 
 from advnorm._core.errors import ConfigError, Problem, raise_problems, unknown_name
 from advnorm._core.exit_codes import VERDICTS
 from advnorm._core.records import read_json, writable_problems, write_figure
-from advnorm._core.shapes import check_record
+from advnorm._core.settings import Setting
+from advnorm._core.shapes import Fraction, check_record
 from advnorm.evaluation.audit_thresholds import LEAST_IMAGES, NONE_CLAIMED
 from advnorm.evaluation.evidence import Evidence, RungResult, VerdictName, Weight
 from advnorm.evaluation.results import CURE, describe_origin, label_of, read_from, render_table
@@ -47,12 +48,12 @@ class AuditRecord(TypedDict):
     advice: list[str]
     threat: ThreatModel
     route: str
-    images: int
+    images: Annotated[int, Setting("Number of images.", "[1, inf)")]
     ladder: list[RungResult]
     evidence: list[EvidenceRecord]
-    eps_curve: list[tuple[float, float]]
-    chance: float
-    other_branches: dict[str, dict[str, float]]
+    eps_curve: list[tuple[float, Fraction]]
+    chance: Fraction
+    other_branches: dict[str, dict[str, Fraction]]
     rows: NotRequired[list[Any]]  # of the images in their data set
     about: NotRequired[dict[str, Any] | None]
 

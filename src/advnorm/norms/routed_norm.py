@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from advnorm._core.distributed import ProcessGroup, all_gather_rows, world_size
 from advnorm._core.errors import ConfigError, Description, Problem, RouteError, raise_problems
-from advnorm._core.settings import Setting, convert_options
+from advnorm._core.settings import ACCEPTS, MOST, Setting, convert_options
 from advnorm.norms import functional
 from advnorm.norms.plan import Plan
 from advnorm.norms.replaced_class import bank_views, empty_copy
@@ -432,8 +432,8 @@ def _setting_problems(shape: tuple[Any, ...], plan: Plan, dim: Any, **settings: 
     if dim not in (None, 1, 2, 3):
         message = "{field} must be the number of spatial dimensions, 1, 2 or 3"
         problems.append(Problem(code="out_of_range", message=message, field="dim", got=dim))
-    if not shape or not all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in shape):
-        message = "{field} must be integers of at least 1"
+    if not shape or not all(ACCEPTS[int](size) and 1 <= size < MOST for size in shape):
+        message = f"{{field}} must be integers from 1 to {MOST - 1:,}"
         problems.append(Problem(code="out_of_range", message=message, field="num_features", got=shape))
     if not problems and plan.statistics == "group" and shape[0] % settings["num_groups"]:
         message = f"{{field}} must divide the {shape[0]} channels"

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from advnorm._core.devices import resolve_device
 from advnorm._core.records import read_json
+from advnorm._core.shapes import check_record
 from advnorm.analysis import ANALYSES, extract_features
 from advnorm.analysis.images import create_attack
 from advnorm.data import add_split, load
@@ -58,7 +59,9 @@ def _analysis_values(run: Run, measure: Measure, task: Task) -> dict[str, float]
     path = run.folder / "measures" / f"{measure.key}.json"
     if not path.exists():
         _run_analysis(run, measure, task, path)
-    return {name: measure.scale * value for name, value in _numbers(read_json(path))}
+    record = read_json(path)
+    check_record(record, dict, path, "delete it, then the same command measures it again")
+    return {name: measure.scale * value for name, value in _numbers(record)}
 
 
 def _open_target(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from advnorm._core.errors import ConfigError
 from advnorm._core.provenance import environment
 from advnorm._core.records import digest, model_fingerprint, write_json
-from advnorm._core.shapes import check_record
+from advnorm._core.shapes import check_record, with_digest
 from advnorm.config import Config
 from advnorm.data import FolderData, ImageData, split_held_out
 from advnorm.data.loader import Batch
@@ -384,7 +384,7 @@ class TrainingLoop:
             **environ,
             "pieces": state.pieces,
         }
-        write_json(self.training_run.folder / "record.json", record)
+        write_json(self.training_run.folder / "record.json", with_digest(record))
         self.journal.log(f"finished after {state.clock.total:.0f} s of training: {self.training_run.folder}")
 
 

@@ -180,8 +180,8 @@ class Run:
         """Scope: this process alone writes to the folder, which describes the run. A second process raises."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            message = f"cannot create {self.folder}: {error.strerror or error}"
+        except (OSError, ValueError) as error:  # ValueError: a null byte
+            message = f"cannot create {self.folder}: {getattr(error, 'strerror', None) or error}"
             raise ConfigError("not_writable", message, field="out", hint="choose another out") from None
         with exclusive(self.folder):
             self.check(config, data)
