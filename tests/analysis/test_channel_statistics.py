@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from advnorm._core.shapes import with_digest
 from advnorm.analysis import ANALYSES, batch_channels, channel_statistics, collect_moments, stored_channels
 from advnorm.analysis.channel_statistics import _channel_numbers
 from support.problems import raises_problem
@@ -84,7 +85,7 @@ def test_channels_of_a_run_are_drawn_and_saved(digits, untouched, tmp_path, name
     assert [len(axes.get_lines()) for axes in figure.axes[:2]] == [len(found.statistics)] * 2
     paths = found.save(tmp_path / name)
     assert [path.suffix for path in paths] == [".json", ".svg", ".png"]
-    assert json.loads(paths[0].read_text()) == found.record()
+    assert json.loads(paths[0].read_text()) == with_digest(found.record())
     assert found.record()["conditions"]["subject"] == norm
 
 

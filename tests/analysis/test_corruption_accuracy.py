@@ -16,6 +16,7 @@ from torch import nn
 import advnorm
 from advnorm._core.errors import ConfigError
 from advnorm._core.records import read_json
+from advnorm._core.shapes import with_digest
 from advnorm.analysis import ANALYSES, corruption_accuracy
 from advnorm.analysis.corruption_accuracy import CorruptionAccuracy, CorruptionScore
 from advnorm.data import corrupt, list_corruptions
@@ -177,7 +178,7 @@ def test_runs_are_compared_and_drawn(digits, tmp_path):
     assert legend == [*found.networks, "statistics adapted (hollow)"]
     paths = found.save(tmp_path / "corruptions")
     assert [path.suffix for path in paths] == [".json", ".svg", ".png"] and all(path.stat().st_size for path in paths)
-    assert read_json(paths[0]) == json.loads(json.dumps(found.record()))
+    assert read_json(paths[0]) == json.loads(json.dumps(with_digest(found.record())))
 
 
 def test_lines_are_means_over_corruptions_and_dots_means_over_severities():

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import advnorm
 from advnorm._core.records import read_json
+from advnorm._core.shapes import with_digest
 from advnorm.analysis import ANALYSES
 from advnorm.cli.app import app
 from advnorm.data import add_split, load
@@ -39,7 +40,7 @@ def test_pictures_show_the_images_and_how_well_the_recipe_worked(digits, tmp_pat
     assert figure.axes[12].get_xlabel() == f"label {digits.y[0]}"
     paths = found.save(tmp_path / "features")
     assert [path.suffix for path in paths] == [".json", ".svg", ".png"] and all(path.stat().st_size for path in paths)
-    assert read_json(paths[0]) == json.loads(json.dumps(found.record()))
+    assert read_json(paths[0]) == json.loads(json.dumps(with_digest(found.record())))
     assert len(features(digits.target("bn"), recipe="D_det", steps=2, examples=4).figure().axes) == 8
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from sklearn.decomposition import PCA
 
 import advnorm
+from advnorm._core.shapes import with_digest
 from advnorm.analysis import ANALYSES, projection
 from advnorm.analysis.projection import principal_components
 from support.problems import raises_problem
@@ -86,7 +87,7 @@ def test_a_projection_of_a_run_is_drawn_and_saved(digits, untouched, tmp_path):
     assert len(figure.legends[0].get_texts()) == 3
     paths = found.save(tmp_path / "projection")
     assert [path.suffix for path in paths] == [".json", ".svg", ".png"]
-    assert json.loads(paths[0].read_text()) == found.record()
+    assert json.loads(paths[0].read_text()) == with_digest(found.record())
 
 
 def test_a_wrong_layer_or_number_of_samples_raises(digits):

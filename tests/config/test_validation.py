@@ -61,7 +61,7 @@ def test_the_cases_cover_every_setting():
         ("snapshots", [2.5], "wrong_type"),
         ("train_only", "norms", "conflict"),
         ("name", "a/b", "out_of_range"),
-        ("name", "", "out_of_range"),
+        ("name", "", "wrong_type"),
         ("name", "..", "out_of_range"),
         ("name", "-x", "out_of_range"),
         ("seed", 2**31, "out_of_range"),
