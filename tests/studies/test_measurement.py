@@ -39,14 +39,14 @@ def test_an_edited_measurement_is_rejected(tmp_path):
     run = train(Config(objective="standard", data="synthetic", epochs=1, batch_size=256), out=tmp_path, device="cpu")
     task = Task(study="D/table7", cell="vgg16", seed=0, protocol="smoke", out=str(tmp_path), device="cpu")
     measure = Measure(name="ligs", options={"shifts": ["gaussian"], "limit": 8})
-    found = take_measurement(run, measure, task)
-    assert take_measurement(run, measure, task) == found
+    found = measure_run(run, measure, task)
+    assert measure_run(run, measure, task).values == found.values
     (path,) = run.folder.glob("measures/*.json")
     record = json.loads(path.read_text())
     record["networks"]["run"]["shifts"]["gaussian"]["mean"] = 1.0
     path.write_text(json.dumps(record))
     with raises_problem("damaged_file", f"{path}: digest"):
-        take_measurement(run, measure, task)
+        measure_run(run, measure, task)
 
 
 def test_a_measurement_along_training_covers_every_snapshot(tmp_path):

@@ -16,3 +16,7 @@ INTERRUPTED = 130
 
 #: Verdicts of an audit; 2 stays a usage error.
 VERDICTS = {"real": 0, "false": 1, "inconclusive": 3, "none": 4}
+
+
+class Terminated(BaseException):
+    """SIGTERM arrived: the command exits with PREEMPTED. A training handles the signal itself, to stop at a checkpoint."""

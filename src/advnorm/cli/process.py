@@ -12,11 +12,7 @@ from contextlib import suppress
 from typing import Any, TextIO
 
 from advnorm._core.errors import AdvnormError, printable
-from advnorm._core.exit_codes import CRASHED, INTERRUPTED, PREEMPTED, USAGE
-
-
-class Terminated(BaseException):
-    """SIGTERM arrived. A training listens for it by itself, to stop at a checkpoint."""
+from advnorm._core.exit_codes import CRASHED, INTERRUPTED, PREEMPTED, USAGE, Terminated
 
 
 def run_command() -> int:

@@ -65,8 +65,7 @@ def study(
     import torch
 
     from advnorm._core.errors import raise_problems
-    from advnorm._core.exit_codes import FAILED, PREEMPTED
-    from advnorm.cli.process import Terminated
+    from advnorm._core.exit_codes import FAILED, PREEMPTED, Terminated
     from advnorm.cli.study_tables import study_table, task_table
     from advnorm.studies.launch import launch, launch_problems
     from advnorm.studies.registry import find
