@@ -19,4 +19,4 @@ VERDICTS = {"real": 0, "false": 1, "inconclusive": 3, "none": 4}
 
 
 class Terminated(BaseException):
-    """SIGTERM arrived: the command exits with PREEMPTED. A training handles the signal itself, to stop at a checkpoint."""
+    """SIGTERM arrived: the command exits with PREEMPTED. A training handles it itself and stops at a checkpoint."""
