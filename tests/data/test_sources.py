@@ -136,6 +136,18 @@ def test_a_run_trains_on_a_file_and_never_tests_on_its_training_images(suffix, t
         advnorm.train(config(data=str(normalized)), out=tmp_path, device="cpu")
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+def test_a_file_may_have_the_channels_last_or_no_channels(channels, suffix, tmp_path):
+    x, y = torch.randint(256, (6, channels, 8, 9), dtype=torch.uint8), torch.arange(6) % 3
+    layouts = [x, x.movedim(1, -1).contiguous(), *([x[:, 0].contiguous()] if channels == 1 else [])]
+    for number, images in enumerate(layouts):
+        data = load(write_arrays(tmp_path / f"{number}{suffix}", {"x": images, "y": y}), "test")
+        assert torch.equal(data.pixels(), x.float() / 255)
+    with raises_problem("wrong_shape", "images"):  # in Python the caller moves the channels
+        ImageData(name="mine", split="train", images=layouts[1], labels=y, num_classes=3)
+
+
 def test_data_given_in_python_train_and_need_test_data_of_their_own(tmp_path):
     x, y = torch.rand(32, 1, 8, 8), torch.arange(32) % 4
     given_data = [

@@ -17,6 +17,7 @@ from advnorm.objectives import (
     AWP,
     LIGS,
     SAM,
+    TRADES,
     CraftedBatch,
     Execution,
     Hybrid,
@@ -232,6 +233,13 @@ def test_what_an_objective_is_says_all_that_is_around_it():
     objective = APARTSAM(LIGS(Standard(tiny()), weight=0.5), rho=0.1)
     for part in ("APARTSAM(", "rho=0.1", "LIGS(Standard(", "weight=0.5"):
         assert part in objective.describe()
+
+
+def test_the_choices_of_an_objective_omit_defaults():
+    attack = advnorm.attacks.PGD(threat=advnorm.ThreatModel(eps="8/255"), steps=3)
+    objective = AWP(TRADES(tiny(), attack=attack, beta=2.0), gamma=0.01)
+    words = "TRADES(attack=PGD(threat=Linf eps=8/255, steps=3, loss=kl), beta=2.0)"
+    assert objective.describe_choices() == f"AWP({words}, gamma=0.01, norms=False)"
 
 
 class Checkpointed(Tiny):

@@ -229,5 +229,5 @@ def test_the_record_has_all_conditions(tmp_path):
     assert [row["epoch"] for row in timing] == [1, 2, 3] and all(row["steps"] == 4 for row in timing)
     assert sum(row["seconds"] for row in timing) == pytest.approx(record["seconds"])
     log = (run.folder / "log.txt").read_text()
-    assert "cross_bn in 3 layers: adv images: normalized by clean, feed adv, scaled by adv" in log
+    assert "cross_bn in 3 layers: adv images: normalized by clean, update adv, scaled by adv" in log
     assert "epoch   3  loss " in log and "held out: clean" in log and "finished after" in log

@@ -14,7 +14,7 @@ from torch import Tensor
 from advnorm._core.errors import ConfigError, Problem, raise_problems
 from advnorm._core.records import require_regular
 from advnorm.data.gather import gather
-from advnorm.data.image_data import FolderData, ImageData
+from advnorm.data.image_data import FolderData, ImageData, has_channels_last
 from advnorm.data.registry import register_dataset
 
 #: Names of the images and of the labels in a file; ``x_train`` and ``x_test`` come before ``x``.
@@ -22,7 +22,10 @@ FILE_KEYS = ("x", "images"), ("y", "labels")
 
 
 def read_arrays(path: Path | str, split: str) -> tuple[Tensor, Tensor]:
-    """Read images and labels of a split. Bytes are divided by 255. A pickle is never opened: it can run any code."""
+    """Read images and labels of a split. Bytes are divided by 255. A pickle is never opened: it can run any code.
+
+    Images may have the channels last, ``(N, H, W, C)`` with one or three channels, or be grey, ``(N, H, W)``.
+    """
     path = require_regular(path, "data")
     try:
         entries = np.load(path, allow_pickle=False) if path.suffix == ".npz" else load_file(path)
@@ -37,6 +40,10 @@ def read_arrays(path: Path | str, split: str) -> tuple[Tensor, Tensor]:
         message, hint = f"{path} holds {', '.join(entries) or 'nothing'}", "name the images 'x' and the labels 'y'"
         raise ConfigError("missing_entry", message, field="data", hint=f"{hint}, or 'x_{split}' and 'y_{split}'")
     images, labels = tensors
+    if images.dim() == 3:
+        images = images[:, None]
+    elif has_channels_last(images.shape):
+        images = images.movedim(-1, 1).contiguous()
     if images.dtype == torch.uint8:
         images = images.float() / 255
     return images, labels if labels.is_floating_point() else labels.long()
@@ -52,7 +59,7 @@ def missing_arrays(root: Path, split: str) -> list[Problem]:
 
 @register_dataset("arrays", summary="your own .npz or .safetensors file with x and y", missing=missing_arrays)
 def arrays(root: Path | str, split: str = "train") -> ImageData | FolderData:
-    """Read images ``(N, C, H, W)`` in [0, 1] or bytes and labels from 0; ``x_train``, ``x_test`` come before ``x``."""
+    """Read images in [0, 1] or bytes, and labels from 0; ``x_train`` and ``x_test`` come before ``x``."""
     raise_problems(missing_arrays(Path(root), split))
     return as_image_data(read_arrays(root, split), name=Path(root).name, split=split)
 

@@ -24,6 +24,11 @@ Rows = Tensor | slice | Sequence[int]
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "PPM", "TIFF")
 
 
+def has_channels_last(shape: Sequence[int]) -> bool:
+    """Return whether a shape is ``(N, H, W, C)``, with one or three channels."""
+    return len(shape) == 4 and shape[-1] in (1, 3) and shape[1] not in (1, 3)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ImageData:
     """A whole split in memory: images ``(N, C, H, W)`` as bytes or as float32 in [0, 1], and labels ``(N,)``."""
@@ -41,8 +46,9 @@ class ImageData:
         def report(code: str, field: str, message: str, got: object, hint: str = "") -> None:
             problems.append(Problem(code=code, message=f"{{field}} must {message}", field=field, got=got, hint=hint))
 
-        if images.dim() != 4 or not images.numel():
-            report("wrong_shape", "images", "have shape (N, C, H, W) and not be empty", tuple(images.shape))
+        if images.dim() != 4 or not images.numel() or has_channels_last(images.shape):
+            hint = "move the channels: images.movedim(-1, 1)" if has_channels_last(images.shape) else ""
+            report("wrong_shape", "images", "have shape (N, C, H, W) and not be empty", tuple(images.shape), hint)
         if images.dtype not in (torch.uint8, torch.float32):
             report("wrong_dtype", "images", "be uint8, or float32 in [0, 1]", Description(images.dtype))
         elif images.dtype == torch.float32 and not bool(((images >= 0) & (images <= 1)).all()):

@@ -355,6 +355,16 @@ class Objective(nn.Module):
         """The objective with its settings, on one line."""
         return f"{type(self).__name__}({self.extra_repr()})"
 
+    def describe_choices(self) -> str:
+        """The objective with its attack and the settings that differ from their defaults, on one line."""
+        found = [] if self.attack is None else [f"attack={_attack_choices(self.attack)}"]
+        found += [
+            f"{name}={getattr(self, name)}"
+            for name, setting in self.options().items()
+            if getattr(self, name) != setting.default
+        ]
+        return f"{type(self).__name__}({', '.join(found)})"
+
     def forward(
         self, x: Tensor, y: Tensor, *, index: Tensor | None = None, execution: Execution = EAGER
     ) -> ObjectiveOutput:
@@ -368,6 +378,14 @@ class Objective(nn.Module):
     def setting_words(self) -> str:
         """The settings and their values."""
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in self.options())
+
+
+def _attack_choices(attack: Attack) -> str:
+    fields = [field for field in dataclasses.fields(attack) if field.repr]
+    chosen = {
+        field.name: getattr(attack, field.name) for field in fields if getattr(attack, field.name) != field.default
+    }
+    return f"{type(attack).__name__}({', '.join(f'{name}={value}' for name, value in chosen.items())})"
 
 
 OBJECTIVES: Registry[type[Objective]] = Registry("objective")

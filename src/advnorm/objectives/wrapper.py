@@ -63,6 +63,9 @@ class Wrapper(Objective):
     def describe(self) -> str:
         return f"{type(self).__name__}({self.objective.describe()}, {self.extra_repr()})"
 
+    def describe_choices(self) -> str:
+        return f"{type(self).__name__}({self.objective.describe_choices()}, {self.extra_repr()})"
+
     def extra_repr(self) -> str:
         return self.setting_words()
 

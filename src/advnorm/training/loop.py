@@ -350,12 +350,13 @@ class TrainingLoop:
                 log(f"now {environ['threads']} CPU threads, before another number: the last bits may differ")
             return
         log(self._data_words)
-        log(f"{self.total} steps of {config.batch_size} images; objective {self.objective.describe()}")
+        log(f"{self.total} steps of {config.batch_size} images; objective {self.objective.describe_choices()}")
         for note in self._weights_notes:
             log(f"{config.weights}: {note}")
+        verbs = {"normalized_by": "normalized by", "feed": "update", "scaled_by": "scaled by"}
         for kind in routing(self.objective):
             for domain, banks in kind["domains"].items():
-                text = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in banks.items() if value)
+                text = ", ".join(f"{verbs[key]} {value}" for key, value in banks.items() if value)
                 log(f"{kind['norm']} in {kind['layers']} layers: {domain} images: {text or 'none in training'}")
 
     def _write_record(self, environ: Mapping[str, Any]) -> None:
