@@ -226,11 +226,8 @@ def balanced_subset(data: Data, limit: int) -> Data:
     """
     if limit >= len(data):
         return data
-    shuffled = ImageNoise(0, torch.arange(len(data))).fold("limit").bits(()).argsort(stable=True)
-    by_class = shuffled[data.labels[shuffled].argsort(stable=True)]
-    sizes = torch.bincount(data.labels, minlength=data.num_classes)
-    place = torch.arange(len(data)) - (sizes.cumsum(0) - sizes)[data.labels[by_class]]
-    return data.take(by_class[place.argsort(stable=True)[:limit]].sort().values)
+    by_class, rank = _shuffle_classes(data, ImageNoise(0, torch.arange(len(data))).fold("limit"))
+    return data.take(by_class[rank.argsort(stable=True)[:limit]].sort().values)
 
 
 def split_held_out(data: Data, held_out: float, seed: int) -> tuple[Data, Data]:
@@ -249,13 +246,16 @@ def split_held_out(data: Data, held_out: float, seed: int) -> tuple[Data, Data]:
     quotas = sizes * count // total
     remainders = sizes * count % total
     quotas[remainders.argsort(descending=True, stable=True)[: count - int(quotas.sum())]] += 1
-
-    # Sort by class, in random order within a class; `place` is the position of an image within its class.
-    shuffled = ImageNoise(seed, torch.arange(total)).fold("held_out").bits(()).argsort(stable=True)
-    by_class = shuffled[data.labels[shuffled].argsort(stable=True)]
-    starts = sizes.cumsum(0) - sizes
-    place = torch.arange(total) - starts[data.labels[by_class]]
+    by_class, rank = _shuffle_classes(data, ImageNoise(seed, torch.arange(total)).fold("held_out"))
     chosen = torch.zeros(total, dtype=torch.bool)
-    chosen[by_class[place < quotas[data.labels[by_class]]]] = True
+    chosen[by_class[rank < quotas[data.labels[by_class]]]] = True
     positions = torch.arange(total)
     return data.take(positions[~chosen]), replace(data.take(positions[chosen]), split="held_out")
+
+
+def _shuffle_classes(data: ImageData | FolderData, noise: ImageNoise) -> tuple[Tensor, Tensor]:
+    """Return the positions sorted by class, in random order within a class, and the rank of each within its class."""
+    shuffled = noise.bits(()).argsort(stable=True)
+    by_class = shuffled[data.labels[shuffled].argsort(stable=True)]
+    sizes = torch.bincount(data.labels, minlength=data.num_classes)
+    return by_class, torch.arange(len(data)) - (sizes.cumsum(0) - sizes)[data.labels[by_class]]
