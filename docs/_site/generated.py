@@ -37,21 +37,15 @@ def registered(kind: str) -> Iterator[str]:
 
 
 def commands() -> Iterator[str]:
-    """The reference that typer writes, without its head and its repetitions; examples become blocks."""
+    """The reference that typer writes, without its head and its repetitions."""
     words = [sys.executable, "-m", "typer", "advnorm.cli.app", "utils", "docs", "--name", "advnorm"]
     text = subprocess.run(words, check=True, capture_output=True, text=True).stdout
     text = re.sub(r"^\* `--help`.*\n", "", text, flags=re.MULTILINE)
     text = re.sub(r"\*\*Options\*\*:\n\n(?=#|$)", "", text)
     text = re.sub(r"\*\*Commands\*\*:\n\n(\* .*\n)+", "", text)
     text = re.sub(r"\*\*(Usage|Arguments|Options)\*\*:\n", "", text)
-    text = re.sub(r"Examples?: ((?:[^`]*?`[^`]+`)+\.?)", _examples, text)
     yield text.partition("\n## ")[0].partition("```\n")[2]
     yield "\n## " + text.partition("\n## ")[2]
-
-
-def _examples(match: re.Match[str]) -> str:
-    shown = (" ".join(example.split()) for example in re.findall(r"`([^`]+)`", match[1]))
-    return "\n".join(["\n\n```console", *(f"$ {example}" for example in shown), "```\n"])
 
 
 def public_names() -> Iterator[str]:

@@ -4,7 +4,9 @@ import subprocess
 import sys
 
 import pytest
+import typer
 
+import advnorm.cli.app
 from advnorm import __version__
 from support.command import invoke
 from support.problems import raises_problem
@@ -46,3 +48,19 @@ def test_the_place_of_an_import_is_named_for_a_module_too():
     command = [sys.executable, "-m", "advnorm", "ls", "norms", "--import", "parts.py"]
     out = subprocess.run(command, capture_output=True, text=True, check=False)
     assert out.returncode == 2 and "write advnorm --import FILE.py ls …" in out.stderr
+
+
+def verbs():
+    app = typer.main.get_command(advnorm.cli.app.app)
+    return [
+        (name, *((inner,) if inner else ()))
+        for name, verb in app.commands.items()
+        for inner in getattr(verb, "commands", [None])
+    ]
+
+
+@pytest.mark.parametrize("verb", verbs(), ids=" ".join)
+def test_the_help_of_a_verb_shows_examples_in_lines_of_their_own(verb):
+    lines = [line.strip() for line in invoke(*verb, "--help").output.splitlines()]
+    assert any(line.startswith(("$ advnorm " + " ".join(verb), "$ advnorm --import")) for line in lines)
+    assert not any("`" in line for line in lines)

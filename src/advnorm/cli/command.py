@@ -80,10 +80,21 @@ def command(app: typer.Typer, name: str | None = None, *, computes: bool = True)
 
         run.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore[reportAttributeAccessIssue]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        app.command(name, cls=Command)(run)
+        app.command(name, cls=Command, help=_help(function))(run)
         return function
 
     return register
+
+
+def _help(function: Callable[..., Any]) -> str:
+    """The docstring, with the commands after "Examples:" in lines of their own at its end."""
+    text = inspect.getdoc(function) or ""
+    return re.sub(r"\s*Examples?:((?:[^`]*`[^`]+`)+)\.?", _example_lines, text)
+
+
+def _example_lines(match: re.Match[str]) -> str:
+    commands = (" ".join(example.split()) for example in re.findall("`([^`]+)`", match[1]))
+    return "\n\n" + "\n".join(["```console", *(f"$ {example}" for example in commands), "```"])
 
 
 def _parameters(kind: Any) -> list[inspect.Parameter]:
