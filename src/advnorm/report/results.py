@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -21,12 +23,20 @@ if TYPE_CHECKING:
 
 
 def outcome_sentence(summary: report_data.StudiesSummary) -> str:
-    """``Of 63 claims, 2 are supported, …, on 40 networks and 2.1 GPU hours``."""
+    """The number of claims by verdict and by protocol, with the networks and the time that they rest on."""
     counts = count_verdicts(summary)
-    hours = sum(minutes for device, minutes in summary["minutes"].items() if device != "cpu") / 60
     verdicts = ", ".join(f"{counts[verdict]} {verdict}" for verdict in MARKS)
+    decided = [result for result in map(most_informative, summary["studies"]) if result["verdict"] != "not run"]
+    protocols = Counter(str(result["protocol"]) for result in decided)
+    shares = ", ".join(
+        f"{protocols[name]} `{name}` ({re.split('[(;:,]', words)[0].strip()})"
+        for name, words in PROTOCOLS.items()
+        if protocols[name]
+    )
+    by_protocol = f" Verdicts by protocol: {shares}." if shares else ""
+    hours = sum(minutes for device, minutes in summary["minutes"].items() if device != "cpu") / 60
     return (
-        f"Of {sum(counts.values())} claims of the five papers: {verdicts}. The records come from "
+        f"Of {sum(counts.values())} claims of the five papers: {verdicts}.{by_protocol} The records come from "
         f"{summary['networks']} trained networks and {hours:.1f} GPU hours of training."
     )
 
