@@ -32,8 +32,8 @@ def fast_projection(threat: ThreatModel, x: Tensor) -> Callable[[Tensor], Tensor
 
     def project(point: Tensor) -> Tensor:
         delta = point - x
-        length = threat_norm(delta.flatten(1), threat)
-        return (x + delta * per_image(eps / length.clamp_min(eps), x)).clamp(0, 1)
+        length = threat_norm(delta.flatten(1), threat).clamp_min(torch.finfo(delta.dtype).tiny)
+        return (x + delta * per_image((eps / length).clamp_max(1), x)).clamp(0, 1)
 
     return project
 

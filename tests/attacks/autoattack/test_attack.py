@@ -80,6 +80,13 @@ def test_results_are_the_predictions_of_the_model_on_the_returned_images(trained
     assert moved[result.robust].any()  # a robust image comes with its best candidate
 
 
+@pytest.mark.parametrize("norm", THREAT_NORMS)
+def test_a_ball_of_radius_zero_fools_no_image(trained, norm):
+    x, y = trained[norm].first(20)
+    result = quick(ThreatModel(norm=norm, eps=0)).evaluate(trained[norm].model, x, y)
+    assert torch.equal(result.x_adv, x) and result.robust_accuracy == result.clean_accuracy > 0
+
+
 def test_the_cascade_fools_every_image_that_one_of_its_attacks_fools(linf):
     x, y = linf.first(100)
     alone = [quick(linf.threat, attacks=(name,)).evaluate(linf.model, x, y).robust for name in STANDARD]
