@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import NamedTuple
 
 import pytest
@@ -15,6 +15,7 @@ from advnorm.data import digits
 from advnorm.models.small import SmallCNN
 from advnorm.objectives import CraftedBatch
 from advnorm.objectives.execution import EAGER
+from advnorm.training.build import build_model, build_objective
 from advnorm.training.cuda_graphs import Replays
 from advnorm.training.loop import TrainingLoop
 from advnorm.training.step_program import CapturedProgram, autocast
@@ -67,6 +68,34 @@ def test_a_repeated_key_is_captured_and_a_failure_is_logged_once():
     replays = Replays("it", messages.append, model)
     assert [replays.get("a", replaces) for _ in range(4)] == [None] * 4
     assert model.running_mean is before and len(messages) == 3
+
+
+CAPTURED = {
+    **{name: case for name, case in CASES.items() if "model" not in case},
+    "likelihood": {"norm": "gmm_bn", "objective": {"name": "hybrid", "likelihood_weight": 1e-3}},
+    "sandwich": {"norm": "sandwich_bn"},
+    "advprop": {"objective": "advprop"},
+    "worst of targeted restarts": {"attack": {"steps": 2, "restarts": 2, "keep": "worst", "target": "random"}},
+    "momentum in L2": {"attack": {"steps": 2, "momentum": 0.9, "start": 0.2, "target": "least_likely"}, "threat": "L2"},
+    "dlr in L1": {"attack": {"steps": 2, "loss": "dlr"}, "threat": "L1", "eps": 4.0},
+    "groups of a second pass": {"second_pass": {"name": "apart", "groups": 2, "samples": 0.5}},
+    **{kind: {"second_pass": kind} for kind in ("sam", "apart_sam", "awp")},
+}
+
+
+@pytest.mark.parametrize("case", CAPTURED)
+def test_attack_and_step_read_no_value_of_a_tensor(monkeypatch, case):
+    """A capture fails if an operation waits for the device or gets a tensor of another one. Both raise on ``meta``."""
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # it does not know this device
+    config = Config.from_dict({**SETTINGS, **CAPTURED[case]})
+    with torch.device("meta"):
+        model = build_model(config, {"image_shape": (3, 8, 8), "num_classes": 10})
+        x, y, index = torch.rand(8, 3, 8, 8), torch.zeros(8, dtype=torch.int64), torch.arange(8)
+    objective = build_objective(config, model)
+    inner = objective.innermost
+    x_adv = inner.craft(x, y, index) if inner.needs_attack else None
+    objective.compute_loss(CraftedBatch(x, y, index, x_adv)).loss.backward()
+    assert any(parameter.grad is not None for parameter in model.parameters())
 
 
 def stir(loop: TrainingLoop, seed: int) -> None:
