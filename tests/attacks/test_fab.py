@@ -99,6 +99,53 @@ def test_a_linear_model_gives_the_exact_distance(norm, targets):
 
 
 @pytest.mark.parametrize("norm", THREAT_NORMS)
+def test_the_nearest_image_of_a_linear_model_in_the_box_is_misclassified_at_the_exact_distance(norm):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
+    x = (1.6 * torch.rand(12, 3, 2, 2) - 0.3).clamp(0, 1)  # the box stands in the way of many
+    with torch.no_grad():
+        model[1].bias.sub_(model(x).mean(0))
+        logits, weight = model(x).double().numpy(), model[1].weight.double().numpy()
+    y = torch.from_numpy(logits.argmax(1))
+    threat = ThreatModel(norm=norm, eps={"Linf": 1.0, "L2": 4.0, "L1": 12.0}[norm])
+    attack = attacks.get("fab-t-steps100-targets2-minimal", threat=threat)
+    found = attack.run(model, x, y)
+    distance = threat.distance(found.images, x)
+    for row, label in enumerate(y.tolist()):
+        low, high = -x[row].flatten().double().numpy(), 1 - x[row].flatten().double().numpy()
+        others = [k for k in range(3) if k != label]
+        exact = min(
+            shortest(weight[k] - weight[label], logits[row, k] - logits[row, label], low, high, norm) for k in others
+        )
+        assert found.success[row] == math.isfinite(exact)
+        if math.isfinite(exact):
+            assert exact * (1 - 1e-4) <= distance[row].item() <= 1.02 * exact + 1e-6
+
+
+@pytest.mark.parametrize("norm", ["Linf", "L2"])
+def test_the_nearest_image_of_a_network_is_not_nearer_than_on_a_dense_grid(norm):
+    """Two pixels: all images are known. The distance is attained, and close to the least one."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 3))
+    with torch.no_grad():
+        model[1].weight.mul_(6)
+        side = torch.linspace(0, 1, 401)
+        points = torch.cartesian_prod(side, side).view(-1, 1, 1, 2)
+        model[3].bias.sub_(model(points).mean(0))
+        answers = model(points).argmax(1)
+    x = points[torch.randperm(len(points))[:40]]
+    y = model(x).argmax(1)
+    threat = ThreatModel(norm=norm, eps=1.0 if norm == "Linf" else 1.5)
+    found = attacks.get("fab-t-steps40-targets2-minimal", threat=threat).run(model, x, y)
+    distance = threat.distance(found.images, x)
+    far = torch.linalg.vector_norm((points - x.view(40, 1, 1, 1, 2)).flatten(2), ORDER[norm], dim=2)  # image, point
+    least = far.masked_fill(answers == y[:, None], torch.inf).amin(1)
+    assert answers.unique().numel() == 3 and found.success.all()
+    assert (distance >= least - 1.5 / 400).all()
+    assert (distance <= 1.05 * least + 1.5 / 400).double().mean() > 0.8
+
+
+@pytest.mark.parametrize("norm", THREAT_NORMS)
 def test_the_smallest_perturbation_is_no_larger_than_the_authors(trained, norm):
     official = pytest.importorskip("pyautoattack.fab_pt")
     t = trained[norm]

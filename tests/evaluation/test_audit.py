@@ -32,6 +32,15 @@ def test_a_soundly_trained_model_is_real(sound, data):
     assert steps.expected == f"at most {max(5, 15 * verdict.claimed):.3g}" and verdict.claimed > 0.4
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("factor", [1, 1000])
+def test_probabilities_hide_gradients_only_where_they_saturate(sound, undefended, data, factor):
+    model = Masked(sound if factor == 1 else undefended, after=lambda z: (factor * z).softmax(1))
+    verdict = quick(model, data)
+    assert verdict.verdict == ("real" if factor == 1 else "false"), str(verdict)
+    assert ("zero gradients" in failed(verdict)) == (factor > 1)
+
+
 def test_an_undefended_model_has_no_robustness(undefended, data):
     verdict = quick(undefended, data)
     assert verdict.verdict == "none", str(verdict)

@@ -25,6 +25,7 @@ def short_ladder(monkeypatch):
     """A ladder with two rungs behind the weak attacks."""
     rungs = [rung for rung in build_ladder("quick", 10) if rung.attack in ("noise-uniform", "fgsm", "pgd10")]
     rungs += [
+        Rung(attack="fab-t-steps10-targets1-minimal", text="smallest perturbation", alone=True, distances=True),
         Rung(attack="apgd-t-steps5", text="targets each class"),
         Rung(attack="square-queries30", text="without gradients", gradients=False, needs_pixels=True),
     ]
@@ -65,7 +66,12 @@ def test_the_budget_full_has_more_steps():
 
 def test_probabilities_batch_statistics_and_randomness_are_found(short_ladder, sound, data):
     few = {"limit": 24}
-    assert "probabilities" in failed(quick(Masked(sound, after=lambda z: z.softmax(1)), data, **few))
+    (probabilities,) = [
+        item
+        for item in quick(Masked(sound, after=lambda z: z.softmax(1)), data, **few).evidence
+        if item.name == "probabilities"
+    ]
+    assert not probabilities.ok and probabilities.weight == "note"
     by_batch = quick(Masked(sound, after=lambda z: z - z.mean(0) * (len(z) > 1)), data, **few)
     assert "batch" in failed(by_batch) and any("batch-dependent" in advice for advice in by_batch.advice)
     random = quick(Masked(sound, after=lambda z: z + torch.randn_like(z)), data, **few)
@@ -167,6 +173,54 @@ def test_a_norm_that_chooses_by_input_is_attacked_through_the_choice():
     assert verdict.others == {} and verdict.conditions["scopes"] == {"component": "adv"}
 
 
+# -- accuracy against eps ----------------------------------------------------------------------------------------------
+
+
+def test_the_curve_of_a_linear_model_follows_from_its_exact_distances(short_ladder, data):
+    keep = data[1] < 2
+    images, labels = data[0][keep][:60], data[1][keep][:60]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
+    with torch.no_grad():
+        model[1].weight[0] = 0.1 * (images[labels == 0].mean(0) - images[labels == 1].mean(0)).flatten()
+        model[1].weight[1] = 0
+        model[1].bias.copy_(torch.tensor([0.0, model(images)[:, 0].median().item()]))
+        logits = model(images)
+    correct = logits.argmax(1) == labels
+    normal, need = (model[1].weight[0] - model[1].weight[1]).double(), (logits[:, 0] - logits[:, 1]).double()
+    room = torch.where(normal * need[:, None].sign() > 0, images.flatten(1), 1 - images.flatten(1)).double()
+
+    def withstands(eps):  # the least margin in the ball and in the box
+        return correct & ((normal.abs() * room.clamp_max(eps)).sum(1) < need.abs())
+
+    verdict = quick(model, (images, labels), advnorm.ThreatModel(eps=0.1), limit=None)
+    accuracies = [accuracy for _, accuracy in verdict.eps_curve]
+    assert accuracies == sorted(accuracies, reverse=True) and verdict.clean == accuracies[0] > 0.9
+    assert 0.1 < dict(verdict.eps_curve)[0.1] == verdict.worst_case < 0.9
+    for eps, accuracy in verdict.eps_curve[1:]:
+        most, least = (withstands(factor * eps).double().mean().item() for factor in (0.98, 1.0))
+        assert least <= accuracy <= most, eps
+
+
+def test_an_image_that_another_attack_fools_has_a_distance_of_at_most_eps(short_ladder, undefended, data):
+    quantized = Masked(undefended, before=lambda x: (x * 8).round() / 8)
+    verdict = quick(quantized, data, limit=30)
+    (alone,) = [rung.alone for rung in verdict.ladder if rung.attack.endswith("minimal")]
+    curve = dict(verdict.eps_curve)
+    assert alone > 0.8 and curve[0.1] == verdict.clean and curve[THREAT.eps] == verdict.worst_case < alone
+    assert {"large eps"} <= failed(verdict), "PGD alone does not find the grey image"
+
+
+def test_models_without_gradients_and_with_random_outputs_have_the_points_that_are_known(short_ladder, sound, data):
+    detached = quick(Masked(sound, before=lambda x: torch.from_numpy(x.detach().numpy().copy())), data)
+    assert detached.eps_curve == ((0.0, detached.clean), (THREAT.eps, detached.worst_case))
+    random = quick(Masked(sound, before=lambda x: x + 0.05 * torch.randn_like(x)), data)
+    (rung,) = [rung for rung in random.ladder if rung.attack.endswith("minimal")]
+    assert rung.skipped == "random outputs" and rung.alone is None
+    curve = dict(random.eps_curve)
+    assert curve[THREAT.eps] == random.worst_case and curve[0.1] == random.clean > curve[0.5] == 0
+
+
 # -- rungs and images --------------------------------------------------------------------------------------------------
 
 
@@ -216,11 +270,12 @@ def test_an_interrupted_audit_resumes(short_ladder, sound, data, tmp_path, monke
 
     path, whole = tmp_path / "v.json", quick(sound, data)
     with monkeypatch.context() as patch:
-        patch.setattr(_Audit, "_transfer", stop)
+        patch.setattr(_Audit, "_evaluate_components", stop)
         with pytest.raises(Stop):
             quick(sound, data, record=path)
     assert (tmp_path / "v.json.partial").exists()
     monkeypatch.setattr(advnorm.attacks.Square, "search", stop)
+    monkeypatch.setattr(advnorm.attacks.FAB, "search", stop)
     monkeypatch.setattr(advnorm.attacks.PGD, "perturb", stop)
     verdict = quick(sound, data, record=path)
     commit = {"commit": verdict.conditions["commit"]}

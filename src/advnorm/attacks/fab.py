@@ -17,9 +17,9 @@ from advnorm.attacks.apgd import VERIFY_EVERY, on_sphere
 from advnorm.attacks.base import Restarts, Steps
 from advnorm.attacks.geometry import threat_norm
 from advnorm.attacks.losses import label_margin
-from advnorm.attacks.names import count_options, register_attack
+from advnorm.attacks.names import NameOption, count_options, register_attack
 from advnorm.attacks.search import CandidateGrid, Search, SearchResult, ranked_targets, select_rows
-from advnorm.attacks.victim import VictimModel
+from advnorm.attacks.victim import VictimModel, misclassified
 from advnorm.threat import ThreatModel, per_image
 
 
@@ -30,6 +30,7 @@ class FAB(Search):
     ``d`` and ``d_0`` are the shortest steps from the point and from the image to the linearized boundary within the
     box; ``α = min(|d| / (|d| + |d_0|), alpha_max)``. A success is an adversarial point within eps. Without targets each
     step takes one backward pass per class. The first restart starts at the image, the others at random within eps / 2.
+    ``minimal`` returns the nearest adversarial image that was found within eps: at a large eps, the distance.
     """
 
     steps: Steps = 100
@@ -40,7 +41,7 @@ class FAB(Search):
     alpha_max: Annotated[float, Setting("Largest weight of the step from the image.", "[0, 1]")] = 0.1
     eta: Annotated[float, Setting("Overshoot across the boundary.", "[1, 2]")] = 1.05
     beta: Annotated[float, Setting("Share of the distance to the image after a success.", "[0, 1]")] = 0.9
-    minimal: Annotated[bool, Setting("Continue after a success, to the smallest distance.")] = False
+    minimal: Annotated[bool, Setting("Continue after a success, to the nearest adversarial image.")] = False
 
     def variants(self, classes: int) -> int:
         return self.restarts * max(1, min(self.targets, classes - 1))
@@ -59,7 +60,7 @@ class FAB(Search):
         origin = grid.to_rows(x)
         far = grid.to_rows(torch.where(clean.argmax(1) != y, 0.0, torch.inf))  # a misclassified image has distance 0
         first = origin if start is None else grid.to_rows(start)
-        state = _State(x=origin, y=grid.to_rows(y), target=target, point=first, distance=far)
+        state = _State(x=origin, y=grid.to_rows(y), target=target, point=first, distance=far, nearest=origin)
         if self.restarts > 1:
             later = (torch.arange(len(origin), device=x.device) % self.restarts) > 0
             halfway = origin + 0.5 * (on_sphere(self.threat, origin, grid.row_noise(noise)) - origin)
@@ -77,8 +78,11 @@ class FAB(Search):
             self._move(state, difference, normal)
             logits = victim.search_logits(state.point)
             within = threat_norm((state.point - state.x).flatten(1), self.threat)
-            adversarial = logits.argmax(1) != state.y
-            state.distance = torch.where(adversarial, torch.minimum(within, state.distance), state.distance)
+            adversarial = misclassified(logits, state.y)
+            closer = adversarial & (within < state.distance)
+            state.distance = torch.where(closer, within, state.distance)
+            if self.minimal:
+                state.nearest = torch.where(per_image(closer, state.point), state.point, state.nearest)
             margin = victim.search_margin(logits, state.y)
             grid.offer(state.point, margin.masked_fill(within > self.threat.eps * (1 + 1e-6), torch.inf))
             back = state.x + self.beta * (state.point - state.x)
@@ -87,7 +91,20 @@ class FAB(Search):
                 kept = grid.verify()
                 state = state if kept is None else select_rows(state, kept)
         found = grid.finish()
-        found.distance = state.distance.view(len(x), -1).amin(1) if self.minimal else None
+        return self._keep_nearest(found, state, victim, x, y) if self.minimal else found
+
+    def _keep_nearest(
+        self, found: SearchResult, state: _State, victim: VictimModel, x: Tensor, y: Tensor
+    ) -> SearchResult:
+        """Replace each image by the nearest one that a strict forward misclassifies, if that is within eps."""
+        distance, variant = state.distance.view(len(x), -1).min(1)
+        variants = state.distance.numel() // max(1, len(x))
+        nearest = state.nearest[torch.arange(len(x), device=x.device) * variants + variant]
+        fooled = distance.isfinite() & victim.misclassifies(nearest, y)
+        found.distance = torch.where(fooled, self.threat.distance(nearest, x).to(distance.dtype), torch.inf)
+        inside = found.distance <= self.threat.eps
+        found.x_adv = torch.where(per_image(inside, x), nearest, found.x_adv)
+        found.fooled = found.fooled | inside
         return found
 
     def _boundary(self, victim: VictimModel, state: _State) -> tuple[Tensor, Tensor]:
@@ -127,7 +144,8 @@ class _State:
     y: Tensor
     target: Tensor
     point: Tensor
-    distance: Tensor
+    distance: Tensor  # of the nearest adversarial point
+    nearest: Tensor
 
 
 def onto_boundary(points: Tensor, w: Tensor, value: Tensor, threat: ThreatModel) -> Tensor:
@@ -177,5 +195,6 @@ for _name, _settings, _summary in (
     ("fab", {"targets": 0}, "the nearest boundary of all classes"),
     ("fab-t", {}, "the boundary to each of the 9 most likely other classes"),
 ):
-    _options = count_options("steps", "restarts")
+    _options = {**count_options("steps", "restarts"), "minimal": NameOption(setting="minimal", value=True)}
+    _options |= count_options("targets") if _name == "fab-t" else {}
     register_attack(_name, settings=_settings, options=_options, summary=_summary, paper="A, C")(FAB)

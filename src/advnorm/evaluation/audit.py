@@ -14,18 +14,14 @@ from itertools import pairwise
 from typing import Any, Unpack
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import advnorm.attacks as attack_names
-from advnorm._core.errors import ConfigError, Problem, raise_problems
-from advnorm._core.memory import AdaptiveBatchSize
+from advnorm._core.errors import Problem, raise_problems
 from advnorm._core.records import digest, model_fingerprint
-from advnorm._core.seeding import ImageNoise
-from advnorm.attacks import Attack, input_gradient
-from advnorm.attacks.losses import cross_entropy
-from advnorm.attacks.straight_through import StraightPredict
+from advnorm.attacks import Attack
 from advnorm.evaluation import audit_thresholds as limits
+from advnorm.evaluation.audit_gradients import has_gradients, is_blocked, measure_gradients
 from advnorm.evaluation.audit_ladder import (
     BUDGET_IMAGES,
     Budget,
@@ -38,7 +34,7 @@ from advnorm.evaluation.evidence import EvidenceList, RungResult, VerdictName, d
 from advnorm.evaluation.jobs import AttackJob
 from advnorm.evaluation.model_branches import branches, mixing_norms, same_branch
 from advnorm.evaluation.outcomes import encode_rows
-from advnorm.evaluation.plan import PROBE_IMAGES, EvaluationOptions, plan_evaluation, type_problems
+from advnorm.evaluation.plan import EvaluationOptions, plan_evaluation, type_problems
 from advnorm.evaluation.reference_logits import OutputCheck
 from advnorm.evaluation.results import DEFAULT_ROUTE, fraction
 from advnorm.evaluation.runner import EvaluationRunner, run_or_load
@@ -46,10 +42,12 @@ from advnorm.evaluation.verdict import FIXED, Verdict
 from advnorm.norms import frozen_mode, mixture_component, routed_modules
 from advnorm.threat import ThreatModel
 
-#: Number of correct images whose gradients are measured.
-GRADIENT_IMAGES = 256
 #: Forwards of a randomized model whose majority decides on an image.
 DRAWS = 9
+#: Points of the curve of accuracy against eps, as multiples of the threat's eps.
+EPS_FACTORS = (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
+#: Attacks at the threat's eps that PGD-20 on two losses at a larger eps must not fall behind.
+USUAL_ATTACKS = ("pgd10", "pgd10-cw", "pgd50")
 #: Signs of an obstacle between attack and model, which more steps of the same attacks do not overcome.
 OBSTACLES = frozenset({"zero gradients", "broken gradients", "logit gap", "probabilities", "random", "batch"})
 
@@ -126,20 +124,23 @@ class _Audit:
         self.advice: list[str] = []
         if any(reference.is_random for reference in runner.plan.references.values()):
             runner.draws = DRAWS
-        self.gradients = {route: self._has_gradients(route) for route in routes}
+        self.gradients = {route: has_gradients(runner.plan, route) for route in routes}
         self.clean = {route: runner.evaluate_clean(route) for route in routes}
         self.outputs = {route: runner.check_outputs(route) for route in routes}
         self.claims = {route: self._claim(route, self.clean[route]) for route in routes}
         self.route = given or max(routes, key=lambda route: fraction(self.claims[route]))
         self.correct = self.clean[self.route]
+        self.results: dict[str, Tensor] = {}  # of the ladder
+        #: Of the nearest adversarial image found.
+        self.distances = torch.zeros(len(labels), dtype=torch.float64).masked_fill(self.correct, math.inf)
 
     def run(self, identity: Mapping[str, Any]) -> Verdict:
         plan, runner, route = self.plan, self.runner, self.route
         self._measure_outputs(self.outputs[route])
         ladder, worst = self._run_ladder()
         worst = self._overcome_obstacles(ladder, worst)
-        curve = self._vary_eps()
         worst = self._transfer(ladder, worst)
+        curve = self._vary_eps(worst)
         others = {
             str(other): self._summarize(other, self.clean[other], self.claims[other])
             for other in plan.routes
@@ -198,34 +199,26 @@ class _Audit:
             worst = self._attack("square-queries1000", route, claimed, origin=origin)
         return {"clean": fraction(clean), "PGD-10": fraction(claimed), "worst case": fraction(worst)}
 
-    def _has_gradients(self, route: str | None) -> bool:
-        """Return whether the loss has a gradient with respect to the images."""
-        x, y = (part[:PROBE_IMAGES].to(self.plan.device) for part in (self.plan.images, self.plan.labels))
-        with self.plan.forward.differentiable(route) as predict:
-            logits = predict(x.requires_grad_())
-            try:
-                input_gradient(cross_entropy(logits, y), x)
-            except (ConfigError, RuntimeError):
-                return False
-        return True
-
     # -- attacks -------------------------------------------------------------------------------------------------------
 
     def _run_ladder(self) -> tuple[list[RungResult], Tensor]:
         clean, worst, gradients = fraction(self.correct), self.correct, self.gradients[self.route]
         ladder = [RungResult(attack="clean", text="no attack", alone=clean, worst=clean)]
-        results: dict[str, Tensor] = {}
         classes = self.plan.references[self.route or DEFAULT_ROUTE].logits.shape[1]
         for rung in build_ladder(self.budget, classes):
             skipped = "no gradients" if rung.gradients and not gradients else ""
             skipped = "not images" if rung.needs_pixels and self.plan.images.dim() != 4 else skipped
+            skipped = "random outputs" if rung.distances and self.runner.draws > 1 else skipped
             if skipped:
                 # Without gradients PGD-10 changes nothing, so the claim is the clean accuracy.
                 alone = clean if rung.attack == "pgd10" else None
             else:
                 survivors = worst
-                robust = self._attack(rung.attack, self.route, self.correct if rung.alone else worst)
-                worst, results[rung.attack] = worst & robust, robust
+                if rung.distances:
+                    robust = self._measure_distances(rung.attack)
+                else:
+                    robust = self._attack(rung.attack, self.route, self.correct if rung.alone else worst)
+                worst, self.results[rung.attack] = worst & robust, robust
                 alone = fraction(robust) if rung.alone else None
                 if rung.needs_pixels:
                     text = "points that Square, without gradients, takes from the survivors of gradient attacks"
@@ -235,7 +228,7 @@ class _Audit:
                 RungResult(attack=rung.attack, text=rung.text, alone=alone, worst=fraction(worst), skipped=skipped)
             )
         if gradients:
-            self._compare_strengths(results)
+            self._compare_strengths()
         return ladder, worst
 
     def _overcome_obstacles(self, ladder: list[RungResult], worst: Tensor) -> Tensor:
@@ -253,24 +246,15 @@ class _Audit:
     def _find_obstacles(self) -> Obstacles:
         failed = {item.name for item in self.evidence.items if not item.ok}
         random = "random" in failed  # such gradients change their direction by chance
-        return Obstacles(blocked=self._is_blocked(), random=random, shattered="gradient angle" in failed and not random)
+        return Obstacles(
+            blocked=is_blocked(self.plan, self.route),
+            random=random,
+            shattered="gradient angle" in failed and not random,
+        )
 
-    def _is_blocked(self) -> bool:
-        """Return whether BPDA replaces functions of this model and gets a gradient."""
-        plan = self.plan
-        x = plan.images[:PROBE_IMAGES].to(plan.device).requires_grad_()
-        y = plan.labels[:PROBE_IMAGES].to(plan.device)
-        with plan.forward.seeded("bpda"), plan.forward.differentiable(self.route) as predict:
-            smooth = StraightPredict(predict, x)
-            try:
-                input_gradient(cross_entropy(smooth(x), y), x)
-            except (ConfigError, RuntimeError):
-                return False
-        return smooth.replaced > 0
-
-    def _compare_strengths(self, results: Mapping[str, Tensor]) -> None:
+    def _compare_strengths(self) -> None:
         """Expect noise and a single step not to beat ten steps, and many steps not to beat ten steps by much."""
-        points = {name: 100 * fraction(robust) for name, robust in results.items()}
+        points = {name: 100 * fraction(robust) for name, robust in self.results.items()}
         noise = next(name for name in points if name.startswith("noise"))
         for weak, text in ((noise, "random noise"), ("fgsm", "one step")):
             beaten, text = points["pgd10"] - points[weak], f"points by which {text} beats PGD-10"
@@ -281,26 +265,40 @@ class _Audit:
             allowed = max(limits.STEPS_POINTS, limits.STEPS_RATIO * points[fewer])
             self.evidence.expect(f"{fewer} to {more}", text, points[fewer] - points[more], allowed, points=True)
 
-    def _vary_eps(self) -> list[tuple[float, float]]:
-        """Run PGD-20 on two losses at growing eps, up to the eps that turns every image grey."""
-        curve = [(0.0, fraction(self.correct))]
-        if not self.gradients[self.route]:
-            return curve
-        # At this eps every ball contains the grey image, so that no classifier beats a constant answer.
-        pixels = math.prod(self.plan.images.shape[1:])
-        grey = max({"Linf": 0.5, "L2": 0.5 * math.sqrt(pixels), "L1": 0.5 * pixels}[self.threat.norm], self.threat.eps)
-        factors = (1.0, 2.0) if self.budget == "quick" else (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-        for eps in [*(self.threat.eps * factor for factor in factors if self.threat.eps * factor < grey), grey]:
-            threat = ThreatModel(norm=self.threat.norm, eps=eps)
-            robust = self._attack("pgd20", self.route, self.correct, threat=threat)
-            robust = self._attack("cw20", self.route, robust, threat=threat)
-            curve.append((eps, fraction(robust)))
-        rise = 100 * max(after - before for (_, before), (_, after) in pairwise(curve))
-        self.evidence.expect("eps", "points gained by a larger eps", rise, limits.ORDER_POINTS, points=True)
-        text = f"accuracy (%) at eps {grey:.3g}, where every image can be turned grey"
-        most = 100 * self.chance + limits.LARGE_EPS_POINTS
-        self.evidence.expect("large eps", text, 100 * curve[-1][1], most, points=True)
-        return curve
+    def _measure_distances(self, name: str) -> Tensor:
+        """Find the nearest adversarial images up to the largest eps; return which images withstand the threat's eps."""
+        attack = self._build_attack(name, self.route, self._grey())
+        job = AttackJob(name=name, attack=attack, route=self.route)
+        self.distances = self.runner.measure_distances(job, self.correct)
+        return self.distances > self.threat.eps
+
+    def _grey(self) -> ThreatModel:
+        """The eps at which every ball contains the grey image, so that no classifier beats a constant answer."""
+        pixels, norm = math.prod(self.plan.images.shape[1:]), self.threat.norm
+        grey = {"Linf": 0.5, "L2": 0.5 * math.sqrt(pixels), "L1": 0.5 * pixels}[norm]
+        return ThreatModel(norm=norm, eps=max(grey, self.threat.eps))
+
+    def _vary_eps(self, worst: Tensor) -> list[tuple[float, float]]:
+        """Return the accuracy by eps, from the smallest perturbations found.
+
+        They are the distances of the nearest adversarial images, eps where another attack succeeds, and the eps that
+        turns every image grey where PGD-20 succeeds there on one of two losses.
+        """
+        eps, grey, radii = self.threat.eps, self._grey(), [self.threat.eps]
+        distances = torch.where(worst, self.distances, self.distances.clamp_max(eps))
+        if self.gradients[self.route]:
+            radii = [*(factor * eps for factor in EPS_FACTORS if factor * eps < grey.eps), grey.eps]
+            robust = self._attack("pgd20", self.route, self.correct, threat=grey)
+            robust = self._attack("cw20", self.route, robust, threat=grey)
+            distances = torch.where(robust, distances, distances.clamp_max(grey.eps))
+            small = torch.stack([self.results[name] for name in USUAL_ATTACKS if name in self.results]).all(0)
+            rise = 100 * (fraction(robust) - fraction(small))
+            text = f"points of accuracy under PGD gained from eps {eps:.3g} to {grey.eps:.3g}"
+            self.evidence.expect("eps", text, rise, limits.ORDER_POINTS, points=True)
+            text = f"accuracy (%) at eps {grey.eps:.3g}, where every image can be turned grey"
+            most = 100 * self.chance + limits.LARGE_EPS_POINTS
+            self.evidence.expect("large eps", text, 100 * fraction(robust), most, points=True)
+        return [(0.0, fraction(self.correct)), *((radius, fraction(distances > radius)) for radius in radii)]
 
     def _transfer(self, ladder: list[RungResult], worst: Tensor) -> Tensor:
         """Transfer attacks from the other branches and from the surrogate to the evaluated branch."""
@@ -340,49 +338,23 @@ class _Audit:
     # -- outputs and gradients -----------------------------------------------------------------------------------------
 
     def _measure_outputs(self, outputs: OutputCheck) -> None:
-        logits, norms, angles = self._logits_and_gradients()
-        self._measure_gradients(norms, angles)
+        sample = measure_gradients(self.plan, self.route, self.correct, differentiable=self.gradients[self.route])
+        self._weigh_gradients(sample.norms, sample.angles)
         expect, reference = self.evidence.expect, outputs.reference
         text = "relative difference of logits, alone and in a batch"
         expect("batch", text, outputs.batch_difference, reference.tolerance)
         text = "relative difference of logits, two forwards of an image"
         expect("random", text, reference.difference, reference.tolerance, weight="note")
-        expect("probabilities", "outputs are probabilities, not logits (1: yes)", float(outputs.probabilities), 0)
+        text = "outputs are probabilities, not logits (1: yes)"
+        expect("probabilities", text, float(outputs.probabilities), 0, weight="note")  # zero gradients are a sign
         draws = f"the outputs are random: the majority of {DRAWS} draws decides on an image"
         self.advice += [draws] if reference.is_random else outputs.warnings()
-        top = logits.topk(2, dim=1).values
+        top = sample.logits.topk(2, dim=1).values
         gap = (top[:, 0] - top[:, 1]).median().item()
         if not expect("logit gap", "median difference of the two largest logits", gap, limits.LOGIT_GAP, weight="note"):
             self.advice.append("divide the logits: they are so large that float32 cross-entropy loses its gradient")
 
-    def _logits_and_gradients(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits, norms of the loss gradient and its angle to a gradient beside it, on some of the correct images."""
-        plan, forward = self.plan, self.plan.forward
-        rows = self.correct.nonzero()[:GRADIENT_IMAGES, 0]
-        if len(rows) < forward.minimum_batch:
-            rows = torch.arange(min(len(plan.images), GRADIENT_IMAGES))
-        beside = replace(self.threat, eps=limits.ANGLE_STEP * self.threat.eps)
-        with forward.seeded("gradients"), forward.differentiable(self.route) as predict:
-
-            def gradient(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-                logits = predict(x.requires_grad_())
-                return logits.detach(), input_gradient(cross_entropy(logits, y), x).double().flatten(1).cpu()
-
-            def measure(part: slice) -> tuple[Tensor, Tensor, Tensor]:
-                x, y = (v[rows[part]].to(plan.device) for v in (plan.images, plan.labels))
-                if not self.gradients[self.route]:
-                    return predict(x).detach(), torch.zeros(len(x)), torch.zeros(len(x))
-                noise = ImageNoise(plan.seed, plan.index[rows[part]].to(plan.device)).fold("angle")
-                other = gradient(beside.random_start(x, noise), y)[1]
-                logits, own = gradient(x, y)
-                cosine = F.cosine_similarity(own, other, dim=1)
-                return logits, own.norm(dim=1), cosine.clamp(-1, 1).arccos().rad2deg()
-
-            memory = AdaptiveBatchSize(min(plan.batch_size, 64), minimum=forward.minimum_batch)
-            logits, norms, angles = (torch.cat(parts) for parts in zip(*memory.map(len(rows), measure)))
-        return logits, norms, angles
-
-    def _measure_gradients(self, norms: Tensor, angles: Tensor) -> None:
+    def _weigh_gradients(self, norms: Tensor, angles: Tensor) -> None:
         finite = norms.isfinite()
         zero = (norms == 0).double().mean().item()
         text = "share of the images whose loss gradient is zero"

@@ -22,6 +22,7 @@ class Rung:
     alone: bool = False
     gradients: bool = True
     needs_pixels: bool = False  # images of shape (channels, height, width)
+    distances: bool = False  # finds the nearest adversarial image of each image, at any distance
 
 
 def build_ladder(budget: Budget, classes: int) -> tuple[Rung, ...]:
@@ -40,6 +41,12 @@ def build_ladder(budget: Budget, classes: int) -> tuple[Rung, ...]:
     if full:
         rungs += [Rung(attack=f"pgd{n}", text="more steps", alone=True) for n in (100, 500)]
     rungs += [
+        Rung(
+            attack=f"fab-t-{'steps40-targets2' if quick else 'steps50-targets3'}-minimal",
+            text="smallest perturbation",
+            alone=True,
+            distances=True,
+        ),
         Rung(attack=f"pgd50-restarts{2 if quick else 5}-{loss}-worst", text="restarts, a loss without scale"),
         Rung(attack="apgd-ce" + short, text="adaptive steps"),
         Rung(attack="apgd-t" + short, text="targets each class"),

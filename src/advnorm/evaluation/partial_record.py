@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
+import torch
 from torch import Tensor
 
 from advnorm._core.errors import ConfigError
@@ -40,6 +41,7 @@ class JobEntries(TypedDict):
     warnings: list[str]
     verdicts: NotRequired[str]
     seconds: NotRequired[float]
+    distances: NotRequired[list[float]]
     stages: NotRequired[dict[str, Fraction]]
 
 
@@ -74,7 +76,9 @@ class PartialRecord:
             self.warn("commit", f"resumed from a run of another version of advnorm, commit {before}")
 
     def job(self, key: str) -> dict[str, Any]:
-        """A job's entries: ``warnings``, ``verdicts``, ``seconds``, and ``stages``, the accuracies along a cascade."""
+        """A job's entries: ``warnings``, ``verdicts``, ``seconds``, ``distances`` of its perturbations if they are
+        measured, and ``stages``, the accuracies along a cascade.
+        """
         return self._jobs.setdefault(key, {"warnings": []})
 
     def results(self, key: str, count: int) -> Tensor:
@@ -85,11 +89,21 @@ class PartialRecord:
             raise ConfigError("damaged_file", f"{self.path} is damaged at {key!r}", field="record", hint=hint)
         return from_letters(letters)
 
-    def save(self, key: str, results: Tensor, seconds: float) -> None:
-        """Store the results of a job and add to its seconds."""
+    def distances(self, key: str, count: int) -> Tensor:
+        """Return the sizes of a job's perturbations, 0 for images without one."""
+        values = self._jobs.get(key, {}).get("distances", [0.0] * count)
+        if len(values) != count:
+            hint = "delete it to start again"
+            raise ConfigError("damaged_file", f"{self.path} is damaged at {key!r}", field="record", hint=hint)
+        return torch.tensor(values, dtype=torch.float64)
+
+    def save(self, key: str, results: Tensor, seconds: float, distances: Tensor | None = None) -> None:
+        """Store the results of a job, and sizes of its perturbations if they count, and add to its seconds."""
         job = self.job(key)
         job["verdicts"] = to_letters(results)
         job["seconds"] = job.get("seconds", 0.0) + seconds
+        if distances is not None:
+            job["distances"] = distances.tolist()
         self._write()
 
     def begin(self, key: str) -> None:

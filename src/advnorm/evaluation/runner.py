@@ -111,10 +111,24 @@ class EvaluationRunner:
             self.partial.warn("outputs", text)
         return found
 
-    def evaluate_attack(self, job: AttackJob, among: Tensor, *, source: nn.Module | None = None) -> Tensor:
+    def measure_distances(self, job: AttackJob, among: Tensor) -> Tensor:
+        """Return the size of the perturbation that fools each image of ``among``: inf if the attack fails, else 0."""
+        distances = self.partial.distances(job.key, len(self.plan.images))
+        robust = self.evaluate_attack(job, among, distances=distances)
+        return distances.masked_fill(robust, torch.inf).masked_fill(~among, 0)
+
+    def evaluate_attack(
+        self,
+        job: AttackJob,
+        among: Tensor,
+        *,
+        source: nn.Module | None = None,
+        distances: Tensor | None = None,
+    ) -> Tensor:
         """Return which images of ``among`` withstand an attack; other images count as fooled and are not attacked.
 
-        ``source``: compute the attack on this model; the plan's model decides.
+        ``source``: compute the attack on this model; the plan's model decides. ``distances`` receives the sizes of the
+        perturbations.
         """
         plan, memory = self.plan, AdaptiveBatchSize(self._unit_size(job.attack), minimum=self._minimum)
         results = self.partial.results(job.key, len(plan.images))
@@ -137,7 +151,9 @@ class EvaluationRunner:
                 with float32_as("ieee", plan.device), self._forward.seeded(job.key, "attack", int(rows[0])):
                     x_adv = attack(source or plan.model, x, y, index=index)
             results[rows] = self._decide(job, x_adv[: len(rows)], rows).to(results.dtype)
-            self.partial.save(job.key, results, time.perf_counter() - started)
+            if distances is not None:
+                distances[rows] = plan.threat.distance(x_adv[: len(rows)].cpu(), plan.images[rows].cpu())
+            self.partial.save(job.key, results, time.perf_counter() - started, distances)
 
         memory.map(len(pending), evaluate)
         self._warn_about_memory(job.key, job.name, memory)

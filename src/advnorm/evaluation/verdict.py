@@ -74,7 +74,7 @@ class Verdict:
     images: int
     ladder: tuple[RungResult, ...]
     evidence: tuple[Evidence, ...]
-    #: Accuracy under PGD-20 by eps.
+    #: Accuracy by eps, from the smallest perturbations found; in older records under PGD-20.
     eps_curve: tuple[tuple[float, float], ...]
     #: Accuracy of a constant answer: the largest share of one class.
     chance: float
@@ -234,7 +234,7 @@ class Verdict:
         bars.tick_params(axis="x", labelrotation=40)
         for label in bars.get_xticklabels():
             label.set_horizontalalignment("right")
-        curve.set_xlabel(f"eps ({self.threat.norm}), PGD-20 on two losses")
+        curve.set_xlabel(f"eps ({self.threat.norm})")
         figure.suptitle(
             f"{self.verdict}: clean {self.clean:.0%}, PGD-10 {self.claimed:.0%}, worst {self.worst_case:.0%}"
         )
