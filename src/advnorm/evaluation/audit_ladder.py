@@ -42,7 +42,7 @@ def build_ladder(budget: Budget, classes: int) -> tuple[Rung, ...]:
         rungs += [Rung(attack=f"pgd{n}", text="more steps", alone=True) for n in (100, 500)]
     rungs += [
         Rung(
-            attack=f"fab-t-{'steps40-targets2' if quick else 'steps50-targets3'}-minimal",
+            attack=f"fab-t-{'steps30-targets2' if quick else 'steps50-targets3'}-minimal",
             text="smallest perturbation",
             alone=True,
             distances=True,
