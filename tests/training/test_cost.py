@@ -6,7 +6,7 @@ from torch import nn
 
 from advnorm import Config, create_model
 from advnorm.config import Named
-from advnorm.training.cost import forward_flops, passes, training_flops
+from advnorm.training.cost import forward_flops, passes, training_flops, training_passes
 
 
 def by_hand(name: str, side: int) -> int:
@@ -39,6 +39,7 @@ def test_a_forward_costs_its_products(name, side):
         ({"objective": "hybrid", "attack": {"steps": 10, "restarts": 2}}, 40 + 6),
         ({"objective": Named("hybrid", clean_share=0.5), "attack": {"steps": 10}}, 20 + 4.5),
         ({"objective": "classical", "attack": {"steps": 7}}, 14 + 3),
+        ({"objective": "trades", "attack": {"steps": 10}}, 20 + 6 + 1),
         ({"objective": "standard", "second_pass": "sam"}, 6),
         ({"objective": "standard", "second_pass": Named("apart", samples=0.5)}, 4.5),
         ({"objective": "standard", "second_pass": Named("apart", samples=64), "batch_size": 128}, 4.5),
@@ -47,6 +48,11 @@ def test_a_forward_costs_its_products(name, side):
 )
 def test_an_image_takes_so_many_forwards(settings, forwards):
     assert passes(Config(**settings)) == forwards
+
+
+def test_steps_that_warm_up_cost_less():
+    config = Config(objective="classical", attack={"steps": 4}, epochs=3, budget=2, steps_warmup_epochs=1)
+    assert training_passes(config) == (2 * 2 + 3) + (2 * 3 + 3) + 4 * (2 * 4 + 3)
 
 
 def test_a_training_costs_all_its_epochs_and_nothing_is_known_of_images_that_are_not_counted():

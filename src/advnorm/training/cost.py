@@ -50,11 +50,17 @@ def training_flops(config: Config) -> float | None:
     options = {key: value for key, value in config.model.options.items() if key not in ("mean", "std", "normalize")}
     side = config.data.options.get("image_size", side)
     forward = forward_flops(config.model.name, (3, side, side), classes, norms=config.norm != "none", **options)
-    return forward * images * config.epochs * config.budget * passes(config)
+    return forward * images * training_passes(config)
 
 
-def passes(config: Config) -> float:
-    """Cost of an image per epoch in forwards; backward passes count as forwards."""
+def training_passes(config: Config) -> float:
+    """Cost of an image in all epochs in forwards: fewer while the attack's steps warm up."""
+    scaled = config.scaled()
+    return sum(passes(scaled, epoch) for epoch in range(scaled.epochs))
+
+
+def passes(config: Config, epoch: int | None = None) -> float:
+    """Cost of an image in an epoch in forwards, by default after all warm-ups; backward passes count as forwards."""
     kind = OBJECTIVES.get(config.objective.name)
     share = config.objective.options.get("clean_share", 1.0)
     domains = sum(share if domain == "clean" else 1.0 for domain in kind.domains)
@@ -64,5 +70,6 @@ def passes(config: Config) -> float:
         measured *= 1 + (samples if isinstance(samples, float) else min(1.0, samples / config.batch_size))
     if not kind.needs_attack:
         return measured
-    attack = config.build_attack()
+    attack = kind.adapt_attack(config.build_attack(epoch))
+    measured += getattr(attack, "loss", None) == "kl"  # the clean output
     return ATTACK_PASSES * getattr(attack, "steps", 1) * getattr(attack, "restarts", 1) + measured
