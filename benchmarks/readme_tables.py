@@ -18,6 +18,7 @@ from advnorm.studies.uncertainty import TEST_IMAGES
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
 RECORDS = RESULTS / "bench"
+RECIPES = RESULTS / "recipes"
 
 
 def norms():
@@ -275,6 +276,46 @@ def parts():
     return "\n".join(lines)
 
 
+def recipe_costs():
+    """The files of recipes and what an image costs in each."""
+    from advnorm.config import load_config
+    from advnorm.training.cost import passes, training_passes
+
+    lines = ["| recipe | objective | norm | eps | epochs | batch | passes an epoch | in all |", "|---" * 8 + "|"]
+    for path in sorted((ROOT / "recipes").glob("*.yaml")):
+        config = load_config(path)
+        objective = " + ".join(part.name for part in (config.objective, config.second_pass) if part is not None)
+        cells = [f"`{objective}`", f"`{config.norm}`", config.eps, config.epochs, config.batch_size]
+        cells += [f"{passes(config):,.0f}", f"{training_passes(config):,.0f}"]
+        lines.append(f"| `{path.stem}` | {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def recipes():
+    """Medians of each measured recipe, and what each of its ingredients buys."""
+    blocks = []
+    for path in sorted(RECIPES.glob("*.json")):
+        record = json.loads(path.read_text())
+        own = record["summary"]["recipe"]["seconds"]
+        lines = [
+            "| training | seeds | clean | PGD-10 | AutoAttack | points | s | − s | first step, s |",
+            "|---" * 9 + "|",
+        ]
+        for name, row in record["summary"].items():
+            accuracies = [format_accuracy(row[a]["median"], record["images"]) for a in ("clean", "pgd10", "autoattack")]
+            cells = [f"`{record['recipe'] if name == 'recipe' else name}`", row["seeds"], *accuracies]
+            found, seconds = record["differences"].get(name), row["seconds"]
+            points = [] if found is None else [100 * found[key] for key in ("difference", "low", "high")]
+            cells.append("{:+.1f} ({:+.1f} to {:+.1f})".format(*points) if points else "")
+            cells.append("–" if seconds is None else f"{seconds:,.0f}")
+            cells.append("–" if None in (own, seconds) else f"{own - seconds:+,.0f}" if points else "")
+            cells.append("–" if row["first_step"] is None else f"{row['first_step']:,.0f}")
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+        conditions = f"{record['model']}, {record['data']}, {record['images']:,} test images, {record['threat']}"
+        blocks.append("\n".join([*lines, "", f"{conditions}, {record['device']}, commit {record['commit']}."]))
+    return "\n\n".join(blocks) or "No recipe has a record yet."
+
+
 #: Types in fewer words than error messages use.
 SHORT_TYPES = {
     "'": "`",
@@ -427,12 +468,14 @@ PAGES = {
         "norms": norms,
         "autoattack": autoattack,
         "quick": quick,
+        "recipes": recipes,
         "surgery": surgery,
     },
     "docs/guides/audit.md": {
         "audit": lambda: audited("audit", "held_out"),
         "audit-blind": lambda: audited("audit_blind", "blind"),
     },
+    "docs/guides/recipes.md": {"recipe-costs": recipe_costs},
     "docs/guides/analyze_statistics.md": {"distances": distances},
 }
 

@@ -182,7 +182,8 @@ def state(run: Run) -> dict[str, Any]:
         tensors, meta = checkpoint.load(run.checkpoints, name)
         found[name] = {key: value.numpy().tobytes() for key, value in tensors.items()}
         found[f"{name}_meta"] = {key: value for key, value in meta.items() if key not in ("clock", "pieces")}
-    times = ("seconds", "first_step_seconds", "images_per_second", "peak_memory", "commit", "pieces", "digest")
+    times = ("seconds", "first_step_seconds", "first_step_ended", "images_per_second", "peak_memory")
+    times += ("commit", "pieces", "digest")
     found["record"] = {key: value for key, value in run.record.items() if key not in times}
     found["pieces"] = [piece["from_step"] for piece in run.record["pieces"]]
     return found

@@ -1,4 +1,4 @@
-"""The verbs ``bench norms``, ``train``, ``autoattack``, ``audit``, ``quick`` and ``surgery``."""
+"""The verbs ``bench norms``, ``train``, ``recipe``, ``autoattack``, ``audit``, ``quick`` and ``surgery``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from advnorm.cli.command import INTEGERS, command, console, say
-from advnorm.cli.options import Device, JsonCopy, Seed
+from advnorm.cli.command import INTEGERS, KEY_VALUE, command, console, own_code, say
+from advnorm.cli.options import DataDir, Device, JsonCopy, Limit, Overrides, Seed
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed and memory against a plain reference in the same run.")
 
@@ -104,6 +104,53 @@ def bench_train(
     if rank() == 0:
         console.print(train_tables(result))
         _write(json, result.record())
+
+
+@command(app, "recipe")
+def bench_recipe(
+    file: Annotated[Path, typer.Argument(help="A recipe: a .yaml, .json or .py file, as for `advnorm train`.")],
+    seeds: Annotated[list[int] | None, typer.Option(min=0, metavar=INTEGERS, help="Default: 0 1 2.")] = None,
+    overrides: Overrides = None,
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar=KEY_VALUE, help="Also train the recipe with this setting, or 'these settings' in quotes. Several."
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Parent folder of the runs' folders.")] = Path("runs"),
+    data_dir: DataDir = None,
+    limit: Limit = None,
+    device: Device = None,
+    json: JsonCopy = None,
+) -> None:
+    """Measure a recipe: seconds from the start of each training's process, and accuracy under the whole AutoAttack.
+
+    Each seed is trained by `advnorm train` in a process of its own that compiles everything anew. The table of variants
+    shows what each ingredient buys. The same command resumes.
+    Examples: `advnorm bench recipe recipes/speedrun.yaml --data-dir data --json speedrun.json`,
+    `advnorm bench recipe recipes/trades_awp.yaml --data-dir data --variant second_pass=null
+    'schedule=one_cycle milestones=[] gamma=0.1 warmup_epochs=0'`
+    """
+    from advnorm._core.records import write_json
+    from advnorm.bench.recipe import bench_recipe as measure
+    from advnorm.cli.bench_tables import recipe_tables
+
+    with _measuring(json) as show:
+        result = measure(
+            file,
+            seeds=(0, 1, 2) if seeds is None else seeds,
+            overrides=overrides or (),
+            variants=variant or (),
+            out=out,
+            data_dir=data_dir,
+            limit=limit,
+            device=device,
+            imports=own_code,
+            on_row=show,
+            on_result=lambda so_far: json and write_json(json, so_far.record()),  # a row can take hours
+        )
+    console.print(recipe_tables(result))
+    _write(json, result.record())
 
 
 @command(app, "autoattack")

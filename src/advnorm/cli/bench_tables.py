@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import get_args
+from typing import Any, get_args
 
 from rich.box import SIMPLE
 from rich.console import Group
@@ -15,9 +15,14 @@ from advnorm.bench.autoattack import AutoAttackBenchmark
 from advnorm.bench.norms import LIMITS, NormBenchmark
 from advnorm.bench.passes import StagePasses, mean_passes, total_passes
 from advnorm.bench.quick import QuickBenchmark
+from advnorm.bench.recipe import RECIPE, RecipeBenchmark
 from advnorm.bench.surgery import OUTCOMES, SurgeryBenchmark
 from advnorm.bench.train import TrainBenchmark, TrainRow
 from advnorm.evaluation.gallery import Part
+from advnorm.evaluation.statistics import format_accuracy
+
+#: Style of a narrow table.
+_LEFT: dict[str, Any] = {"title_justify": "left", "box": SIMPLE, "collapse_padding": True, "pad_edge": False}
 
 
 def norm_table(result: NormBenchmark) -> Table:
@@ -174,6 +179,57 @@ def quick_tables(result: QuickBenchmark) -> Group:
     attacks["AutoAttack"] = [row.autoattack_passes for row in result.rows]
     label = "{}, mean over the networks"
     return Group(table, *(_stages(label.format(name), mean_passes(passes)) for name, passes in attacks.items()))
+
+
+def recipe_tables(result: RecipeBenchmark) -> Group:
+    """Return accuracies and times of each training, and what each ingredient buys: tables 80 columns wide."""
+    summary, tables = result.summary(), list[Table | Text]()
+    for name in summary:
+        label = result.recipe if name == RECIPE else name
+        title = f"{label}: {result.passes[name]['all']:,.0f} forwards per image in all, a backward counted as one"
+        table = Table("seed", "checkpoint (epoch)", title=title, **_LEFT)
+        for column in ("clean", "PGD-10", "Auto-\nAttack", "s", "first\nstep", "train-\ning", "vali-\ndation"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for row in (row for row in result.rows if row.variant == name):
+            times = [_seconds(value) for value in (row.seconds, row.first_step, row.training, row.validation)]
+            for checkpoint, routes in row.accuracies.items():
+                for route, accuracies in routes.items():
+                    shown = [f"{100 * value:.2f}" for value in accuracies.values()]
+                    which = f"{checkpoint} ({row.epochs[checkpoint]})" + (f", {route}" if len(routes) > 1 else "")
+                    table.add_row(str(row.seed), which, *shown, *times)
+                    times = [""] * len(times)
+        tables.append(table)
+    medians = Table(title="medians over seeds", **_LEFT)
+    medians.add_column("training", min_width=16)
+    for column in ("clean", "AutoAttack", "points", "s", "− s"):
+        medians.add_column(column, justify="right", no_wrap=True)
+    for name, row in summary.items():
+        difference, own = result.differences.get(name), summary[RECIPE]["seconds"]
+        points = seconds = ""
+        if difference is not None:
+            whole, low, high = (100 * value for value in (difference.difference, difference.low, difference.high))
+            points = f"{whole:+.1f} ({low:+.1f} to {high:+.1f})".replace("-", "−")
+            seconds = "–" if None in (own, row["seconds"]) else f"{own - row['seconds']:+,.0f}".replace("-", "−")
+        medians.add_row(
+            result.recipe if name == RECIPE else name,
+            f"{100 * row['clean']['median']:.1f}",
+            format_accuracy(row["autoattack"]["median"], result.images),
+            points,
+            _seconds(row["seconds"]),
+            seconds,
+        )
+    notes = [
+        f"{result.threat}, {result.data}, {result.images:,} test images, {result.device}; percent with 95 % intervals",
+        "s: from the start of the process to its end; training: without validation and checkpoints",
+        f"points, − s: {result.recipe} minus variant; points under AutoAttack, paired by image",
+        *(f"interrupted, so without a wall-clock time: {row.run}" for row in result.rows if row.seconds is None),
+        *(f"{row.alarms} warnings of the monitor: {row.run}" for row in result.rows if row.alarms),
+    ]
+    return Group(*tables, medians, *(Text(note, style="dim") for note in notes))
+
+
+def _seconds(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.1f}"
 
 
 def surgery_tables(result: SurgeryBenchmark) -> Group:

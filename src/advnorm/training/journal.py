@@ -35,12 +35,13 @@ class Clock:
     """Seconds of training without validation and checkpoints: total, of the first step, and after the warm-up."""
 
     #: Attributes that a checkpoint keeps.
-    KEPT = ("total", "first_step", "steady", "steady_steps")
+    KEPT = ("total", "first_step", "first_step_ended", "steady", "steady_steps")
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.total = 0.0
         self.first_step: float | None = None
+        self.first_step_ended: float | None = None  # seconds since 1970
         self.steady, self.steady_steps = 0.0, 0
         self._steps = self._counted = 0  # of this attempt, which has its own warm-up
         self.start()
@@ -57,7 +58,7 @@ class Clock:
                 torch.cuda.synchronize(self._device)
             seconds = self.stop()
             if self.first_step is None:
-                self.first_step = seconds
+                self.first_step, self.first_step_ended = seconds, time.time()
             self.start()
 
     def stop(self) -> float:

@@ -376,6 +376,7 @@ class TrainingLoop:
             "running_statistics_epochs": config.running_epochs,
             "seconds": state.clock.total,
             "first_step_seconds": state.clock.first_step,
+            "first_step_ended": state.clock.first_step_ended,
             "images_per_second": None if rate is None else rate * config.batch_size,
             "precision": self.config.precision,
             "compiled": self.program.runs_compiled,

@@ -1,0 +1,281 @@
+"""A recipe's wall-clock time, its accuracy under the whole AutoAttack, and what each of its ingredients buys."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from advnorm._core.devices import resolve_device
+from advnorm._core.errors import ConfigError, Problem, collect_problems, raise_problems
+from advnorm._core.provenance import environment
+from advnorm._core.records import digest, read_bytes, writable_problems
+from advnorm.analysis.images import create_attack
+from advnorm.bench.timing import MeasuredConditions, minimum_problems
+from advnorm.bench.training_process import read_wall_clock, train_in_process, training_command
+from advnorm.config import Config, load_config
+from advnorm.data import data_problems
+from advnorm.evaluation.benchmark import benchmark
+from advnorm.evaluation.comparison import PairedDifference, compare
+from advnorm.evaluation.model_branches import branches
+from advnorm.evaluation.results import BenchmarkResult
+from advnorm.evaluation.statistics import accuracy_interval
+from advnorm.evaluation.target import open_run
+from advnorm.threat import ThreatModel
+from advnorm.training.cost import passes, training_passes
+from advnorm.training.run import Run
+
+#: The attacks of the evaluation; the last one decides.
+ATTACKS = ("pgd10", "autoattack")
+#: The name of the recipe itself among its variants.
+RECIPE = "recipe"
+TIMES = ("seconds", "first_step", "training", "validation", "evaluation")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeVariant:
+    """The recipe, or the recipe with other settings, which are its name."""
+
+    name: str
+    overrides: tuple[str, ...]  # of the recipe and of the variant
+    config: Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeRow:
+    """One training: its times in seconds and its accuracies.
+
+    ``seconds`` and ``first_step`` count from the start of its process; they are None if it was interrupted. The
+    accuracies are by checkpoint, branch and attack. The first checkpoint is the result.
+    """
+
+    variant: str
+    seed: int
+    run: str
+    device: str
+    commit: str | None
+    seconds: float | None
+    first_step: float | None
+    training: float  # without validation and checkpoints
+    validation: float
+    evaluation: float
+    epochs: dict[str, int]  # of the checkpoints
+    alarms: int  # epochs in which the monitor warned
+    accuracies: dict[str, dict[str, dict[str, float]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeBenchmark(MeasuredConditions):
+    """Conditions and results of one benchmark. Entries by variant start with ``recipe``, the recipe itself."""
+
+    recipe: str
+    text: str  # of the file
+    overrides: tuple[str, ...]
+    digest: str
+    model: str
+    data: str
+    threat: str
+    attacks: dict[str, str]
+    images: int
+    passes: dict[str, dict[str, float]]  # per image, in an epoch after all warm-ups and in all epochs
+    branch: dict[str, str] = field(default_factory=dict)  # that counts
+    rows: list[RecipeRow] = field(default_factory=list)
+    differences: dict[str, PairedDifference] = field(default_factory=dict)  # recipe minus variant, under AutoAttack
+
+    def record(self) -> dict[str, Any]:
+        return {**super().record(), "summary": self.summary()}
+
+    def summary(self) -> dict[str, dict[str, Any]]:
+        """Return medians over seeds by variant, of accuracies with Wilson's interval for the images of one seed."""
+        found: dict[str, dict[str, Any]] = {}
+        for name in dict.fromkeys(row.variant for row in self.rows):
+            rows = [row for row in self.rows if row.variant == name]
+            found[name] = {"seeds": len(rows)}
+            for label in TIMES:
+                known = [value for row in rows if (value := getattr(row, label)) is not None]
+                found[name][label] = median(known) if known else None
+            for attack in ("clean", *ATTACKS):
+                middle = median(next(iter(row.accuracies.values()))[self.branch[name]][attack] for row in rows)
+                found[name][attack] = {"median": middle, "interval": accuracy_interval(middle, self.images)}
+        return found
+
+
+def bench_recipe(
+    file: Path | str,
+    *,
+    seeds: Sequence[int] = (0, 1, 2),
+    overrides: Sequence[str] = (),
+    variants: Sequence[str] = (),
+    out: Path | str = "runs",
+    data_dir: Path | str | None = None,
+    limit: int | None = None,
+    device: str | None = None,
+    imports: Sequence[str] = (),
+    on_row: Callable[[str], object] = lambda row: None,
+    on_result: Callable[[RecipeBenchmark], object] = lambda result: None,
+) -> RecipeBenchmark:
+    """Train a recipe with each seed in a process of its own, as a user would, and evaluate it on the test images.
+
+    ``variants``: texts such as ``"ema=null"`` or ``"schedule=cosine lr=0.2"``, each the recipe with these settings.
+    The recipe is evaluated at its best and its last checkpoint, a variant at the best. The same call resumes: finished
+    trainings and evaluations are read from ``out``. ``limit``: number of test images, spread evenly over the data.
+    ``imports``: code that the processes import first, as by ``advnorm --import``. ``on_row`` gets the progress,
+    ``on_result`` the results after each training.
+    """
+    planned = plan_variants(file, overrides, variants)
+    recipe = planned[0].config
+    raise_problems(_problems(planned, seeds, out, data_dir, device), "bad benchmark")
+    place = resolve_device(device)
+    evaluation = _Evaluation(recipe=recipe, device=place, data_dir=data_dir, limit=limit, on_row=on_row)
+    result: RecipeBenchmark | None = None
+    results: dict[str, list[BenchmarkResult]] = {}
+    for variant in planned:
+        for seed in seeds:
+            label = f"{Path(file).stem if variant.name == RECIPE else variant.name}, seed {seed}"
+            run = Run(Path(out) / f"{variant.config.run_name}-seed{seed}")
+            if not run.finished:
+                where: dict[str, Any] = {"out": out, "data_dir": data_dir, "device": device, "imports": imports}
+                command = training_command(file, variant.overrides, seed, **where)
+                train_in_process(command, run, lambda line, label=label: on_row(f"{label}: {line}"))
+            found = {
+                name: evaluation.evaluate(run, name, f"{label}, {name} checkpoint")
+                for name in _checkpoints(run, both=variant.name == RECIPE)
+            }
+            chosen = next(iter(found.values()))
+            result = result or RecipeBenchmark(
+                device=environment(place)["device"],
+                recipe=Path(file).stem,
+                text=read_bytes(Path(file)).decode(),
+                overrides=tuple(overrides),
+                digest=recipe.digest,
+                model=recipe.model.name,
+                data=recipe.data.name,
+                threat=str(chosen.threat),
+                attacks=dict(chosen.attacks),
+                images=chosen.images,
+                passes={one.name: {"epoch": passes(one.config), "all": training_passes(one.config)} for one in planned},
+            )
+            result.branch[variant.name] = "adv" if "adv" in chosen.routes else chosen.routes[-1]
+            result.rows.append(_row(variant, seed, run, found))
+            results.setdefault(variant.name, []).append(chosen)
+            if variant.name != RECIPE:
+                others = results[variant.name]
+                routes = result.branch[RECIPE], result.branch[variant.name]
+                compared = compare(results[RECIPE][: len(others)], others, attack=ATTACKS[-1], route=routes)
+                result.differences[variant.name] = compared.rows[0]
+            on_result(result)
+    assert result is not None
+    return result
+
+
+def plan_variants(file: Path | str, overrides: Sequence[str], variants: Sequence[str]) -> list[RecipeVariant]:
+    """Return the recipe and its variants, or raise one error with the problems of all."""
+    recipe = load_config(file, overrides)
+    planned = [RecipeVariant(name=RECIPE, overrides=tuple(overrides), config=recipe)]
+    problems: list[Problem] = []
+    if variants and recipe.name is not None:
+        message = "{field} would be shared by the recipe and its variants"
+        problems.append(Problem(code="conflict", message=message, field="name", got=recipe.name, hint="omit the name"))
+    for text in variants:
+        changes = text.split()
+        with collect_problems(found := list[Problem](), f"variant {text!r}"):
+            load_config(file, changes)  # a setting that it sets twice
+            merged = {change.partition("=")[0]: change for change in (*overrides, *changes)}
+            config = load_config(file, list(merged.values()))
+            if any(config.digest == other.config.digest for other in planned):
+                raise ConfigError("conflict", "it is the same training as the recipe or another variant")
+            planned.append(RecipeVariant(name=" ".join(changes), overrides=tuple(merged.values()), config=config))
+        problems += found
+    raise_problems(problems, "bad variants")
+    return planned
+
+
+def _problems(
+    planned: Sequence[RecipeVariant],
+    seeds: Sequence[int],
+    out: Path | str,
+    data_dir: Path | str | None,
+    device: str | None,
+) -> list[Problem]:
+    """Return what would prevent a training or its evaluation."""
+    problems = [problem for seed in seeds for problem in minimum_problems(0, seeds=seed)]
+    if not seeds or len(set(seeds)) < len(seeds):
+        message = "{field} must be different numbers, at least one"
+        problems.append(Problem(code="conflict", message=message, field="seeds", got=list(seeds)))
+    with collect_problems(problems):
+        resolve_device(device)
+    problems += writable_problems(Path(out) / "run" / "run.json")
+    for data in {repr(variant.config.data): variant.config.data for variant in planned}.values():
+        for split in ("train", "test"):
+            found = data_problems(data.name, split, data_dir, **data.options)
+            problems += [problem for problem in found if problem not in problems]
+    return problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Evaluation:
+    """The evaluation of every training: all branches under PGD-10 and AutoAttack at the recipe's radius."""
+
+    recipe: Config
+    device: torch.device
+    data_dir: Path | str | None
+    limit: int | None
+    on_row: Callable[[str], object]
+
+    def evaluate(self, run: Run, checkpoint: str, label: str) -> BenchmarkResult:
+        """Evaluate a checkpoint, or read its record in the folder of the run."""
+        threat = ThreatModel(norm=self.recipe.threat, eps=self.recipe.eps)
+        target = open_run(run, checkpoint=checkpoint, data_dir=self.data_dir, device=self.device)
+        attacks = {name: create_attack(name, self.device, threat=threat, seed=0) for name in ATTACKS}
+
+        def shown(name: str) -> Callable[[int, int], object]:
+            return lambda done, total: self.on_row(f"{label}: {name} {100 * done // total} %")
+
+        return benchmark(
+            target.model,
+            target.data,
+            threat,
+            {name: replace(attack, progress=shown(name)) for name, attack in attacks.items()},
+            branches(target.model) or None,
+            limit=self.limit,
+            record=run.folder / f"evaluation-{checkpoint}-{digest(attacks, self.limit)[:8]}.json",
+            about=target.origin,
+        )
+
+
+def _checkpoints(run: Run, *, both: bool) -> list[str]:
+    """Return the checkpoint that is the result, and the last one if it is another and ``both`` are evaluated."""
+    chosen, record = run.checkpoint_name(), run.record
+    differ = chosen == "best" and record["best"]["step"] != record["last"]["step"]
+    return [chosen, "last"] if both and differ else [chosen]
+
+
+def _row(variant: RecipeVariant, seed: int, run: Run, found: dict[str, BenchmarkResult]) -> RecipeRow:
+    record, clock = run.record, read_wall_clock(run)
+    timing = map(json.loads, read_bytes(run.folder / "timing.jsonl").splitlines())
+    return RecipeRow(
+        variant=variant.name,
+        seed=seed,
+        run=run.folder.name,
+        device=record["device"],
+        commit=record["commit"],
+        seconds=clock and clock["seconds"],
+        first_step=clock and clock["first_step"],
+        training=record["seconds"],
+        validation=sum(row["validation_seconds"] for row in timing),
+        evaluation=sum(sum(row.values()) for result in found.values() for row in result.seconds.values()),
+        epochs={name: record[name]["epoch"] for name in found},
+        alarms=sum(row["monitor"]["alarm"] > 0 for row in run.metrics() if "monitor" in row),
+        accuracies={
+            name: {
+                route: {attack: row[attack] for attack in ("clean", *ATTACKS)}
+                for route, row in result.accuracies.items()
+            }
+            for name, result in found.items()
+        },
+    )
