@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import get_args
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import advnorm
@@ -13,6 +15,8 @@ from advnorm.config.fields import OptimizerName, TrainingSettings
 from advnorm.norms import RoutedNorm
 from advnorm.norms.mixture import MixtureNorm
 from advnorm.training.optimizer import make_optimizer, norm_parameters, only_norms, parameter_groups
+from advnorm.training.ranks import Ranks
+from advnorm.training.sharding import shard_model, whole
 from support.problems import raises_problem
 
 # -- parameters --------------------------------------------------------------------------------------------------------
@@ -166,6 +170,24 @@ def test_rmsprop_is_the_equation_and_norms_do_not_decay(momentum):
         optimizer.step()
     for name, value in model.named_parameters():
         assert torch.allclose(value, weights[name], rtol=1e-12), name
+
+
+@pytest.mark.parametrize("kind", get_args(OptimizerName))
+def test_sharded_parameters_on_a_gpu_step_although_torch_has_no_fused_sgd_for_them(kind, tmp_path, monkeypatch):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        torch.manual_seed(0)
+        plain = nn.Linear(3, 2)
+        sharded = copy.deepcopy(plain)
+        shard_model(sharded, Ranks(device=torch.device("cpu"), world=1))
+        monkeypatch.setattr(type(sharded.weight), "is_cuda", property(lambda _: True))  # choices as on a GPU
+        for model in (plain, sharded):
+            optimizer = make_optimizer(model, TrainingSettings(optimizer=kind, lr=0.1))
+            model(torch.ones(4, 3)).square().sum().backward()
+            optimizer.step()
+        assert torch.equal(whole(sharded.weight), plain.weight)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.gpu

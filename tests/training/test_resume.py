@@ -265,6 +265,23 @@ def test_a_first_interrupt_waits_for_a_checkpoint_and_a_second_one_does_not(tmp_
         assert train(small(), tmp_path / str(times)).finished
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_after_the_last_step_lets_the_run_finish_and_reaches_the_caller(tmp_path, monkeypatch, number):
+    """A sweep or a queue would otherwise start its next training after the time limit."""
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda signum, _: received.append(signum))
+    monkeypatch.setattr(TrainingLoop, "_save", TrainingLoop._save)
+    patched(TrainingLoop, "_save", before=lambda *_: os.kill(os.getpid(), number), at=2)
+    try:
+        train(small(epochs=2), tmp_path)
+    except KeyboardInterrupt:
+        received.append(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert received == [number]
+    assert Run.open(next(tmp_path.iterdir())).finished
+
+
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGTERM, PREEMPTED), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
 )

@@ -55,7 +55,8 @@ def train(
         download: Fetch a missing data set.
         workers: Processes that decode image files; by default one per core, 4 at most.
         max_minutes: Stop at a checkpoint after this time. SIGTERM does the same; then ``run.finished`` is False.
-            Ctrl-C stops at a checkpoint and raises ``KeyboardInterrupt``; a second one stops at once.
+            Ctrl-C stops at a checkpoint and raises ``KeyboardInterrupt``; a second one stops at once. SIGTERM after the
+            last step is sent to the process again, for the caller's handler.
         checkpoint_minutes: Time between checkpoints within an epoch.
         progress: Show a bar on a terminal, else a line per epoch and one in half a minute.
         tensorboard: Write TensorBoard events.
@@ -92,8 +93,7 @@ def train(
             until=math.inf if max_minutes is None else began + 60 * max_minutes,
             checkpoint_seconds=60 * checkpoint_minutes,
         )
-    if loop.signals.interrupted and not run.finished:
-        raise KeyboardInterrupt
+    loop.signals.pass_on(finished=run.finished)
     return run
 
 

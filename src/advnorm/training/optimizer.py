@@ -10,6 +10,7 @@ from torch import nn
 from advnorm._core.errors import ConfigError
 from advnorm.config.fields import TrainingSettings
 from advnorm.norms.norm_layers import norm_parameters
+from advnorm.training.sharding import is_sharded
 
 
 def only_norms(model: nn.Module) -> None:
@@ -47,8 +48,10 @@ def make_optimizer(model: nn.Module, settings: TrainingSettings) -> torch.optim.
     ``weight_decay * w`` to the gradient in all but AdamW, which subtracts ``lr * weight_decay * w`` from the weight.
     """
     lr, momentum, groups = settings.lr, settings.momentum, parameter_groups(model, settings)
-    # None lets torch choose. Not every torch >= 2.11 has a fused CUDA kernel for Adagrad; none has one for RMSProp.
-    fused = True if all(p.is_cuda and p.is_floating_point() for g in groups for p in g["params"]) else None
+    # None lets torch choose. Not every torch >= 2.11 has a fused CUDA kernel for Adagrad; none has one for RMSProp, or
+    # for SGD on sharded parameters.
+    whole = (p.is_cuda and p.is_floating_point() and not is_sharded(p) for g in groups for p in g["params"])
+    fused = True if all(whole) else None
     if settings.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=settings.nesterov, fused=fused)
     if settings.optimizer == "adam":

@@ -64,14 +64,19 @@ def reduce_next_backward(model: nn.Module) -> None:
         sharded.set_requires_gradient_sync(True)
 
 
+def is_sharded(value: Tensor) -> bool:
+    """Whether each process has a part of a tensor."""
+    return hasattr(value, "device_mesh")
+
+
 def whole(value: Tensor) -> Tensor:
     """A tensor with the parts of all processes, which all call this."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value  # pyright: ignore[reportAttributeAccessIssue]
+    return value.full_tensor() if is_sharded(value) else value  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def like(value: Tensor, target: Tensor) -> Tensor:
     """A whole tensor, sharded as ``target`` is; every process has the whole tensor and takes its part."""
-    if not hasattr(target, "device_mesh") or hasattr(value, "device_mesh"):
+    if not is_sharded(target) or is_sharded(value):
         return value
     from torch.distributed.tensor import distribute_tensor
 
@@ -87,4 +92,4 @@ def sharded_like(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, T
 
 def parts(tensors: list[Tensor]) -> list[Tensor]:
     """This process's parts of sharded tensors, and whole tensors as they are, for elementwise operations in place."""
-    return [value.to_local() if hasattr(value, "to_local") else value for value in tensors]  # pyright: ignore
+    return [value.to_local() if is_sharded(value) else value for value in tensors]  # pyright: ignore

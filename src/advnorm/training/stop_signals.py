@@ -26,6 +26,13 @@ class StopSignals:
         with suppress(OSError):  # not print, which a signal may have interrupted
             os.write(2, b"\nstopping at a checkpoint; Ctrl-C again stops at once\n")
 
+    def pass_on(self, *, finished: bool) -> None:
+        """Raise after Ctrl-C, and send SIGTERM again if it came too late to stop the training: the caller must stop."""
+        if self.interrupted:
+            raise KeyboardInterrupt
+        if self.received and finished:
+            signal.raise_signal(signal.SIGTERM)
+
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Scope: record signals. Only the main thread can, and a program's own handler of Ctrl-C stays."""
