@@ -18,10 +18,15 @@ from advnorm.studies import STUDIES
 from advnorm.studies.record import FORMAT
 from advnorm.studies.results import values_read_by_check
 from advnorm.studies.task import list_tasks
+from support.problems import raises_problem
 
 
 def invoke(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+
+
+def invoke_and_raise(*arguments):
+    CliRunner().invoke(app, arguments, catch_exceptions=False)
 
 
 def test_a_smoke_test_runs_every_cell_prints_the_table_and_keeps_nothing(tmp_path):
@@ -75,6 +80,22 @@ def test_a_figure_without_printed_numbers_is_listed_in_lines():
         out.exit_code == 0
         and "its numbers mean nothing and are not kept.\nThe paper prints no numbers.\n" in out.output
     )
+
+
+def test_a_pattern_names_studies_and_a_narrow_terminal_cuts_no_name(tmp_path):
+    command = ["study", "E/fig[12]", "E/table3", "E/fig1/hybrid/pgd30", "--stand-in", "imagenette", "--dry-run"]
+    out = CliRunner().invoke(app, [*command, "--out", str(tmp_path)], env={"COLUMNS": "80"})
+    assert out.exit_code == 0, out.output
+    assert [line.strip() for line in out.output.splitlines() if line.startswith("E/")] == [
+        "E/fig1",
+        "E/fig2",
+        "E/table3",
+    ]
+    assert (
+        "…" not in out.output and out.output.count("hybrid20/pgd30") == 1 and out.output.count("│ hybrid/pgd30 ") == 2
+    )
+    with raises_problem("unknown_name", "study"):
+        invoke_and_raise("study", "E/plate*", "--dry-run")
 
 
 #: The command, which gets SIGTERM in its first step of training.

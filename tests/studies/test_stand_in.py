@@ -9,10 +9,14 @@ from typer.testing import CliRunner
 
 from advnorm.cli.app import app
 from advnorm.config import Named
+from advnorm.report.results import outcome_sentence
 from advnorm.studies import STUDIES
 from advnorm.studies.registry import PAPER_PROTOCOLS
+from advnorm.studies.report_data import summarize_studies
+from advnorm.studies.results import evaluate_study
+from advnorm.studies.store import RecordStore
 from advnorm.studies.task import _planned_cell, list_tasks
-from support.study_records import record_of
+from support.study_records import make_task, record_of, study_in, write_record
 
 IMAGES = 2  # of each of 10 classes, in either split
 
@@ -74,3 +78,19 @@ def test_a_study_runs_from_a_folder_of_images_to_its_verdict(name, imagenette, t
     assert all(record["run"]["config"]["data"]["name"] == "imagenette" for record in records.values())
     assert " on a stand-in" in found.output and "not run" not in found.output
     assert "was made with other settings" not in found.output
+
+
+def test_numbers_of_a_stand_in_say_nothing_about_the_papers_numbers_and_the_outcome_names_it(tmp_path):
+    study = STUDIES.get("E/table7")  # its claim is the numbers themselves
+    of_imagenet = {(number.cell, number.value): number.printed for number in study.numbers}
+    for cell in study.by_name:
+        values = {value: 1.0 for name, value in of_imagenet if name == cell}
+        write_record(make_task(tmp_path, cell, study="E/table7", protocol="imagenette"), values)
+    _, conclusion, _ = evaluate_study(study, RecordStore(tmp_path), protocol="imagenette")
+    assert (conclusion.verdict, conclusion.needs) == ("undecided", "the paper's data set")
+    summary = summarize_studies(tmp_path)
+    (result,) = study_in(summary, "E/table7")["results"]
+    assert (result["verdict"], result["clauses"]) == ("undecided", [])
+    decided = [one for one in summary["studies"] if one["results"][0]["verdict"] != "not run"]
+    assert len(decided) > 1  # other studies of the paper use these trainings
+    assert f"{len(decided)} `imagenette`" in outcome_sentence(summary)

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 def study(
-    names: Annotated[list[str], typer.Argument(help="Tables and figures, or cells of them; see `advnorm ls studies`.")],
+    names: Annotated[
+        list[str],
+        typer.Argument(help="Tables and figures, patterns such as 'E/*', or cells; see `advnorm ls studies`."),
+    ],
     seeds: Annotated[list[int] | None, typer.Option(metavar=INTEGERS, help="Seeds. Default: 0.")] = None,
     protocol: Annotated[
         str | None,
@@ -60,7 +63,7 @@ def study(
     Exit status: 0 done, 1 a cell failed, 75 stopped before the end. Examples:
     `advnorm study A/table3 --protocol fast --seeds 0 1 2 --data-dir data`, `advnorm study A/table3 --smoke`,
     `advnorm study A/table3/dual_bn/eps16 --protocol fast --data-dir data`,
-    `advnorm study A/table3 A/table8 --protocol fast --data-dir data --max-minutes 25`
+    `advnorm study 'E/*' --stand-in imagenette --data-dir data --max-minutes 25`
     """
     import torch
 
@@ -68,13 +71,13 @@ def study(
     from advnorm._core.exit_codes import FAILED, PREEMPTED, Terminated
     from advnorm.cli.study_tables import study_table, task_table
     from advnorm.studies.launch import launch, launch_problems
-    from advnorm.studies.registry import find
+    from advnorm.studies.registry import find_all
     from advnorm.studies.results import evaluate_study, training_rates
     from advnorm.studies.run import Outcome, TrainingStopped, find_blocking_problems, run_tasks
     from advnorm.studies.store import RecordStore
     from advnorm.studies.task import list_tasks
 
-    chosen = [find(name) for name in dict.fromkeys(names)]
+    chosen = [found for name in dict.fromkeys(names) for found in find_all(name)]
     studies = list({found.name: found for found, _ in chosen}.values())
     protocol = _choose_protocol(studies, protocol, stand_in, smoke=smoke)
     seeds = seeds or [0]
@@ -111,7 +114,8 @@ def study(
             problems = find_blocking_problems(tasks, store)
             raise_problems(problems, "no cell can be run (--dry-run shows existing records)")
         for found in studies:
-            console.print(task_table(tasks_by_study[found.name], store, training_rates(found, store)))
+            own = list(dict.fromkeys(tasks_by_study[found.name]))  # a study and its cell may both be named
+            console.print(task_table(own, store, training_rates(found, store)))
         if existing := _describe_existing(tasks, store):
             say(existing, style="dim")
         one_process = launcher == "local" and processes == 1 and torch.cuda.device_count() < 2

@@ -33,7 +33,10 @@ def task_table(todo: Sequence[Task], store: RecordStore, rates: Mapping[str, flo
 
     ``rates``: operations per second of finished trainings, by device.
     """
-    table = Table("cell", "seed", "protocol", "state", title=todo[0].study if todo else "", title_justify="left")
+    table = Table(title=todo[0].study if todo else "", title_justify="left")
+    table.add_column("cell", overflow="fold")  # a name is never cut
+    for column in ("seed", "protocol", "state"):
+        table.add_column(column)
     table.add_column("training, PFLOP", justify="right")
     left: dict[str, float | None] = {}  # by run, because tasks share runs
     for task in todo:

@@ -64,6 +64,7 @@ def register_study(
     each: Sequence[Any] = (),
     deviations: Sequence[str] = (),
     printed_elsewhere: Callable[[], Mapping[tuple[str, str], float]] = dict,
+    compares_print: bool = False,
 ) -> Callable[[Callable[..., Iterable[Clause]]], object]:
     """Register the decorated function as the check of a study. By default the paper prints no numbers.
 
@@ -80,6 +81,7 @@ def register_study(
             check=whole,
             deviations=tuple(deviations),
             printed_elsewhere=printed_elsewhere,
+            compares_print=compares_print,
         )
         return STUDIES.add(name, study)
 
@@ -112,6 +114,17 @@ def find(name: str) -> tuple[Study, Cell | None]:
     parts = str(name).split("/", 2)
     study = STUDIES.get("/".join(parts[:2]))
     return study, study.cell(parts[2]) if len(parts) == 3 else None
+
+
+def find_all(pattern: str) -> list[tuple[Study, Cell | None]]:
+    """Return the studies that match a shell pattern such as ``E/*``, or what :func:`find` returns for a name."""
+    if not set(pattern) & set("*?["):
+        return [find(pattern)]
+    names = STUDIES.names(pattern)
+    if not names:
+        hint = "a pattern stands for studies, for example 'A/*'; see advnorm ls studies"
+        raise ConfigError("unknown_name", f"no study matches {pattern!r}", field="study", hint=hint)
+    return [find(name) for name in names]
 
 
 def get(name: str) -> Config:

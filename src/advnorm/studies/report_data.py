@@ -9,15 +9,15 @@ from typing import Any, TypedDict, get_args
 
 from advnorm._core.errors import ConfigError, Problem
 from advnorm.studies.claims import DEFINITIONS
-from advnorm.studies.decision import ClaimVerdict, ClauseResult, Conclusion
+from advnorm.studies.decision import ClaimVerdict, ClauseResult
 from advnorm.studies.measurement import describe_measure
 from advnorm.studies.protocols import plan_cell
 from advnorm.studies.record import CellRecord, flatten_settings, outdated_settings, with_defaults
 from advnorm.studies.registry import PAPERS, STUDIES
 from advnorm.studies.results import (
+    conclude,
     count_networks,
     current_records,
-    missing_numbers,
     shown_records,
     training_key,
     values_read_by_check,
@@ -176,11 +176,8 @@ def _summarize_protocol(
     cells = study.by_name
     values, current = collect_samples(shown_records(records, cells)), current_records(records, cells)
     statuses, settings = list_cell_statuses(cells.values(), protocol, records)
-    conclusion = Conclusion("not run")
-    if protocol not in (None, "smoke"):  # two steps on synthetic images give no evidence for a claim
-        conclusion = study.evaluate_claim(collect_samples(current))
-        problems += missing_numbers(study, current, conclusion)
-    problems += [conclusion.problem] if conclusion.problem else []
+    conclusion, found = conclude(study, protocol, current)
+    problems += found
     entries, series = [compare_number(values, number) for number in study.numbers], []
     if not entries:  # a figure without printed numbers
         entries, series = arrange_numbers(values, values_read_by_check(study, values))

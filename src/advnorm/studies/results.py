@@ -25,12 +25,24 @@ def evaluate_study(
     A cell without any current record contributes its outdated ones, which never decide the claim.
     """
     records, problems = store.read_study(study, protocol, seeds)
-    current = current_records(records, study.by_name)
-    conclusion = study.evaluate_claim(collect_samples(current))
-    problems += [conclusion.problem] if conclusion.problem else []
-    if protocol != "smoke":  # a smoke test measures less
-        problems += missing_numbers(study, current, conclusion)
-    return collect_samples(shown_records(records, study.by_name)), conclusion, problems
+    conclusion, found = conclude(study, protocol, current_records(records, study.by_name))
+    return collect_samples(shown_records(records, study.by_name)), conclusion, problems + found
+
+
+def conclude(
+    study: Study, protocol: Protocol | None, records: Sequence[CellRecord]
+) -> tuple[Conclusion, list[Problem]]:
+    """Return the conclusion on a study's claim from its current records, and the problems with them.
+
+    Two steps on synthetic images give no evidence for a claim, and images of a stand-in none for printed numbers.
+    """
+    if protocol in (None, "smoke") or not records:
+        return Conclusion("not run"), []
+    if protocol == "imagenette" and study.compares_print:
+        return Conclusion("undecided", needs="the paper's data set"), []
+    conclusion = study.evaluate_claim(collect_samples(records))
+    found = [conclusion.problem] if conclusion.problem else []
+    return conclusion, found + missing_numbers(study, records, conclusion)
 
 
 def current_records(records: Sequence[CellRecord], cells: Mapping[str, Cell]) -> list[CellRecord]:

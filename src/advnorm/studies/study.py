@@ -94,7 +94,8 @@ class Study:
     """A table, figure or section of a paper. ``locate`` finds the cell of a printed number, ``check`` the clauses.
 
     ``deviations`` lists what differs from the paper under every protocol. ``printed_elsewhere`` returns numbers that
-    the check reads and that the paper prints in another place, by cell and value.
+    the check reads and that the paper prints in another place, by cell and value. ``compares_print``: the claim is that
+    measured numbers equal the printed ones, which a stand-in for the data cannot show.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Study:
     check: Check
     deviations: tuple[str, ...] = ()
     printed_elsewhere: Callable[[], Mapping[tuple[str, str], float]] = dict
+    compares_print: bool = False
 
     @property
     def printed(self) -> Mapping[str, Any]:

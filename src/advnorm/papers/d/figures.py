@@ -298,7 +298,7 @@ def fig8(values: Values) -> Iterator[Clause]:
 def fig9(values: Values, model: str) -> Iterator[Clause]:
     """The shortcut has a trivial influence on LIGS. Fixup has a higher LIGS than BN at comparable accuracy."""
     cut, bn = ligs(values, f"{model}_noshortcut"), ligs(values, model)
-    text = f"{model}: LIGS differs by at most {TRIVIAL} without the shortcut and with it"
+    text = f"{model}: LIGS differs by at most {TRIVIAL:g} without the shortcut and with it"
     yield Clause(f"{text}: {join_numbers(cut, bn, form='.3f')}", abs(cut - bn) <= TRIVIAL, TRIVIAL)
     fixed = ligs(values, f"fixup_{model}")
     yield Clause.higher(f"{model}: LIGS is higher with Fixup than with BN", fixed, bn, form=".3f")

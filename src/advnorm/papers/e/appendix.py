@@ -163,7 +163,7 @@ def _table7_cells() -> Iterable[Cell]:
     return list({one.name: cell(one.config, *EVALUATION_STEPS) for one in every}.values())
 
 
-@register_study("E/table7", locate=locate, cells=_table7_cells, deviations=DEVIATIONS)
+@register_study("E/table7", locate=locate, cells=_table7_cells, deviations=DEVIATIONS, compares_print=True)
 def table7(values: Values) -> Iterator[Clause]:
     """Every robustness in the table is comparable to ours: it lists numbers for comparison.
 
