@@ -29,7 +29,9 @@ def moved(values, away, distance):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_values_that_fit_the_claim_support_it(name):
-    assert STUDIES.get(name).verdict(supporting(name)) == "supported"
+    conclusion = STUDIES.get(name).evaluate_claim(supporting(name))
+    assert conclusion.verdict == "supported"
+    assert not any(clause.margin and clause.margin in clause.text for clause in conclusion.clauses), "it is listed apart"
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)  # a claim that is not linear may fold at a rare example
