@@ -207,6 +207,18 @@ def test_a_randomized_model_leaves_the_global_random_state_unchanged():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_an_attack_on_the_cpu_starts_and_seeds_no_gpu(monkeypatch):
+    def touched(*_):
+        raise AssertionError("CUDA was touched")
+
+    model, (x, y) = plain_model(), pictures()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("_lazy_init", "manual_seed_all"):
+        monkeypatch.setattr(torch.cuda, name, touched)
+    attacks.PGD(threat=LINF, steps=1)(model, x, y)
+    attacks.AutoAttack(threat=LINF, attacks=("square",), queries=1).evaluate(model, x, y)
+
+
 @dataclasses.dataclass
 class Output:
     logits: Tensor

@@ -116,6 +116,15 @@ class ImageNoise:
         return ((self.bits(shape, draw) >> 31) * 2 - 1).float()
 
 
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Seed torch's generators of the CPU and of ``device``; ``torch.manual_seed`` would seed all GPUs."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.init()  # before it, there are no generators
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.default_generators[index].manual_seed(seed)
+
+
 Key = TypeVar("Key", int, Tensor)
 
 

@@ -73,7 +73,8 @@ def predicting(model: nn.Module, *, route: str | None = None, statistics: Mode =
 
 
 def _cuda_devices(model: nn.Module) -> list[int]:
-    if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
+    """The devices whose generators an attack may change. It must not start CUDA for a model on the CPU."""
+    if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
         return []
     tensors = [*model.parameters(), *model.buffers()]
     return sorted({t.device.index for t in tensors if t.is_cuda} | {torch.cuda.current_device()})

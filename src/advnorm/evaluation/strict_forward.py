@@ -12,6 +12,7 @@ from torch import nn
 
 from advnorm._core.precision import float32_as
 from advnorm._core.records import digest
+from advnorm._core.seeding import seed_generators
 from advnorm.attacks import predicting
 from advnorm.attacks.model_access import Predict
 from advnorm.norms import Mode, frozen_mode
@@ -55,7 +56,5 @@ class StrictForward:
         device, seed = self.device, int(digest(self.seed, *tags)[:15], 16)
         cuda = [torch.cuda.current_device() if device.index is None else device.index] if device.type == "cuda" else []
         with torch.random.fork_rng(cuda):
-            torch.default_generator.manual_seed(seed)
-            for number in cuda:
-                torch.cuda.default_generators[number].manual_seed(seed)
+            seed_generators(seed, device)
             yield

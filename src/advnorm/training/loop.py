@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from advnorm._core.errors import ConfigError
 from advnorm._core.provenance import environment
 from advnorm._core.records import digest, model_fingerprint, write_json
+from advnorm._core.seeding import seed_generators
 from advnorm._core.shapes import check_record, with_digest
 from advnorm.config import Config
 from advnorm.data import FolderData, ImageData, split_held_out
@@ -115,7 +116,7 @@ class TrainingLoop:
     def _initial_model(self, data: ImageData | FolderData) -> tuple[nn.Module, str | None]:
         """The model of the first step, on the device, and the fingerprint of the given initial weights, if any."""
         config = self.config
-        self._seed(config.seed)
+        seed_generators(config.seed, self.ranks.device)
         model = build_model(config, data_properties(data))
         fingerprint = None
         if config.weights is not None and not checkpoint.exists(self.training_run.checkpoints, "last"):
@@ -134,12 +135,6 @@ class TrainingLoop:
     @property
     def _is_sharded(self) -> bool:
         return self.config.parallel == "fsdp" and self.ranks.world > 1
-
-    def _seed(self, seed: int) -> None:
-        """Seed the generators of this training's devices."""
-        torch.default_generator.manual_seed(seed)
-        if self.ranks.device.type == "cuda":
-            torch.cuda.manual_seed(seed)
 
     @property
     def _same_statistics(self) -> bool:
@@ -222,7 +217,7 @@ class TrainingLoop:
             group["lr"] = lr
         # The model's own random numbers (dropout) depend on seed, step and rank alone, so that no state has to be kept;
         # hashed, because the CPU's generator takes 32 bits of a seed.
-        self._seed(int(digest(config.seed, state.step, self.ranks.rank)[:15], 16))
+        seed_generators(int(digest(config.seed, state.step, self.ranks.rank)[:15], 16), self.ranks.device)
         x, y = mix_batch(config, batch.x, batch.y, classes=self.loader.data.num_classes, step=state.step)
         output = self.program(x, y, batch.index)
         if config.grad_clip is not None:

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import torch
 from torch import Tensor, nn
 
 from advnorm._core.errors import Problem, unknown_name
 from advnorm._core.precision import float32_as, snapshot_precision
 from advnorm._core.progress import show_progress
 from advnorm._core.records import digest, model_fingerprint
-from advnorm._core.seeding import ImageNoise
+from advnorm._core.seeding import ImageNoise, seed_generators
 from advnorm._core.settings import Setting
 from advnorm.attacks.apgd import APGD
 from advnorm.attacks.autoattack.cascade import Cascade
@@ -91,7 +90,7 @@ class CascadeAttack(CascadeSettings):
             stack.enter_context(float32_as("ieee", device))
             predict = stack.enter_context(predicting(model, route=self.route, statistics=self.statistics))
             x, y = detach(x), detach(y)
-            torch.manual_seed(self.seed)  # for randomized models; `predicting` restores the caller's state
+            seed_generators(self.seed, device)  # for randomized models; `predicting` restores the caller's state
             predict = validating_first_logits(predict, largest_label)
             noise, given = self.noise(index.to(device)), search is not None
             surrogate, scope = search, callers_precision
