@@ -198,6 +198,9 @@ def test_data_limit_limits_training_images_of_every_set(tmp_path):
         load("cifar10c", "test", tmp_path, corruption="fog", severity=1, limit=3)
 
 
-def test_as_image_data_rejects_what_has_no_classes():
+def test_as_image_data_rejects_images_outside_the_box_and_labels_that_are_no_classes():
     with raises_problem("out_of_range", "images"):
         as_image_data((torch.rand(4, 1, 8, 8) * 3, torch.arange(4)))
+    for labels in (torch.rand(4), torch.tensor([0.0, 1.0, 2.0, torch.nan])):
+        with raises_problem("wrong_shape", "labels"):
+            as_image_data((torch.rand(4, 1, 8, 8), labels))

@@ -69,9 +69,10 @@ def as_image_data(data: Any, *, name: str | None = None, split: str = "train") -
     if isinstance(data, ImageData | FolderData):
         return data
     images, labels = gather(data)
+    labels = labels if labels.is_floating_point() else labels.long()
     classes = int(labels.max()) + 1 if labels.numel() and not labels.is_floating_point() else 0
     kind = "tensors" if isinstance(data, Sequence) else type(data).__name__
-    return ImageData(name=name or kind, split=split, images=images, labels=labels.long(), num_classes=max(classes, 1))
+    return ImageData(name=name or kind, split=split, images=images, labels=labels, num_classes=max(classes, 1))
 
 
 @register_dataset("given", summary="the data that `advnorm.train(config, data=...)` got", needs_root=False)
