@@ -31,10 +31,10 @@ def parse_length(value: float | str) -> float:
         else:
             length = float(value)
     except (ValueError, ZeroDivisionError, OverflowError):
-        words, hint = "a length must be a number or a fraction", "write for example 0.03 or '8/255'"
+        words, hint = "{field} must be a number or a fraction", "write for example 0.03 or '8/255'"
         raise ConfigError("wrong_type", words, field="length", got=value, hint=hint) from None
     if not math.isfinite(length) or length < 0:
-        raise ConfigError("out_of_range", "a length must be finite and at least 0", field="length", got=value)
+        raise ConfigError("out_of_range", "{field} must be finite and at least 0", field="length", got=value)
     return length
 
 
@@ -43,8 +43,7 @@ def length_problem(field: str, value: float | str, norm: str) -> Problem | None:
     try:
         length = parse_length(value)
     except ConfigError as error:
-        (problem,) = error.problems
-        return replace(problem, field=field, message=problem.message.replace("a length", "{field}"))
+        return replace(error.problems[0], field=field)
     if norm == "Linf" and length > 1:
         hint = f"did you mean '{length:g}/255'?"
         return Problem(

@@ -15,6 +15,7 @@ from advnorm._core.precision import float32_as
 from advnorm._core.seeding import ImageNoise
 from advnorm._core.settings import Setting, convert_fields
 from advnorm.attacks.inputs import validate_batch, validating_first_logits
+from advnorm.attacks.losses import misclassified
 from advnorm.attacks.model_access import Predict, never_alone, predicting
 from advnorm.norms import Mode
 from advnorm.threat import ThreatModel
@@ -89,7 +90,7 @@ class Attack(ABC):
         with float32_as("ieee", x.device), predicting(model, route=self.route, statistics=statistics) as predict:
             with torch.no_grad():
                 logits = (predict if statistics == "running" else never_alone(predict))(images)
-            return AttackResult(images, (logits.argmax(1) != y) | logits.isnan().any(1))
+            return AttackResult(images, misclassified(logits, y))
 
     @abstractmethod
     def perturb(self, predict: Predict, x: Tensor, y: Tensor, noise: ImageNoise) -> Tensor:

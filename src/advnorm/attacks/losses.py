@@ -46,6 +46,11 @@ def label_margin(logits: Tensor, y: Tensor) -> Tensor:
     return -cw_margin(logits, y)
 
 
+def misclassified(logits: Tensor, y: Tensor) -> Tensor:
+    """Whether the prediction differs from the label, or a logit is NaN."""
+    return (logits.argmax(1) != y) | logits.isnan().any(1)
+
+
 def dlr(logits: Tensor, y: Tensor) -> Tensor:
     """``-(z_y - max_{j≠y} z_j) / (z_π1 - z_π3)`` with π the order of descending logits (Croce & Hein 2020, eq. 6)."""
     top = _top(logits, 3, "dlr")

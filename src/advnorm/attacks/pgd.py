@@ -13,7 +13,7 @@ from advnorm._core.errors import ConfigError, Description, Problem, raise_proble
 from advnorm._core.seeding import ImageNoise
 from advnorm._core.settings import Setting
 from advnorm.attacks.base import Attack, Restarts, Steps
-from advnorm.attacks.losses import LOSSES, class_count_problems, minimum_classes
+from advnorm.attacks.losses import LOSSES, class_count_problems, minimum_classes, misclassified
 from advnorm.attacks.model_access import Predict, input_gradient
 from advnorm.attacks.names import NameOption, count_options, register_attack
 from advnorm.threat import length_problem, parse_length, per_image
@@ -35,10 +35,10 @@ class WorstCase:
 
     def offer(self, x: Tensor, logits: Tensor, loss: Tensor) -> None:
         """Compare candidates with the worst so far; the earlier one wins a tie."""
-        x, loss, predicted = x.detach(), loss.detach(), logits.detach().argmax(1)
-        rank = ((predicted != self.y) | logits.detach().isnan().any(1)).long()
+        x, loss, logits = x.detach(), loss.detach(), logits.detach()
+        rank = misclassified(logits, self.y).long()
         if self.target is not None:
-            rank = rank + (predicted == self.target)
+            rank = rank + (logits.argmax(1) == self.target)
         if self.x is None:
             self.x, self._rank, self._loss = x, rank, loss
             return

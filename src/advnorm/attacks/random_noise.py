@@ -15,6 +15,7 @@ from advnorm.attacks.losses import cross_entropy
 from advnorm.attacks.model_access import Predict
 from advnorm.attacks.names import count_options, register_attack
 from advnorm.attacks.pgd import WorstCase
+from advnorm.threat import per_image
 
 Kind = Literal["uniform", "gaussian", "binary"]
 
@@ -53,7 +54,7 @@ class RandomNoise(Attack):
         delta = noise.normal(shape) / 2 if self.kind == "gaussian" else noise.signs(shape)
         if self.threat.norm != "Linf":
             length = self.threat.distance(delta, torch.zeros_like(delta)).float()
-            delta = delta / length.view(-1, *(1,) * len(shape))
+            delta = delta / per_image(length, delta)
         return self.threat.project(x + self.threat.eps * delta, x)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from advnorm._core.memory import AdaptiveBatchSize
 from advnorm._core.precision import ContextFactory
-from advnorm.attacks.losses import label_margin
+from advnorm.attacks.losses import label_margin, misclassified
 from advnorm.attacks.model_access import Predict, input_gradient
 
 
@@ -114,11 +114,6 @@ class VictimModel:
         self.backwards += images * backwards
         if self.on_call is not None:
             self.on_call()
-
-
-def misclassified(logits: Tensor, y: Tensor) -> Tensor:
-    """Whether the prediction differs from the label, or a logit is NaN."""
-    return (logits.argmax(1) != y) | logits.isnan().any(1)
 
 
 def _concatenate(parts: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

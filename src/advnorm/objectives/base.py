@@ -304,6 +304,7 @@ class Objective(nn.Module):
             yield
 
     def cross_entropy(self, logits: Tensor, y: Tensor) -> Tensor:
+        """Mean cross-entropy with the label smoothing of this objective."""
         return F.cross_entropy(logits, y, label_smoothing=self.label_smoothing)
 
     def craft_batch(

@@ -104,7 +104,7 @@ def convert_norm(
     heading = f"cannot convert to {shown} (pass keep=['module.name', ...] to leave modules unchanged)"
     raise_problems(problems, heading, SurgeryError)
     for pattern, conversion in conversions.items():
-        conversion.validate_effect("the model" if isinstance(name, str) else repr(pattern), kept_modules)
+        conversion.validate_effect(None if isinstance(name, str) else pattern, kept_modules)
     encoders = [layer for layer in transformers.values() if isinstance(layer, nn.TransformerEncoderLayer)]
     notes = []
     if any(conversion.changes_outputs for conversion in conversions.values()):
@@ -195,16 +195,13 @@ class _Conversion:
             message = f"has the domains {', '.join(domains)}, and no route fits it and the norms"
             raise SurgeryError("conflict", message, hint=f"convert the norms first, or use domains={[*domains]}")
 
-    def validate_effect(self, where: str, kept: set[nn.Module]) -> None:
+    def validate_effect(self, pattern: str | None, kept: set[nn.Module]) -> None:
         """Raise if there is no norm that the requested one replaces, unless ``keep`` names them all."""
+        if not self.matches and pattern is not None:
+            raise SurgeryError("no_norm", f"{pattern!r} matches no norm layer", field="norm")
         if not self.matches:
-            message = f"{where} has no norm layers" if where == "the model" else f"{where} matches no norm layer"
-            hint = (
-                "a norm-free network trains as it is, with one branch: create_model(..., norm='none')"
-                if where == "the model"
-                else ""
-            )
-            raise SurgeryError("no_norm", message, field="model" if where == "the model" else "norm", hint=hint)
+            hint = "a norm-free network trains as it is, with one branch: create_model(..., norm='none')"
+            raise SurgeryError("no_norm", "the model has no norm layers", field="model", hint=hint)
         decided = [norm for norm in self.matches.values() if norm not in kept]
         if self.replacements or self.updates or not decided:
             return
@@ -215,6 +212,7 @@ class _Conversion:
         hint = f"use {' or '.join(fitting)}" if fitting else "name their kind: treat_as={MyNorm: 'layer_norm'}"
         if any(_is_frozen(norm) for norm in decided):
             hint = "replace frozen norms by batch norms first, as timm.layers.unfreeze_batch_norm_2d does"
+        where = "the model" if pattern is None else repr(pattern)
         message = f"no norm can become {self.plan.name}: {where} has {classes}"
         raise SurgeryError("no_norm_of_kind", message, field="norm", hint=hint)
 

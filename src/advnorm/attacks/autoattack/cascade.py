@@ -20,10 +20,10 @@ from advnorm.attacks.autoattack.record import CascadeRecord, CascadeResult, Reli
 from advnorm.attacks.autoattack.settings import CascadeSettings
 from advnorm.attacks.autoattack.surrogate import CapturedSurrogate
 from advnorm.attacks.fab import FAB
-from advnorm.attacks.losses import cross_entropy, label_margin
+from advnorm.attacks.losses import cross_entropy, label_margin, misclassified
 from advnorm.attacks.model_access import Predict, never_alone, pad_rows, padded_size
 from advnorm.attacks.search import Search, SearchResult
-from advnorm.attacks.victim import VictimModel, misclassified
+from advnorm.attacks.victim import VictimModel
 
 #: The stage that decides close calls of a fast search. A margin is close if it is at most CLOSE times the tolerance.
 FINISH, CLOSE = "float32", 8
@@ -132,9 +132,9 @@ class Cascade:
         if self.attack.batch_size is None and self.device.type == "cuda":
             self.memory.size = _fitting_rows(self.victim, probe, labels)
         for part in torch.arange(len(self.x), device=self.x.device).split(self.memory.size or len(self.x)):
-            clean, labels = self.strict.strict_logits(self.x[part].to(self.device)), self.y[part].to(self.device)
-            self.fooled_by[part[misclassified(clean, labels).to(part.device)]] = 0
-            self.clean_margin[part] = label_margin(clean, labels).to(part.device)
+            clean, y = self.strict.strict_logits(self.x[part].to(self.device)), self.y[part].to(self.device)
+            self.fooled_by[part[misclassified(clean, y).to(part.device)]] = 0
+            self.clean_margin[part] = label_margin(clean, y).to(part.device)
         self.seconds["clean"] = time.perf_counter() - started
         self.forwards["clean"], self.backwards["clean"] = len(self.x), 0
         return logits.shape[1], stages

@@ -63,10 +63,12 @@ class CascadeResult:
 
     @property
     def clean_accuracy(self) -> float:
+        """Accuracy without an attack."""
         return self.accuracy["clean"]
 
     @property
     def robust_accuracy(self) -> float:
+        """Accuracy after all attacks."""
         return self.robust.double().mean().item()
 
     def summary(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from advnorm._core.errors import AdvnormError
 from advnorm._core.precision import ContextFactory, float32_as
+from advnorm._core.wrappers import device_of
 from advnorm.attacks.autoattack.settings import CascadeSettings
 from advnorm.attacks.folded_copy import make_folded_copy
 from advnorm.attacks.model_access import Predict, extract_logits, pad_rows, padded_size
@@ -75,8 +76,7 @@ def make_surrogate(
     The copy contains the branch ``route``, or the branch that an enclosing scope selects, with its stored statistics.
     Inside a scope that perturbs or pairs statistics there is no copy. ``otherwise`` is used if the copy fails.
     """
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    if device.type != "cuda" or statistics != "running":
+    if device_of(model).type != "cuda" or statistics != "running":
         return None
     if any(module.state.perturbation or module.state.pair for module in routed_modules(model).values()):
         return None
