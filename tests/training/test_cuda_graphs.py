@@ -70,6 +70,7 @@ def test_a_repeated_key_is_captured_and_a_failure_is_logged_once():
     assert model.running_mean is before and len(messages) == 3
 
 
+GROUPS = {"name": "apart", "groups": 2, "samples": 0.5}
 CAPTURED = {
     **{name: case for name, case in CASES.items() if "model" not in case},
     "likelihood": {"norm": "gmm_bn", "objective": {"name": "hybrid", "likelihood_weight": 1e-3}},
@@ -78,7 +79,7 @@ CAPTURED = {
     "worst of targeted restarts": {"attack": {"steps": 2, "restarts": 2, "keep": "worst", "target": "random"}},
     "momentum in L2": {"attack": {"steps": 2, "momentum": 0.9, "start": 0.2, "target": "least_likely"}, "threat": "L2"},
     "dlr in L1": {"attack": {"steps": 2, "loss": "dlr"}, "threat": "L1", "eps": 4.0},
-    "groups of a second pass": {"second_pass": {"name": "apart", "groups": 2, "samples": 0.5}},
+    "groups of a second pass": {"second_pass": GROUPS},
     **{kind: {"second_pass": kind} for kind in ("sam", "apart_sam", "awp")},
 }
 
@@ -292,7 +293,7 @@ def test_a_network_that_was_trained_fast_is_as_robust(tmp_path, norm):
     assert found["fast"].min() > found["eager"].min() - 0.1 > 0.2, found  # of ten digits
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=on_gpu) for kind in ("apart", "sam", "apart_sam", "awp")])
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=on_gpu) for k in ("apart", GROUPS, "sam", "apart_sam", "awp")])
 def test_second_passes_train_compiled_as_they_do_eagerly(tmp_path, kind):
     settings = {"second_pass": kind, "norm": "bn", "objective": "standard", "lr": 0.02}
     slow = loop_of(tmp_path, "cuda", precision="float32", compile=False, channels_last=False, **settings)
