@@ -53,12 +53,7 @@ def digits() -> tuple[Tensor, Tensor]:
 
 def network() -> nn.Sequential:
     return nn.Sequential(
-        nn.Conv2d(1, 16, 3, stride=2),
-        nn.GELU(),
-        nn.Flatten(),
-        nn.Linear(256, 64),
-        nn.GELU(),
-        nn.Linear(64, 10),
+        nn.Conv2d(1, 16, 3, stride=2), nn.GELU(), nn.Flatten(), nn.Linear(256, 64), nn.GELU(), nn.Linear(64, 10)
     )
 
 

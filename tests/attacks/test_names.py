@@ -13,12 +13,7 @@ from advnorm._core.settings import describe
 from advnorm.attacks.base import Attack
 from advnorm.attacks.names import ATTACKS, NameOption, parse_name, register_attack
 from advnorm.threat import ThreatModel
-from support.attack_contract import (
-    LINF,
-    SMALL,
-    assert_inside,
-    pictures,
-)
+from support.attack_contract import LINF, SMALL, assert_inside, pictures
 from support.problems import raises_problem
 
 

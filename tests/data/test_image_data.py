@@ -25,13 +25,7 @@ def numbers(data):
 
 def test_every_problem_of_wrong_data_is_reported_at_once():
     with pytest.raises(ConfigError) as error:
-        ImageData(
-            name="mine",
-            split="train",
-            images=torch.full((2, 3, 4), 2.0),
-            labels=torch.zeros(3),
-            num_classes=10,
-        )
+        ImageData(name="mine", split="train", images=torch.full((2, 3, 4), 2.0), labels=torch.zeros(3), num_classes=10)
     found = [(problem.code, problem.field) for problem in error.value.problems]
     assert found == [("wrong_shape", "images"), ("out_of_range", "images"), ("wrong_shape", "labels")]
     assert "mine/train" in error.value.heading
@@ -65,11 +59,7 @@ def test_the_fingerprint_covers_every_pixel_and_label(make_data):
     )
 
 
-@given(
-    labels=st.lists(st.integers(0, 4), min_size=2, max_size=60),
-    share=st.floats(0.01, 0.99),
-    seed=st.integers(0, 3),
-)
+@given(labels=st.lists(st.integers(0, 4), min_size=2, max_size=60), share=st.floats(0.01, 0.99), seed=st.integers(0, 3))
 @settings(deadline=None, max_examples=25, derandomize=True)
 def test_held_out_images_are_a_fair_share_of_every_class(labels, share, seed):
     data = labelled(labels, 5)

@@ -18,10 +18,7 @@ from advnorm.data.loader import AUGMENTS, ResidentLoader, WorkerLoader, random_c
 from support.problems import raises_problem
 
 fast = settings(
-    deadline=None,
-    max_examples=25,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    deadline=None, max_examples=25, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 

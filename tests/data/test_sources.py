@@ -150,11 +150,7 @@ def test_a_file_may_have_the_channels_last_or_no_channels(channels, suffix, tmp_
 
 def test_data_given_in_python_train_and_need_test_data_of_their_own(tmp_path):
     x, y = torch.rand(32, 1, 8, 8), torch.arange(32) % 4
-    given_data = [
-        TensorDataset(x, y),
-        (x, y),
-        ImageData(name="mine", split="train", images=x, labels=y, num_classes=4),
-    ]
+    given_data = [TensorDataset(x, y), (x, y), ImageData(name="mine", split="train", images=x, labels=y, num_classes=4)]
     runs = [
         advnorm.train(config(), data=data, out=tmp_path / str(i), device="cpu") for i, data in enumerate(given_data)
     ]

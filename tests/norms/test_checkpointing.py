@@ -11,28 +11,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from advnorm._core.errors import RouteError
-from advnorm.norms import (
-    checkpoint_context,
-    list_norms,
-    mixture_likelihood,
-    route,
-    statistics,
-    zero_perturbation,
-)
+from advnorm.norms import checkpoint_context, list_norms, mixture_likelihood, route, statistics, zero_perturbation
 from support.crossing import crossing
-from support.norm_cases import (
-    images,
-    in_thread,
-    network,
-    rejects,
-)
-from support.norm_oracles import (
-    BANKED,
-    along,
-    domains_of,
-    shares,
-    snapshot,
-)
+from support.norm_cases import images, in_thread, network, rejects
+from support.norm_oracles import BANKED, along, domains_of, shares, snapshot
 
 
 def step_with_checkpoint(

@@ -10,10 +10,7 @@ from torch import nn
 from advnorm.norms import list_norms, make_norm, route, statistics
 from support.norm_oracles import along, build, parts_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 NAMES = list_norms()
 
 

@@ -24,19 +24,8 @@ from advnorm.norms import (
     route,
     statistics,
 )
-from support.norm_cases import (
-    TIGHT,
-    images,
-    rejects,
-)
-from support.norm_oracles import (
-    MODES,
-    Oracle,
-    batch,
-    changed,
-    randomized,
-    snapshot,
-)
+from support.norm_cases import TIGHT, images, rejects
+from support.norm_oracles import MODES, Oracle, batch, changed, randomized, snapshot
 
 
 def mixture_in_scipy(

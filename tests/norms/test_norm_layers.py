@@ -10,23 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from advnorm.norms import (
-    route,
-    statistics,
-    zero_perturbation,
-)
+from advnorm.norms import route, statistics, zero_perturbation
 from advnorm.norms.norm_layers import override, without_updates
-from support.norm_cases import (
-    images,
-    network,
-    scope_states,
-)
-from support.norm_oracles import (
-    MODES,
-    changed,
-    randomized,
-    snapshot,
-)
+from support.norm_cases import images, network, scope_states
+from support.norm_oracles import MODES, changed, randomized, snapshot
 
 
 @pytest.mark.parametrize("mode", [None, *MODES])

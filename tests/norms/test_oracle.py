@@ -12,19 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.gradcheck import GradcheckError
 
-from advnorm.norms import (
-    RoutedNorm,
-    list_norms,
-    make_norm,
-    route,
-    statistics,
-)
-from support.norm_cases import (
-    TIGHT,
-    compare,
-    each_banked_variant,
-    each_variant,
-)
+from advnorm.norms import RoutedNorm, list_norms, make_norm, route, statistics
+from support.norm_cases import TIGHT, compare, each_banked_variant, each_variant
 from support.norm_oracles import (
     FORWARDED,
     MODES,
@@ -331,14 +320,7 @@ def test_gradcheck(name, options, mode):
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [
-        ("bn", {}),
-        ("dual_bn", {}),
-        ("dual_affine_bn", {}),
-        ("cross_bn", {}),
-        ("gmm_bn", {}),
-        ("dual_affine_gn", {}),
-    ],
+    [("bn", {}), ("dual_bn", {}), ("dual_affine_bn", {}), ("cross_bn", {}), ("gmm_bn", {}), ("dual_affine_gn", {})],
     ids=str,
 )
 @pytest.mark.parametrize("mode", ["batch", "running"])

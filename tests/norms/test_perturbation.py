@@ -9,13 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from advnorm.norms import (
-    make_norm,
-    route,
-    routed_modules,
-    statistics,
-    zero_perturbation,
-)
+from advnorm.norms import make_norm, route, routed_modules, statistics, zero_perturbation
 from support.crossing import crossing
 from support.norm_cases import (
     BANKED_VARIANTS,
@@ -27,16 +21,7 @@ from support.norm_cases import (
     network,
     random_deltas,
 )
-from support.norm_oracles import (
-    MODES,
-    along,
-    batch,
-    build,
-    changed,
-    randomized,
-    shares,
-    snapshot,
-)
+from support.norm_oracles import MODES, along, batch, build, changed, randomized, shares, snapshot
 
 
 def test_a_perturbation_reaches_the_norms_it_names_in_whatever_order_they_are_held():

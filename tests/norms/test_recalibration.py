@@ -19,17 +19,8 @@ from advnorm.norms import (
     statistics,
     zero_perturbation,
 )
-from support.norm_cases import (
-    images,
-    network,
-    rejects,
-    scope_states,
-)
-from support.norm_oracles import (
-    PAPER,
-    changed,
-    snapshot,
-)
+from support.norm_cases import images, network, rejects, scope_states
+from support.norm_oracles import PAPER, changed, snapshot
 
 examples = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 

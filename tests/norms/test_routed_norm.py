@@ -105,11 +105,7 @@ def test_a_route_of_another_size_than_the_batch_is_rejected(name):
 def test_an_empty_batch_is_rejected(name, mode):
     norm = randomized(build(name))
     for counts in (domains_of(name)[0], dict.fromkeys(domains_of(name), 0)):
-        with (
-            rejects("empty", kind=RouteError, unchanged=norm),
-            route(norm, counts),
-            statistics(norm, mode=mode),
-        ):
+        with rejects("empty", kind=RouteError, unchanged=norm), route(norm, counts), statistics(norm, mode=mode):
             norm(torch.zeros(0, 4, 2, 2))
 
 
@@ -183,10 +179,7 @@ def test_a_crossed_norm_needs_the_forwarded_samples_whose_statistics_it_uses(mod
 
 def test_forwarded_samples_that_do_not_fit_the_batch_are_rejected():
     norm = randomized(make_norm("cross_bn", 4))
-    for routed, forwarded, covered in (
-        ({"clean": 2, "adv": 2}, {"clean": 2, "adv": 3}, 9),
-        ("adv", {"clean": 10}, 10),
-    ):
+    for routed, forwarded, covered in (({"clean": 2, "adv": 2}, {"clean": 2, "adv": 3}, 9), ("adv", {"clean": 10}, 10)):
         scope = route(norm, routed, forwarded=forwarded)
         with rejects("wrong_route", "route", RouteError, unchanged=norm) as caught, scope:
             norm(torch.randn(8, 4, 2, 2))

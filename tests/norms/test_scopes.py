@@ -29,25 +29,8 @@ from advnorm.norms import (
     zero_perturbation,
 )
 from advnorm.norms.state import UNSCOPED
-from support.norm_cases import (
-    ROUTED,
-    images,
-    in_thread,
-    network,
-    rejects,
-    scope_states,
-)
-from support.norm_oracles import (
-    BANKED,
-    MODES,
-    PAPER,
-    batch,
-    build,
-    changed,
-    domains_of,
-    randomized,
-    snapshot,
-)
+from support.norm_cases import ROUTED, images, in_thread, network, rejects, scope_states
+from support.norm_oracles import BANKED, MODES, PAPER, batch, build, changed, domains_of, randomized, snapshot
 
 examples = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 

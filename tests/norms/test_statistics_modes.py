@@ -9,19 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from advnorm._core.errors import RouteError
-from advnorm.norms import (
-    list_norms,
-    make_norm,
-    route,
-    statistics,
-    zero_perturbation,
-)
-from support.norm_cases import (
-    ROUTED,
-    images,
-    network,
-    rejects,
-)
+from advnorm.norms import list_norms, make_norm, route, statistics, zero_perturbation
+from support.norm_cases import ROUTED, images, network, rejects
 from support.norm_oracles import (
     BANKED,
     MODES,

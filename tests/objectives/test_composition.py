@@ -11,24 +11,10 @@ from torch import Tensor
 import advnorm
 from advnorm._core.errors import ConfigError
 from advnorm._core.seeding import ImageNoise
-from advnorm.objectives import (
-    APART,
-    APARTSAM,
-    AWP,
-    LIGS,
-    SAM,
-    Execution,
-    Hybrid,
-    Standard,
-)
+from advnorm.objectives import APART, APARTSAM, AWP, LIGS, SAM, Execution, Hybrid, Standard
 from advnorm.objectives.ligs import shift_images
 from support.norm_oracles import changed, snapshot
-from support.objective_oracles import (
-    Given,
-    cross_entropy,
-    pgd,
-    tiny,
-)
+from support.objective_oracles import Given, cross_entropy, pgd, tiny
 from support.problems import raises_problem
 from support.second_pass_oracles import (
     INDEX,

@@ -400,10 +400,7 @@ def test_a_compiled_network_is_left_aside_for_the_second_derivative():
 @pytest.mark.parametrize(
     ("options", "fields"),
     [
-        (
-            {"weight": -1, "size": "small", "shift": "gausian", "wieght": 1},
-            {"weight", "size", "shift", "wieght"},
-        ),
+        ({"weight": -1, "size": "small", "shift": "gausian", "wieght": 1}, {"weight", "size", "shift", "wieght"}),
         ({"size": float("inf"), "shift": None}, {"size", "shift"}),
     ],
 )

@@ -306,10 +306,9 @@ def test_with_a_share_of_the_clean_images_pairs_are_those_images_and_their_own_c
     clean, adv = cross_entropy(logits["clean"], y[kept]), cross_entropy(logits["adv"], y)
     pairs = logits["clean"], logits["adv"][kept]
     terms = {"clean_ce": clean.mean(), "adv_ce": adv.mean(), "kl": kl(*pairs).mean(), "pairing": pairing(*pairs).mean()}
-    loss = {
-        "kl": mixed(clean, adv, 0.4) + 2.5 * terms["kl"],
-        "alp": mixed(clean, adv, 0.5) + 0.7 * terms["pairing"],
-    }[key]
+    loss = {"kl": mixed(clean, adv, 0.4) + 2.5 * terms["kl"], "alp": mixed(clean, adv, 0.5) + 0.7 * terms["pairing"]}[
+        key
+    ]
     objective = case.objective(model, clean_share=0.4)
     expected = Expected(loss, {name: terms[name] for name in case.terms}, logits)
     agree(objective, objective(x, y), network, expected)

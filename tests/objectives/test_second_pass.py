@@ -16,23 +16,9 @@ import advnorm
 from advnorm.norms import zero_perturbation
 from advnorm.norms.routed_module import routed_modules
 from advnorm.norms.state import UNSCOPED
-from advnorm.objectives import (
-    APART,
-    APARTSAM,
-    SECOND_PASSES,
-    Hybrid,
-    Objective,
-    Standard,
-)
+from advnorm.objectives import APART, APARTSAM, SECOND_PASSES, Hybrid, Objective, Standard
 from support.norm_oracles import changed, snapshot, statistics_names
-from support.objective_oracles import (
-    Given,
-    Tiny,
-    crafted,
-    images,
-    pgd,
-    tiny,
-)
+from support.objective_oracles import Given, Tiny, crafted, images, pgd, tiny
 from support.problems import raises_problem
 from support.second_pass_oracles import (
     EXACT,

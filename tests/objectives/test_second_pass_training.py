@@ -12,33 +12,15 @@ from torch import Tensor, nn
 import advnorm
 from advnorm.analysis.perturbed_statistics import StatisticsPerturbation
 from advnorm.data.digits import digits
-from advnorm.objectives import (
-    APART,
-    Hybrid,
-    Objective,
-    Standard,
-)
+from advnorm.objectives import APART, Hybrid, Objective, Standard
 from advnorm.training.averaging import EMA
 from support import second_pass_ranks
 from support.digits_training import batches, train
 from support.norm_oracles import changed, snapshot
-from support.objective_oracles import (
-    Given,
-    Tiny,
-    pgd,
-    tiny,
-)
+from support.objective_oracles import Given, Tiny, pgd, tiny
 from support.objective_ranks import STEPS, WORLD, data, descend
 from support.ranks import seen, two_processes
-from support.second_pass_oracles import (
-    EXACT,
-    INDEX,
-    PASSES,
-    M,
-    X,
-    Y,
-    each_pass,
-)
+from support.second_pass_oracles import EXACT, INDEX, PASSES, M, X, Y, each_pass
 
 
 @pytest.fixture(scope="module")

@@ -25,12 +25,7 @@ from advnorm.objectives import (
     Standard,
 )
 from support.norm_oracles import changed, snapshot
-from support.objective_oracles import (
-    Given,
-    Tiny,
-    crafted,
-    tiny,
-)
+from support.objective_oracles import Given, Tiny, crafted, tiny
 from support.problems import raises_problem
 from support.second_pass_oracles import (
     EXACT,

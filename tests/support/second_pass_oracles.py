@@ -22,16 +22,7 @@ from advnorm.objectives import (
     ObjectiveOutput,
 )
 from support.norm_oracles import Oracle
-from support.objective_oracles import (
-    Given,
-    Network,
-    Tiny,
-    cross_entropy,
-    forwards,
-    images,
-    kl,
-    routed,
-)
+from support.objective_oracles import Given, Network, Tiny, cross_entropy, forwards, images, kl, routed
 
 M = 8
 

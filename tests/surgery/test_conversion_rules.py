@@ -8,16 +8,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import advnorm
-from advnorm import (
-    ConfigError,
-    SurgeryError,
-    convert_head,
-    convert_norm,
-    create_model,
-    make_norm,
-    route,
-    strip,
-)
+from advnorm import ConfigError, SurgeryError, convert_head, convert_norm, create_model, make_norm, route, strip
 from support.problems import raises_problem
 from support.surgery_models import X, net
 

@@ -9,16 +9,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from advnorm import (
-    ConfigError,
-    SurgeryError,
-    convert_norm,
-    create_model,
-    domains,
-    make_norm,
-    route,
-    strip,
-)
+from advnorm import ConfigError, SurgeryError, convert_norm, create_model, domains, make_norm, route, strip
 from advnorm.norms import RoutedNorm, list_norms, make_plan, routed_modules
 from support.crossing import fast_first
 from support.problems import raises_problem

@@ -5,16 +5,7 @@ import copy
 import torch
 from torch import nn
 
-from advnorm import (
-    ConfigError,
-    RouteError,
-    SurgeryError,
-    convert_head,
-    create_model,
-    domains,
-    route,
-    strip,
-)
+from advnorm import ConfigError, RouteError, SurgeryError, convert_head, create_model, domains, route, strip
 from support.problems import raises_problem
 from support.surgery_models import X, logits, trained
 

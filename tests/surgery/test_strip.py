@@ -9,16 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from advnorm import (
-    ConfigError,
-    SurgeryError,
-    convert_head,
-    convert_norm,
-    create_model,
-    make_norm,
-    route,
-    strip,
-)
+from advnorm import ConfigError, SurgeryError, convert_head, convert_norm, create_model, make_norm, route, strip
 from advnorm.norms import statistics
 from support.crossing import fast_first
 from support.problems import raises_problem

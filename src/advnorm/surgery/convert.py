@@ -168,11 +168,7 @@ class _Conversion:
     """Collects what becomes of each norm. The model changes only after all norms were accepted."""
 
     def __init__(
-        self,
-        plan: Plan,
-        sync: bool | None,
-        options: Mapping[str, Any],
-        adapters: Mapping[type[nn.Module], NormAdapter],
+        self, plan: Plan, sync: bool | None, options: Mapping[str, Any], adapters: Mapping[type[nn.Module], NormAdapter]
     ) -> None:
         fixed = [key for key in options if key in MODULE_OPTIONS and key not in CHANGEABLE_OPTIONS]
         message, hint = "{field} is taken from the replaced norm", "leave it out"

@@ -39,8 +39,7 @@ from advnorm.attacks.square import Queries, Square
 PRECISION_OPTIONS = {precision: NameOption(setting="precision", value=precision) for precision in get_args(Precision)}
 SearchPrecision = Annotated[Precision, Setting("Precision of the search; a float32 forward decides.")]
 SearchRows = Annotated[
-    int | None,
-    Setting("Rows of one forward, one per target or restart of an image; none: a fast size.", "[1, inf)"),
+    int | None, Setting("Rows of one forward, one per target or restart of an image; none: a fast size.", "[1, inf)")
 ]
 Version = Literal["standard", "plus", "rand"]
 VERSIONS: Mapping[str, tuple[str, ...]] = {
