@@ -92,7 +92,7 @@ class Registry(Generic[T]):
 
     def names(self, pattern: str = "*") -> list[str]:
         """Registered names that match a shell pattern."""
-        return [name for name in self if fnmatch.fnmatchcase(name, pattern)]
+        return [name for name in Registry.__iter__(self) if fnmatch.fnmatchcase(name, pattern)]
 
     def __contains__(self, name: object) -> bool:
         if not isinstance(name, str):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Annotated, Any, Literal
 
@@ -67,24 +67,18 @@ class DualDomain(Objective):
         assert x_adv is not None
         kept = self._kept(x)
         labels = {"clean": y[kept], "adv": y}
-        with mixture_likelihood(self.model) if self.likelihood_weight else nullcontext() as nll:
+        with mixture_likelihood(self.model) if self.likelihood_weight else nullcontext() as likelihood:
             logits = self.domain_logits({"clean": x[kept], "adv": x_adv}, self.layout, execution)
-        clean, adv = logits.get("clean"), logits["adv"]
-        terms: dict[str, Tensor] = {}
-        loss = adv.new_zeros(())
         weights = self.weights(len(labels["clean"]), len(y))
-        if nll is not None:
+        terms = {
+            name: self._term(name, logits, labels, kept) for name in weights if name == "adv_ce" or "clean" in logits
+        }
+        if likelihood is not None:
             weights["likelihood"] = self.likelihood_weight
-        for name, weight in weights.items():
-            if name == "adv_ce":
-                terms[name] = self.cross_entropy(adv, y)
-            elif name == "likelihood":
-                assert nll is not None
-                terms[name] = nll.loss(self.likelihood_positions)
-            elif clean is not None:
-                terms[name] = self._paired(name, clean, adv[kept], labels["clean"])
-            if name in terms:
-                loss = loss + weight * terms[name]
+            terms["likelihood"] = likelihood.loss(self.likelihood_positions)
+        loss = logits["adv"].new_zeros(())
+        for name, term in terms.items():
+            loss = loss + weights[name] * term
         labels = {domain: labels[domain] for domain in logits}
         return ObjectiveOutput(loss, logits, {name: term.detach() for name, term in terms.items()}, labels)
 
@@ -95,10 +89,14 @@ class DualDomain(Objective):
             return slice(0, count)
         return torch.arange(count, device=x.device) * len(x) // count
 
-    def _paired(self, name: str, clean: Tensor, adv: Tensor, y: Tensor) -> Tensor:
-        """A term of clean images, or of pairs of clean and adversarial images."""
-        if name == "clean_ce":
-            return self.cross_entropy(clean, y)
+    def _term(
+        self, name: str, logits: Mapping[str, Tensor], labels: Mapping[str, Tensor], kept: slice | Tensor
+    ) -> Tensor:
+        """A term of one domain, or of pairs of clean images and the adversarial ones in the rows ``kept``."""
+        if name in ("clean_ce", "adv_ce"):
+            domain = name.removesuffix("_ce")
+            return self.cross_entropy(logits[domain], labels[domain])
+        clean, adv = logits["clean"], logits["adv"][kept]
         if name == "kl":
             return kl_to_clean(adv, clean.log_softmax(1)).mean()
         assert name == "pairing"

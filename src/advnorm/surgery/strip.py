@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from advnorm._core.errors import Problem, SurgeryError, raise_problems, unknown_name
+from advnorm._core.settings import ACCEPTS
 from advnorm._core.wrappers import unwrap_model
 from advnorm.norms.mixture import MixtureNorm
 from advnorm.norms.replaced_class import empty_copy, eps_name
@@ -57,25 +58,25 @@ def strip(
 def _problems(
     routed: list[RoutedModule], route: str | Mapping[str, float] | None, component: str | None, linked: bool
 ) -> list[Problem]:
+    if not isinstance(route, Mapping):
+        return _branch_problems(routed, route, component, linked)
+    problems, shares = [], list(route.values())
+    if not all(ACCEPTS[float](share) and 0 <= share <= 1 for share in shares) or abs(sum(shares) - 1) > 1e-6:
+        message, hint = "shares of {field} must be in [0, 1] and add up to 1", "for example {'clean': 0.3, 'adv': 0.7}"
+        problems.append(Problem(code="out_of_range", message=message, field="route", got=dict(route), hint=hint))
+    if linked or any(module.plan.mixture for module in routed):
+        message = "an interpolation of branches cannot be linked, and mixture norms have no branches"
+        hint = "leave linked out, and choose a component of a mixture norm"
+        problems.append(Problem(code="not_supported", message=message, field="route", hint=hint))
+    for domain in route:
+        problems += [p for p in _branch_problems(routed, domain, component, linked=False) if p not in problems]
+    return problems
+
+
+def _branch_problems(
+    routed: list[RoutedModule], route: str | None, component: str | None, linked: bool
+) -> list[Problem]:
     problems = []
-    if isinstance(route, Mapping):
-        shares = list(route.values())
-        numbers = all(isinstance(share, int | float) and not isinstance(share, bool) for share in shares)
-        if not numbers or not all(0 <= share <= 1 for share in shares) or abs(sum(shares) - 1) > 1e-6:
-            message, hint = (
-                "shares of {field} must be in [0, 1] and add up to 1",
-                "for example {'clean': 0.3, 'adv': 0.7}",
-            )
-            problems.append(Problem(code="out_of_range", message=message, field="route", got=dict(route), hint=hint))
-        if linked or any(module.plan.mixture for module in routed):
-            message = "an interpolation of branches cannot be linked, and mixture norms have no branches"
-            hint = "leave linked out, and choose a component of a mixture norm"
-            problems.append(Problem(code="not_supported", message=message, field="route", hint=hint))
-        if not problems and not routed:
-            problems += _problems(routed, next(iter(route)), component, linked)
-        for domain in route if routed else ():
-            problems += [p for p in _problems(routed, domain, component, False) if p not in problems]
-        return problems
     plans = dict.fromkeys(module.plan for module in routed)
     mixtures = [plan for plan in plans if plan.mixture]
     components = {domain for plan in mixtures for domain in plan.domains}
