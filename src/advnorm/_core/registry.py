@@ -92,6 +92,7 @@ class Registry(Generic[T]):
 
     def names(self, pattern: str = "*") -> list[str]:
         """Registered names that match a shell pattern."""
+        # Not ``for name in self``: a subclass may iterate over this list.
         return [name for name in Registry.__iter__(self) if fnmatch.fnmatchcase(name, pattern)]
 
     def __contains__(self, name: object) -> bool:
