@@ -1,13 +1,16 @@
 """The runner: batches, progress, memory, and the bookkeeping of AutoAttack."""
 
 import sys
+import time
 
 import torch
+from torch import nn
 
 import advnorm
 from advnorm.attacks.autoattack import AutoAttack
 from advnorm.evaluation import benchmark
 from advnorm.evaluation.partial_record import PartialRecord
+from advnorm.evaluation.runner import EvaluationRunner
 from support.classifiers import CountingLinear, first
 
 THREAT = advnorm.ThreatModel(eps=0.2)
@@ -35,6 +38,23 @@ def test_a_slow_attack_is_saved_in_small_parts_with_the_same_result(sound, data,
     saved.clear()
     benchmark(sound, first(data), THREAT, "pgd10", batch_size=40, statistics="batch_frozen")
     assert len(saved) == 1  # batches stay whole if an image depends on the others of its batch
+
+
+def test_the_time_of_the_first_forward_which_loads_kernels_does_not_make_batches_small(sound, data, monkeypatch):
+    class SlowAtFirst(nn.Sequential):
+        batches = 0
+
+        def forward(self, input):
+            self.batches += len(input) > 16  # the reference logits have fewer images
+            time.sleep(0.5 if self.batches == 1 else 0.0)
+            return super().forward(input)
+
+    sizes = []
+    monkeypatch.setattr("advnorm.evaluation.runner.UNIT_SECONDS", 5.0)  # 30 passes of 0.5 s would take longer
+    decide = EvaluationRunner._decide
+    monkeypatch.setattr(EvaluationRunner, "_decide", lambda *args: sizes.append(len(args[3])) or decide(*args))
+    result = benchmark(SlowAtFirst(sound), first(data), THREAT, "pgd10", batch_size=40)
+    assert sizes == [round(40 * result.accuracy())]  # one batch of all images that are attacked
 
 
 def test_a_log_gets_a_line_every_half_minute(sound, data, monkeypatch, capsys):

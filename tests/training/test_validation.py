@@ -86,6 +86,25 @@ def test_held_out_accuracies_do_not_depend_on_the_batch_size(monkeypatch):
     assert torch.equal(clean, images[0]) and torch.equal(adv, images[1]) and not torch.equal(clean, adv)
 
 
+def test_held_out_images_that_do_not_fit_into_memory_are_validated_in_smaller_batches():
+    class Large(nn.Sequential):
+        def forward(self, input):
+            sizes.append(len(input))
+            if len(input) > most:
+                raise torch.OutOfMemoryError("CUDA out of memory (simulated)")
+            return super().forward(input)
+
+    data, model = load("synthetic", "train", **small().data.options), Large(nn.Flatten(), nn.Linear(64, 4))
+    found = []
+    for most in (len(data), 5):
+        ranks, sizes = Ranks(device=torch.device("cpu")), list[int]()
+        validation = Validation(data, small(eps=0.03), ranks, tested=("clean",), workers=0)
+        found.append(validation(model))
+        sizes.clear()
+        assert validation(model) == found[-1] and max(sizes) <= most  # the next epoch starts with the smaller size
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(("every", "validated"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (4, [4, 5]), (9, [5])])
 def test_validation_runs_every_few_epochs_and_after_the_last(tmp_path, every, validated):
     run = train(small(objective="standard", epochs=5, validate_every=every), tmp_path)

@@ -18,7 +18,6 @@ from advnorm._core.precision import float32_as
 from advnorm._core.progress import ProgressDisplay, show_progress
 from advnorm._core.records import write_json, writing
 from advnorm._core.shapes import with_digest
-from advnorm.attacks import Attack
 from advnorm.attacks.autoattack import CascadeAttack
 from advnorm.attacks.autoattack.checks import square_warnings
 from advnorm.attacks.autoattack.record import CascadeResult
@@ -81,6 +80,7 @@ class EvaluationRunner:
         self._deterministic = True
         self._classes = 2
         self._forward_seconds = math.inf  # per image
+        self._fits: int | None = None  # a batch for which memory is sufficient
         self.draws = 1  # forwards of a randomized model that decide on an image by their majority
 
     def evaluate_clean(self, route: str | None) -> Tensor:
@@ -98,6 +98,7 @@ class EvaluationRunner:
             return correct
 
         correct = torch.cat(memory.map(len(plan.images), evaluate))
+        self._fits = memory.size
         self._warn_about_memory(f"{route} | clean", "clean", memory)
         return correct
 
@@ -130,7 +131,7 @@ class EvaluationRunner:
         ``source``: compute the attack on this model; the plan's model decides. ``distances`` receives the sizes of the
         perturbations.
         """
-        plan, memory = self.plan, AdaptiveBatchSize(self._unit_size(job.attack), minimum=self._minimum)
+        plan, memory = self.plan, AdaptiveBatchSize(self._unit_size(job), minimum=self._minimum)
         results = self.partial.results(job.key, len(plan.images))
         pending = (among & (results < 0)).nonzero()[:, 0]
         total = int(among.sum())
@@ -160,24 +161,35 @@ class EvaluationRunner:
         shown.finish()
         return among & (results == 1)
 
-    def _unit_size(self, attack: Attack) -> int | None:
+    def _unit_size(self, job: AttackJob) -> int | None:
         """Number of images that are attacked and saved together: a batch, or about a minute's work if that is less.
 
         None: all images, because a cascade keeps a record of its own. If outputs depend on the batch or on chance, only
         whole batches give reproducible results.
         """
+        attack, size = job.attack, self.plan.batch_size
         if isinstance(attack, CascadeAttack):
             return None
+        if not self._deterministic:
+            return size
         if isinstance(attack, Search):
             forwards = attack.forwards(self._classes)
         else:
             forwards = getattr(attack, "steps", 1) * getattr(attack, "restarts", 1)
-        size = self.plan.batch_size
-        forward_seconds = self._forward_seconds if math.isfinite(self._forward_seconds) else 0.0
-        seconds = 3 * forwards * forward_seconds  # with the backward
-        while self._deterministic and size >= 2 * UNIT_IMAGES and size * seconds > UNIT_SECONDS:
+        passes = 3 * forwards  # with the backward
+        if size * passes * self._forward_seconds > UNIT_SECONDS:
+            self._time_forward(job.route)
+        while size >= 2 * UNIT_IMAGES and size * passes * self._forward_seconds > UNIT_SECONDS:
             size //= 2
         return size
+
+    def _time_forward(self, route: str | None) -> None:
+        """Time a forward of the first batch again: the first one on a GPU also loads its kernels."""
+        x = self.plan.images[: self._fits].to(self.plan.device)
+        with self._forward.through(route, "time") as predict:
+            started = time.perf_counter()
+            predict(x).cpu()
+        self._forward_seconds = min(self._forward_seconds, (time.perf_counter() - started) / len(x))
 
     def _at_least_minimum(self, rows: Tensor) -> Tensor:
         """Add the next image to a single row if one image has no batch statistics."""

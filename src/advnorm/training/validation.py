@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from advnorm._core.memory import AdaptiveBatchSize
 from advnorm._core.precision import float32_as
 from advnorm.attacks import predicting
 from advnorm.config import Config
 from advnorm.config.fields import PrecisionName
 from advnorm.data import FolderData, ImageData, split_held_out
+from advnorm.data.loader import Batch
 from advnorm.norms import domains, frozen_mode
 from advnorm.training.build import build_loader
 from advnorm.training.ranks import Ranks
@@ -55,6 +58,7 @@ class Validation:
             # Not the first ones: the images of a folder are sorted by class.
             data = split_held_out(data, config.validation_images, config.seed)[1]  # pyright: ignore[reportArgumentType]
         self.images = len(data)
+        self.memory = AdaptiveBatchSize()  # large images: a training step may hold fewer of them
         batches: dict[str, Any] = {"batch_size": BATCH[ranks.device.type] * ranks.world, "drop_last": False}
         self.loader = build_loader(data, config, ranks, workers, augment="none", shuffle=False, **batches)
 
@@ -85,16 +89,22 @@ class Validation:
 
         if self.ranks.world == 1:
             attack = dataclasses.replace(attack, progress=raise_if_stopped)
-        right = torch.zeros(2, dtype=torch.float64, device=device)
-        for x, y, index in self.loader.epoch(0):
-            raise_if_stopped()
-            if not len(x):
-                continue
+
+        def count(batch: Batch, part: slice) -> Tensor:
+            """Correct answers on attacked and on untouched images."""
+            x, y, index = (value[part] for value in batch)
+            found = torch.zeros(2, dtype=torch.float64, device=device)
             with autocast(self.precision, device):
                 x_adv = attack(model, x, y, index=index)
             for position, (images, branch) in enumerate(((x_adv, adv), (x, clean))[: 1 + self.with_clean]):
                 with float32_as("ieee", device), predicting(model, route=branch) as predict, torch.no_grad():
-                    right[position] += (predict(images).argmax(1) == y).sum()
+                    found[position] = (predict(images).argmax(1) == y).sum()
+            return found
+
+        right = torch.zeros(2, dtype=torch.float64, device=device)
+        for batch in self.loader.epoch(0):
+            raise_if_stopped()
+            right += sum(self.memory.map(len(batch.x), partial(count, batch)))
         if self.ranks.world > 1:
             dist.all_reduce(right)
         attacked, untouched = (right / self.images).tolist()
