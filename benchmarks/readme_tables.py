@@ -137,7 +137,8 @@ def outcome():
     single, dual = (json.loads((folder / cell / "fast-seed0.json").read_text()) for cell in CELLS_OF_README)
     config, single, dual = single["run"]["config"], single["values"], dual["values"]
     record = training("train_*.json")[0]
-    row = next(row for row in record["rows"] if row["mode"] == "compiled")
+    row = next(row for row in record["rows"] if row["mode"] == "compiled" and speedups(row))
+    reference, ratio = min(speedups(row).items(), key=lambda item: item[1])  # the strongest that was measured
     compared = [record["rows"] for record in training("autoattack_*.json")]
     ours = next(list(rows.values())[-1] for rows in compared if any("official" in name for name in rows))
     lines = [
@@ -146,8 +147,9 @@ def outcome():
         f"leaves {dual['adv/autoattack']:.1f} % of {dual['adv/pgd10']:.1f} % (CIFAR-10, {config['model']['name']}).",
         f"- **Fast.** Hybrid PGD-10 training of a {row['model']} at batch {row['batch_size']} takes "
         f"{row['epoch_seconds']:.1f} s an epoch on an {record['device']},",
-        f"  {row['speedup']:.1f} times faster than a plain loop. AutoAttack is {ours['speedup']:.1f} times faster than",
-        f"  the official code, with the same answer on {ours['agreement']:.1%} of the images.",
+        f"  {ratio:.1f} times faster than {REFERENCES[reference]}.",
+        f"  AutoAttack is {ours['speedup']:.1f} times faster than the official code, with the same answer on "
+        f"{ours['agreement']:.1%} of the images.",
     ]
     return "\n".join(lines)
 
@@ -180,8 +182,24 @@ def distances():
     return "\n".join(rows)
 
 
-#: The head of a table about training.
-TRAINED = "| network | mode | batch | attack steps | processes | images/s | an epoch | of peak | memory | × plain |"
+#: The plain loops that training is compared with, the weakest first; a record has those that were measured.
+REFERENCES = {
+    "plain": "a plain loop (TF32, eager)",
+    "careful": "a careful loop (bf16, channels-last, eager)",
+    "careful_compiled": "a careful loop (bf16, channels-last, `torch.compile`)",
+}
+
+
+def speedups(row):
+    """Ratios to the references; older records have the plain loop alone."""
+    return row["speedups"] if "speedups" in row else {"plain": row["speedup"]} if row["speedup"] else {}
+
+
+def conditions(record):
+    """Norm, eps and data of a record; older records have no configuration."""
+    config = record.get("config", record)
+    data = config["data"] if isinstance(config["data"], str) else config["data"]["name"]
+    return f"`{config['norm']}`, eps {config['eps']}, {data}, {record['device']}"
 
 
 def training(*patterns):
@@ -189,22 +207,18 @@ def training(*patterns):
     return [json.loads(path.read_text()) for pattern in patterns for path in sorted(RECORDS.glob(pattern))]
 
 
-def trained(records, modes=("plain", "eager", "compiled"), order=None):
-    """Hybrid training by the engine and by a plain loop: a table for each machine and way to measure."""
+def trained(records, modes=(*REFERENCES, "eager", "compiled"), order=None, laws=False):
+    """Training by the engine and by plain loops: a table for each machine and way to measure."""
     tables = {}
     for record in records:
-        where = (
-            f"`{record['norm']}`, eps {record['eps']}, {record['data']}, {record['device']}, median over "
-            f"{record['steps']} steps"
-        )
-        rows, notes = tables.setdefault(where, ([], []))
+        rows, notes = tables.setdefault(f"{conditions(record)}, median over {record['steps']} steps", ([], []))
         rows += [row for row in record["rows"] if row["mode"] in modes]
         notes += record["notes"]
     blocks = []
     for where, (rows, notes) in tables.items():
-        lines = [_training(row) for row in (sorted(rows, key=order) if order else rows)]
+        rows = sorted(rows, key=order) if order else rows
         said = [f"{where}, {_peaks(rows)}.", *dict.fromkeys(notes)]
-        blocks.append("\n".join([TRAINED, "|---" * 10 + "|", *lines, "", *said]))
+        blocks.append("\n".join([*_training(rows), "", *said, *(growth_laws(rows) if laws else ())]))
     return "\n\n".join(blocks)
 
 
@@ -222,41 +236,87 @@ def _peaks(rows):
     return ", ".join([peak, *(f"{span} in each of {count} processes" for count, span in others)])
 
 
-def _training(row):
-    cells = [row["model"], row["mode"], row["batch_size"], row["attack_steps"], row["processes"]]
-    cells += [f"{row['images_per_second']:,.0f}", f"{row['epoch_seconds']:.2f} s", f"{row['share_of_peak']:.0%}"]
-    cells.append("–" if row["memory"] is None else f"{row['memory'] / 2**30:.1f} GiB")
-    cells.append("–" if row["speedup"] is None else f"{row['speedup']:.2f}")
-    return f"| {' | '.join(map(str, cells))} |"
+def _training(rows):
+    """The lines of a table of rows, with a column for each setting and reference that occurs."""
+    settings = list(dict.fromkeys(name for row in rows for name in row.get("settings", {})))
+    references = [name for name in REFERENCES if name == "plain" or any(name in speedups(row) for row in rows)]
+    columns = {
+        "network": lambda row: row["model"],
+        "mode": lambda row: row["mode"],
+        "batch": lambda row: row["batch_size"],
+        "attack steps": lambda row: row["attack_steps"],
+        **({"pixels": lambda row: row.get("image_size", 32)} if _vary(rows, "image_size", 32) else {}),
+        **{name: lambda row, name=name: row.get("settings", {}).get(name, "–") or "none" for name in settings},
+        "processes": lambda row: row["processes"],
+        "images/s": lambda row: f"{row['images_per_second']:,.0f}",
+        "an epoch": lambda row: f"{row['epoch_seconds']:.2f} s",
+        "of peak": lambda row: f"{row['share_of_peak']:.0%}",
+        "memory": lambda row: "–" if row["memory"] is None else f"{row['memory'] / 2**30:.1f} GiB",
+        **{f"× {name}": lambda row, name=name: _ratio(speedups(row).get(name)) for name in references},
+        **({"cost": lambda row: _ratio(row.get("cost"))} if _vary(rows, "cost", None) else {}),
+    }
+    lines = [f"| {' | '.join(str(cell(row)) for cell in columns.values())} |" for row in rows]
+    return [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *lines]
+
+
+def _vary(rows, name, default):
+    return len({row.get(name, default) for row in rows}) > 1
+
+
+def _ratio(value):
+    return "–" if value is None else f"{value:.2f}"
+
+
+def growth_laws(rows):
+    """The fitted laws of rows, as a table."""
+    from advnorm.bench.growth import fit_laws
+
+    lines = []
+    for law in fit_laws(rows):
+        fixed = ", ".join(f"{name} {value}" for name, value in law.fixed.items() if name not in ("image_size", "mode"))
+        values = ", ".join(f"{value:g}" for value in law.values)
+        lines.append(f"| {law.axis} | {values} | {law.formula} | {law.error:.1%} | {fixed} |")
+    head = ["", "| setting x | values | fitted law | largest error | with |", "|---" * 5 + "|"]
+    return [*head, *lines] if lines else []
 
 
 def growth():
     """The engine at its fastest by batch size, attack steps, network and processes."""
     on_gpu = trained(
-        training("growth_h200_*.json", "train_h200*.json"),
+        training("growth_h200_*.json", "train_h200.json", "train_h200_wrn_34_10.json"),
         modes=("compiled",),
         order=lambda row: (row["model"], row["attack_steps"], row["batch_size"]),
+        laws=True,
     )
-    return f"{on_gpu}\n\n{trained(training('growth_cpu.json'))}"
+    return f"{on_gpu}\n\n{trained(training('growth_cpu.json'), laws=True)}"
 
 
 def epochs():
-    """An epoch of hybrid training by a plain loop and by the engine."""
+    """An epoch of hybrid training by the plain loops and by the engine."""
     found = {}
     for row in (row for record in training("train_*.json") for row in record["rows"]):
-        found.setdefault((row["model"], row["batch_size"]), {})[row["mode"]] = row
-    lines = [
-        "| hybrid PGD-10 training | batch | plain loop, TF32 | advnorm | of the bf16 peak |",
-        "|---|---|---|---|---|",
+        if row["attack_steps"] == 10 and not row.get("settings") and row.get("image_size", 32) == 32:
+            found.setdefault((row["model"], row["batch_size"]), {})[row["mode"]] = row
+    references = [name for name in REFERENCES if any(name in modes for modes in found.values())]
+    head = [
+        "hybrid PGD-10 training",
+        "batch",
+        *(REFERENCES[name] for name in references),
+        "advnorm",
+        "of bf16 peak",
     ]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for (model, batch_size), modes in found.items():
         ours = modes["compiled"]
-        plain = f"{modes['plain']['epoch_seconds']:.1f} s" if "plain" in modes else "–"
-        faster = f" ({ours['speedup']:.1f}×)" if ours["speedup"] else ""
-        seconds = f"{ours['epoch_seconds']:.2f} s an epoch{faster}"
-        lines.append(f"| {model} | {batch_size} | {plain} | {seconds} | {ours['share_of_peak']:.0%} |")
-    record = training("train_*.json")[0]
-    return "\n".join([*lines, "", f"CIFAR-10, 50,000 images an epoch, `{record['norm']}`, {record['device']}."])
+        cells = [model, batch_size]
+        for name in references:
+            ratio = f" ({speedups(ours)[name]:.1f}×)" if name in speedups(ours) else ""
+            cells.append(f"{modes[name]['epoch_seconds']:.1f} s{ratio}" if name in modes else "–")
+        cells += [f"{ours['epoch_seconds']:.2f} s", f"{ours['share_of_peak']:.0%}"]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    where = conditions(training("train_*.json")[0])
+    note = f"Seconds of an epoch of 50,000 images; in brackets how many times faster `advnorm` is. {where}."
+    return "\n".join([*lines, "", note])
 
 
 def parts():

@@ -15,16 +15,30 @@ from typer.testing import CliRunner
 from advnorm import create_model, strip
 from advnorm._core.errors import ConfigError
 from advnorm.bench import train
+from advnorm.bench.plain_loops import HYBRID
 from advnorm.bench.profile import kind_of
-from advnorm.bench.train import TrainBenchmark, TrainRow, bench_train
+from advnorm.bench.train import TrainBenchmark, bench_train
+from advnorm.bench.train_group import TrainRow
 from advnorm.cli.app import app
-from advnorm.cli.bench_tables import train_tables
-from advnorm.config import AttackConfig, Config, Named
-from advnorm.data import load
+from advnorm.cli.train_tables import train_tables
+from advnorm.config import Config, Named
+from advnorm.config.sweep import sweep_configs
 from advnorm.training.ranks import Ranks
 from support.problems import raises_problem
 
-SMALL = {"models": ("small_cnn",), "batch_sizes": (8,), "attack_steps": (1,), "device": "cpu", "steps": 1}
+SMALL = replace(
+    HYBRID,
+    model=Named("small_cnn"),
+    batch_size=8,
+    attack=replace(HYBRID.attack, steps=1),
+    data=Named("synthetic", size=64),
+)
+ONE_STEP = {"device": "cpu", "steps": 1}
+
+
+def cases(*sweep: str, config: Config = SMALL) -> list[Config]:
+    """Every combination of a small configuration."""
+    return sweep_configs(config, sweep)
 
 
 def lines(result: TrainBenchmark, width: int = 80) -> list[str]:
@@ -53,8 +67,8 @@ def test_every_case_is_measured_and_table_and_record_agree(tmp_path):
     out = CliRunner().invoke(
         app,
         [
-            "bench", "train", "--model", "small_cnn", "--model", "resnet20", "--batch-size", "8",
-            "--attack-steps", "1", "--attack-steps", "3", "--device", "cpu", "--steps", "1", "--json", str(record),
+            "bench", "train", "--set", "batch_size=8", "--sweep", "model=small_cnn,resnet20", "attack.steps=1,3",
+            "--mode", "plain", "eager", "--device", "cpu", "--steps", "1", "--json", str(record),
         ],
     )  # fmt: skip
     assert out.exit_code == 0, out.output
@@ -65,17 +79,18 @@ def test_every_case_is_measured_and_table_and_record_agree(tmp_path):
     shown = [line.split() for line in out.output.splitlines() if line.split()[:1] in (["plain"], ["eager"])]
     assert len(shown) == 8
     for row, cells in zip(rows, shown, strict=True):
-        mode, batch, steps, processes, rate, epoch, share, memory, _, speedup = cells
-        assert (mode, int(batch), int(steps), int(processes)) == (row.mode, row.batch_size, row.attack_steps, 1)
+        mode, steps, rate, epoch, share, memory, _, speedup = cells
+        assert (mode, int(steps)) == (row.mode, row.attack_steps)
         assert float(rate.replace(",", "")) == pytest.approx(row.images_per_second, abs=0.5)
         assert float(epoch.replace(",", "")) == pytest.approx(row.epoch_seconds, abs=0.5)
         assert float(share.rstrip("%")) == pytest.approx(100 * row.share_of_peak, abs=0.5)
-        assert float(speedup) == pytest.approx(row.speedup, abs=0.005) and memory == "–"
-    assert {"norm", "eps", "data", "device", "torch", "steps", "notes", "advnorm", "commit"} <= set(data)
+        assert float(speedup) == pytest.approx(row.speedups["plain"], abs=0.005) and memory == "–"
+    assert {"config", "device", "torch", "steps", "laws", "notes", "advnorm", "commit"} <= set(data)
+    assert "batch size 8, image size 32, processes 1, dual_bn, hybrid" in " ".join(out.output.split())
 
 
 def test_rates_epochs_and_operations_are_consistent():
-    result = bench_train(**{**SMALL, "attack_steps": (1, 4), "batch_sizes": (8, 12)})
+    result = bench_train(cases("batch_size=8,12", "attack.steps=1,4"), modes=("plain", "eager"), **ONE_STEP)
     assert [(row.batch_size, row.attack_steps) for row in result.rows[::2]] == [(8, 1), (8, 4), (12, 1), (12, 4)]
     for row in result.rows:
         passes = 2 * row.attack_steps + 2 * 3  # attack: forward and back; then both kinds of images, three passes each
@@ -84,13 +99,13 @@ def test_rates_epochs_and_operations_are_consistent():
         assert row.epoch_seconds == pytest.approx(50_000 / row.images_per_second)
         assert row.start_up_seconds > 0
     plain, eager = result.rows[:2]
-    assert (plain.mode, plain.speedup, eager.mode) == ("plain", 1.0, "eager")
+    assert (plain.mode, plain.speedups, eager.mode) == ("plain", {"plain": 1.0}, "eager")
 
 
 def check_rows_of_one_and_two_processes(result: TrainBenchmark) -> None:
     one, two = result.rows
     assert (one.processes, two.processes) == (1, 2) and one.batch_size == two.batch_size == 8
-    assert one.speedup is None and two.speedup is None  # there is no plain loop to compare with
+    assert one.speedups == two.speedups == {}  # there is no plain loop to compare with
     assert two.epoch_seconds == pytest.approx(50_000 / two.images_per_second)
     assert one.peak_tflops != two.peak_tflops
     assert all(row.share_of_peak == pytest.approx(row.tflops / row.peak_tflops / row.processes) for row in (one, two))
@@ -99,30 +114,18 @@ def check_rows_of_one_and_two_processes(result: TrainBenchmark) -> None:
 
 
 def test_each_number_of_processes_has_rows_with_its_own_peak(monkeypatch):
-    def measure(count, case, device):
-        rows, notes = train._measure(case, case.load_data(), Ranks(device=torch.device(device)))
+    def measure(count, plan, device):
+        rows, notes = train._measure(plan, plan.load(), Ranks(device=torch.device(device)))
         return [replace(row, processes=count, share_of_peak=row.share_of_peak / count) for row in rows], notes
 
     monkeypatch.setattr(train, "_measure_spawned", measure)
-    check_rows_of_one_and_two_processes(bench_train(**SMALL, processes=(1, 2), modes=("eager",)))
+    check_rows_of_one_and_two_processes(bench_train(cases(), processes=(1, 2), modes=("eager",), **ONE_STEP))
 
 
 @pytest.mark.slow
 @pytest.mark.world_size(2)
 def test_several_processes_divide_the_batch():
-    check_rows_of_one_and_two_processes(bench_train(**SMALL, processes=(1, 2), modes=("eager",)))
-
-
-def test_the_plain_loop_trains_and_updates_its_statistics_once_per_step(monkeypatch):
-    models = []
-    monkeypatch.setattr(train, "strip", lambda model: models.append(strip(model)) or models[-1])
-    config = Config(model=Named("small_cnn"), attack=AttackConfig(steps=2), batch_size=8, held_out=0, validate_every=0)
-    run = train._plain_steps(config, load("synthetic", "train", size=64), Ranks(device=torch.device("cpu")))
-    before = [value.clone() for value in models[0].parameters()]
-    run(3)
-    assert all(not torch.equal(a, b) for a, b in zip(before, models[0].parameters(), strict=True))
-    norms = [module for module in models[0].modules() if isinstance(module, nn.BatchNorm2d)]
-    assert norms and all(norm.num_batches_tracked == 3 for norm in norms)
+    check_rows_of_one_and_two_processes(bench_train(cases(), processes=(1, 2), modes=("eager",), **ONE_STEP))
 
 
 def test_fallbacks_of_the_training_are_noted_below_the_table(monkeypatch):
@@ -130,7 +133,7 @@ def test_fallbacks_of_the_training_are_noted_below_the_table(monkeypatch):
         raise torch._dynamo.exc.TorchDynamoException("no compiler")
 
     monkeypatch.setattr(torch, "compile", lambda *_, **__: fails)  # a compiler that is missing would stay so
-    result = bench_train(**{**SMALL, "batch_sizes": (6,)}, modes=("compiled",))
+    result = bench_train(cases("batch_size=6"), modes=("compiled",), **ONE_STEP)
     assert len(result.notes) == 1 and result.notes[0].startswith("the network cannot be compiled and runs eagerly: ")
     assert any(line.startswith("note: the network cannot be compiled") for line in lines(result))
 
@@ -140,6 +143,7 @@ def test_the_table_fits_on_80_columns_with_large_numbers():
         model="imagenet_resnet638",
         batch_size=16384,
         attack_steps=1,
+        image_size=224,
         processes=1024,
         mode="compiled",
         images_per_second=123_456.7,
@@ -149,20 +153,67 @@ def test_the_table_fits_on_80_columns_with_large_numbers():
         share_of_peak=1.0,
         memory=140 * 2**30,
         start_up_seconds=1234.5,
-        speedup=12.34,
+        speedups={"plain": 12.34, "careful": 3.21, "careful_compiled": 1.5},
         spread=0.01,
     )
     slow = replace(fast, attack_steps=100, images_per_second=0.4, epoch_seconds=123_456.7, share_of_peak=0.001)
-    conditions = {
-        "norm": "dual_affine_bn", "objective": "hybrid", "eps": "16/255", "data": "cifar10", "device": "NVIDIA H200",
-        "torch": "2", "steps": 50, "notes": (),
-    }  # fmt: skip
+    conditions = {"config": SMALL.to_dict(), "device": "NVIDIA H200", "steps": 50, "laws": (), "notes": ()}
     shown = lines(TrainBenchmark(rows=(fast, slow), **conditions))
     assert all(len(line.rstrip()) <= 80 for line in shown) and not any("…" in line for line in shown)
-    assert [line.split() for line in shown if "compiled " in line] == [
-        ["compiled", "16384", "1", "1024", "123,457", "0.41", "100%", "140.0", "1234.5", "12.34"],
-        ["compiled", "16384", "100", "1024", "0", "123,457", "0%", "140.0", "1234.5", "12.34"],
+    assert [line.split() for line in shown if line.startswith(" compiled ")] == [
+        ["compiled", "1", "123,457", "0.41", "100%", "140.0", "1234"],
+        ["compiled", "100", "0", "123,457", "0%", "140.0", "1234"],
+        ["compiled", "1", "12.34", "3.21", "1.50"],
+        ["compiled", "100", "12.34", "3.21", "1.50"],
     ]
+    shown = lines(TrainBenchmark(rows=(fast, replace(fast, mode="eager")), **conditions))
+    assert ["compiled", "123,457", "0.41", "100%", "140.0", "1234", "12.34", "3.21", "1.50"] in map(str.split, shown)
+    assert all(len(line.rstrip()) <= 80 for line in shown)
+
+
+def test_second_passes_and_norms_take_turns_and_their_cost_is_relative_to_the_first():
+    result = bench_train(
+        cases("second_pass=none,sam", "norm=dual_bn,dual_affine_ln"), modes=("plain", "eager"), **ONE_STEP
+    )
+    assert [(row.mode, *row.settings.values()) for row in result.rows] == [
+        ("plain", "own", None),
+        ("eager", "dual_bn", None),
+        ("eager", "dual_affine_ln", None),
+        ("eager", "dual_bn", "sam"),
+        ("eager", "dual_affine_ln", "sam"),
+    ]
+    plain, first, *others = result.rows
+    assert plain.cost is None and first.cost == 1.0
+    assert [row.cost for row in others] == pytest.approx(
+        [first.images_per_second / row.images_per_second for row in others]  # one turn: the ratio of the medians
+    )
+    assert [set(row.speedups) for row in result.rows] == [{"plain"}, {"plain"}, {"plain"}, set(), set()]
+    assert all(row.tflops > 0 for row in result.rows) and "cost" in " ".join(lines(result)).split()
+
+
+def test_sizes_of_images_and_widths_of_networks_are_settings():
+    result = bench_train(cases("data.image_size=8,16", "model.width=0.5,1"), modes=("plain", "eager"), **ONE_STEP)
+    assert [(row.image_size, row.settings) for row in result.rows[::2]] == [
+        (size, {"model.width": width}) for size in (8, 16) for width in (0.5, 1.0)
+    ]
+    small, wide, large = (result.rows[place].tflops / result.rows[place].images_per_second for place in (0, 2, 4))
+    assert large == pytest.approx(4 * small, rel=0.01) and 3 < wide / small < 4  # the first layer has 3 channels
+
+
+def test_ratios_are_taken_to_every_reference_that_was_measured():
+    result = bench_train(cases(), modes=("plain", "careful", "eager"), **ONE_STEP)
+    assert [row.mode for row in result.rows] == ["plain", "careful", "eager"]
+    rates = [row.images_per_second for row in result.rows]
+    for row in result.rows:
+        expected = {"plain": row.images_per_second / rates[0], "careful": row.images_per_second / rates[1]}
+        assert row.speedups == pytest.approx(expected)
+
+
+def test_the_record_has_the_configuration_that_was_measured():
+    result = bench_train(cases("eps=8/255", "data.size=64"), modes=("eager",), **ONE_STEP)
+    config = Config.from_dict(result.config)
+    assert (config.eps, config.data, config.model.name) == ("8/255", Named("synthetic", size=64), "small_cnn")
+    assert result.rows[0].settings == {}
 
 
 @pytest.mark.parametrize(
@@ -195,7 +246,7 @@ def test_the_parts_of_a_step_add_up_to_its_time_and_are_shown(tmp_path):
     out = CliRunner().invoke(
         app,
         [
-            "bench", "train", "--model", "small_cnn", "--batch-size", "8", "--attack-steps", "1", "--device", "cpu",
+            "bench", "train", "--set", "model=small_cnn", "batch_size=8", "attack.steps=1", "--device", "cpu",
             "--steps", "1", "--mode", "eager", "--parts", "--json", str(record),
         ],
     )  # fmt: skip
@@ -211,32 +262,53 @@ def test_the_parts_of_a_step_add_up_to_its_time_and_are_shown(tmp_path):
 
 
 def test_parts_are_measured_only_on_request():
-    assert [row.parts for row in bench_train(**SMALL, modes=("eager",)).rows] == [None]
+    assert [row.parts for row in bench_train(cases(), modes=("eager",), **ONE_STEP).rows] == [None]
 
 
 @pytest.mark.parametrize(
-    ("settings", "code", "field"),
+    ("overrides", "settings", "code", "field"),
     [
-        ({"modes": ("compield",)}, "unknown_name", "mode"),
-        ({"models": ("resnet81",)}, None, None),  # the rest is validated by the configuration
-        ({"norm": "dualbn"}, None, None),
-        ({"batch_sizes": (0,)}, None, None),
-        ({"attack_steps": (0,)}, None, None),
-        ({"eps": "8"}, None, None),
-        ({"steps": 0}, "out_of_range", "steps"),
-        ({"processes": (0,)}, "out_of_range", "processes"),
-        ({"processes": (1, 3), "batch_sizes": (8, 9)}, "conflict", "processes"),
-        ({"device": "tpu"}, "no_device", "device"),
+        ([], {"modes": ("compield",)}, "unknown_name", "mode"),
+        (["model=timm:resnet81"], {}, "unknown_name", "model"),
+        (["norm=dualbn"], {}, "unknown_name", "norm"),
+        (["attack.steps=0"], {}, "out_of_range", "attack.steps"),
+        (["eps=8"], {}, "out_of_range", "eps"),
+        (["model=imagenet_resnet18", "norm=dual_gn"], {}, "unknown_name", "norm"),
+        (["data.size=4"], {}, "conflict", "batch_size"),
+        (["data=cifar10"], {}, "missing_folder", "root"),
+        ([], {"data_dir": "data"}, "conflict", "data_dir"),
+        (["compile=true"], {}, "conflict", "compile"),
+        (["objective=trades"], {}, "conflict", "mode"),
+        (["attack.momentum=1"], {"modes": ("plain",)}, "conflict", "mode"),
+        ([], {"steps": 0}, "out_of_range", "steps"),
+        ([], {"processes": (0,)}, "out_of_range", "processes"),
+        ([], {"processes": (1, 3)}, "conflict", "processes"),
+        ([], {"device": "tpu"}, "no_device", "device"),
     ],
 )
-def test_a_wrong_setting_is_reported_before_any_measurement(settings, code, field):
+def test_a_wrong_setting_is_reported_before_any_measurement(overrides, settings, code, field):
     started = []
-    with pytest.raises(ConfigError) if code is None else raises_problem(code, field):
-        bench_train(**{**SMALL, **settings}, on_row=started.append)
+    with raises_problem(code, field):
+        bench_train([SMALL.with_overrides(overrides)], **{**ONE_STEP, **settings}, on_row=started.append)
+    assert not started
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code"),
+    [
+        (["model=timm:test_vit", "norm=dual_bn"], "no_norm_of_kind"),
+        (["model=timm:test_vit", "norm=dual_affine_ln", "data.image_size=40"], "wrong_shape"),
+    ],
+)
+def test_a_network_that_cannot_take_the_norm_or_the_images_is_reported_before_any_measurement(overrides, code):
+    pytest.importorskip("timm", reason="timm is not installed")
+    started = []
+    with raises_problem(code):  # the first configuration is fine
+        bench_train([SMALL, SMALL.with_overrides(overrides)], **ONE_STEP, on_row=started.append)
     assert not started
 
 
 def test_one_error_lists_all_problems():
     with pytest.raises(ConfigError) as error:
-        bench_train(**{**SMALL, "modes": ("compield",), "steps": 0})
+        bench_train(cases(), modes=("compield",), device="cpu", steps=0)
     assert [problem.field for problem in error.value.problems] == ["mode", "steps"]

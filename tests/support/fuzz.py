@@ -151,7 +151,7 @@ COMMANDS = tuple(
         "train small.yaml --sweep norm=bn,dual_bn --seeds 0 1 --set name=none epochs=1 --max-minutes 0 --device cpu",
         "card runs/run-seed0 --out card",
         "bench norms bn --model small_cnn --batch-size 6 --rounds 1 --device cpu --json b.json",
-        "bench train --model small_cnn --batch-size 2 --attack-steps 1 --mode plain --steps 1 --device cpu",
+        "bench train --set model=small_cnn batch_size=2 attack.steps=1 --mode plain --steps 1 --device cpu",
     )
 )
 #: Words that may replace or follow any other; each is rejected, or costs nothing.
@@ -165,7 +165,10 @@ WORDS = (
     "digits:nope", "x.npz", "x.svg", "--nope", "--set", "-x", "--help",
 )  # fmt: skip
 #: Options that start servers, download files, or run for minutes.
-NEVER = {"--smoke", "--download", "--official", "--compile", "--tensorboard", "--processes", "--launcher", "--parts"}
+NEVER = {
+    "--smoke", "--download", "--official", "--compile", "--tensorboard", "--processes", "--launcher", "--parts",
+    "--start-up",
+}  # fmt: skip
 SETTING_VALUES = (
     "",
     "nan",

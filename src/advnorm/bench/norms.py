@@ -15,7 +15,7 @@ from advnorm._core.devices import resolve_device, set_threads
 from advnorm._core.errors import raise_problems, unknown_name
 from advnorm._core.precision import float32_as
 from advnorm._core.provenance import environment
-from advnorm.bench.timing import MeasuredConditions, Timing, minimum_problems, side_by_side
+from advnorm.bench.timing import MeasuredConditions, Timing, alternate, compare, minimum_problems
 from advnorm.models import create_model, list_models
 from advnorm.norms import domains, list_norms, route, routed_modules
 from advnorm.surgery import strip
@@ -79,9 +79,11 @@ def bench_norms(
         evaluate, train = {}, {}
         for norm in (PLAIN, *norms):
             evaluate[norm], train[norm] = _build_phases(norm, model, images, labels, precision, compiled)
-        run = {"reference": PLAIN, "rounds": rounds, "device": where, "on_round": on_round}
         with torch._dynamo.config.patch(recompile_limit=64):  # pyright: ignore  # all networks share one forward
-            timings = {"eval": side_by_side(evaluate, **run), "train": side_by_side(train, **run)}
+            times = {
+                phase: alternate(functions, rounds=rounds, device=where, on_round=on_round)
+                for phase, functions in (("eval", evaluate), ("train", train))
+            }
     return NormBenchmark(
         model=model,
         batch_size=batch_size,
@@ -91,7 +93,7 @@ def bench_norms(
         compiled=compiled,
         rounds=rounds,
         threads=threads,
-        rows={norm: {phase: timings[phase][norm] for phase in timings} for norm in evaluate},
+        rows={norm: {phase: compare(times[phase][norm], times[phase][PLAIN]) for phase in times} for norm in evaluate},
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from advnorm._core.errors import Problem
 from advnorm._core.provenance import own_version
 
 R = TypeVar("R")
+K = TypeVar("K")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,33 +66,34 @@ def timed(function: Callable[[], R], device: torch.device) -> tuple[R, float]:
     return result, time.perf_counter() - start
 
 
-def side_by_side(
-    functions: Mapping[str, Callable[[], object]],
+def alternate(
+    functions: Mapping[K, Callable[[], object]],
     *,
-    reference: str,
     rounds: int,
     device: torch.device,
     warmup: int = 2,
     on_round: Callable[[], object] = lambda: None,
-) -> dict[str, Timing]:
-    """Time every function once per round, in alternating order; ratios to ``reference`` are taken within a round."""
+) -> dict[K, list[float]]:
+    """Time every function once per round, in alternating order, and return the seconds of each."""
     for function in functions.values():
         for _ in range(warmup):
             timed(function, device)
-    times: dict[str, list[float]] = {name: [] for name in functions}
+    times: dict[K, list[float]] = {name: [] for name in functions}
     order = list(functions)
     for _ in range(rounds):
         for name in order:
             times[name].append(timed(functions[name], device)[1])
         order.reverse()
         on_round()
-    result = {}
-    for name, values in times.items():
-        ratios = sorted(own / plain for own, plain in zip(values, times[reference]))
-        quarter = len(ratios) // 4
-        result[name] = Timing(
-            seconds=statistics.median(values),
-            ratio=statistics.median(ratios),
-            spread=ratios[-1 - quarter] - ratios[quarter],
-        )
-    return result
+    return times
+
+
+def compare(times: Sequence[float], reference: Sequence[float]) -> Timing:
+    """Compare the times of an alternative with those of a reference in the same rounds."""
+    ratios = sorted(own / other for own, other in zip(times, reference, strict=True))
+    quarter = len(ratios) // 4
+    return Timing(
+        seconds=statistics.median(times),
+        ratio=statistics.median(ratios),
+        spread=ratios[-1 - quarter] - ratios[quarter],
+    )

@@ -52,53 +52,57 @@ def bench_norms(
 
 @command(app, "train")
 def bench_train(
-    model: Annotated[list[str] | None, typer.Option(help="One or several networks. Default: resnet18.")] = None,
-    norm: Annotated[str, typer.Option(help="Norm of the networks.")] = "dual_bn",
-    batch_size: Annotated[
-        list[int] | None,
-        typer.Option(min=2, metavar=INTEGERS, help="One or several batch sizes. Default: 128 and 512; on the CPU 16."),
-    ] = None,
-    attack_steps: Annotated[
-        list[int] | None, typer.Option(min=1, metavar=INTEGERS, help="One or several numbers. Default: 10.")
+    overrides: Overrides = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(metavar=KEY_VALUE, help="Measure each value: --sweep batch_size=128,512 second_pass=none,sam."),
     ] = None,
     mode: Annotated[
         list[str] | None,
-        typer.Option(help="plain (a usual PyTorch loop), eager, compiled. Default: all; on the CPU the first two."),
+        typer.Option(
+            help="Plain PyTorch loops: plain (TF32), careful (bf16, channels-last, frozen weights in the attack), "
+            "careful_compiled. Ours: eager, compiled. Default: all; on the CPU those that do not compile."
+        ),
     ] = None,
     processes: Annotated[
         list[int] | None,
         typer.Option(min=1, metavar=INTEGERS, help="One or several numbers; each divides the batch. Default: 1."),
     ] = None,
-    eps: Annotated[str, typer.Option(help="Linf radius.")] = "16/255",
-    data_dir: Annotated[Path | None, typer.Option(help="Folder of CIFAR-10. Default: synthetic images.")] = None,
+    data_dir: DataDir = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Number of timed steps. Default: 50; on the CPU 3.")] = None,
     parts: Annotated[bool, typer.Option("--parts", help="Also show how the time of a step is spent.")] = False,
+    start_up: Annotated[
+        bool,
+        typer.Option("--start-up", help="Also time the first step in two fresh processes: without and with a cache."),
+    ] = False,
     device: Device = None,
     json: JsonCopy = None,
 ) -> None:
-    """Compare hybrid PGD training with a plain PyTorch loop, by network, batch size, attack steps and processes.
+    """Compare the steps of training with plain PyTorch loops, for any settings of a training.
 
-    Examples: `advnorm bench train`, `advnorm bench train --batch-size 512 --mode compiled --data-dir data`,
-    `advnorm bench train --model resnet18 wrn_34_10 --processes 1 2 --json train.json`,
-    `advnorm bench train --mode compiled --parts`. On several computers: `torchrun ... -m advnorm bench train`.
+    The default is hybrid PGD-10 training of a ResNet-18 with dual_bn on synthetic images.
+    Examples: `advnorm bench train --set data=cifar10 --data-dir data --sweep batch_size=128,512`,
+    `advnorm bench train --sweep attack.steps=1,5,10 --mode compiled --processes 1 2 --json train.json`,
+    `advnorm bench train --sweep second_pass=none,sam,awp --mode compiled --parts`,
+    `advnorm bench train --set model=timm:convnext_atto norm=dual_affine_ln data.image_size=128`.
+    On several computers: `torchrun ... -m advnorm bench train`.
     """
     from advnorm._core.distributed import rank
     from advnorm.bench.train import bench_train as measure
-    from advnorm.cli.bench_tables import train_tables
+    from advnorm.bench.train import default_config
+    from advnorm.cli.train_tables import train_tables
+    from advnorm.config.sweep import sweep_configs
 
     with _measuring(json) as show:
         result = measure(
-            models=model or ("resnet18",),
-            norm=norm,
-            batch_sizes=batch_size or None,
-            attack_steps=attack_steps or (10,),
+            sweep_configs(default_config(device).with_overrides(overrides or ()), sweep or ()),
             modes=mode or None,  # pyright: ignore[reportArgumentType]  # validated there
             processes=processes or None,
-            eps=eps,
             data_dir=data_dir,
             device=device,
             steps=steps,
             parts=parts,
+            start_up=start_up,
             on_row=show,
         )
     if rank() == 0:

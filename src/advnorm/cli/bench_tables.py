@@ -17,7 +17,6 @@ from advnorm.bench.passes import StagePasses, mean_passes, total_passes
 from advnorm.bench.quick import QuickBenchmark
 from advnorm.bench.recipe import RECIPE, RecipeBenchmark
 from advnorm.bench.surgery import OUTCOMES, SurgeryBenchmark
-from advnorm.bench.train import TrainBenchmark, TrainRow
 from advnorm.evaluation.gallery import Part
 from advnorm.evaluation.statistics import format_accuracy
 
@@ -45,58 +44,6 @@ def norm_table(result: NormBenchmark) -> Table:
         f"interquartile range; limits for dual_bn: eval {LIMITS['eval']:.2f}, train {LIMITS['train']:.2f}"
     )
     table.caption_justify = "left"
-    return table
-
-
-def train_tables(result: TrainBenchmark) -> Group:
-    """Return speed, share of the peak and memory of each mode: a table per network, 80 columns wide."""
-    tables = []
-    for model in dict.fromkeys(row.model for row in result.rows):
-        title = f"{model}, {result.norm}, hybrid training, eps {result.eps}, {result.data}, {result.device}"
-        table = Table("mode", title=title, title_justify="left", box=SIMPLE, collapse_padding=True, pad_edge=False)
-        for column in (
-            "batch", "attack\nsteps", "proc-\nesses", "images\nper s", "epoch\ns", "of\npeak", "memory\nGiB",
-            "start\ns", "times\nplain",
-        ):  # fmt: skip
-            table.add_column(column, justify="right", no_wrap=True)
-        for row in (row for row in result.rows if row.model == model):
-            table.add_row(
-                row.mode,
-                str(row.batch_size),
-                str(row.attack_steps),
-                str(row.processes),
-                f"{row.images_per_second:,.0f}",
-                f"{row.epoch_seconds:,.2f}" if row.epoch_seconds < 1000 else f"{row.epoch_seconds:,.0f}",
-                f"{row.share_of_peak:.0%}",
-                "–" if row.memory is None else f"{row.memory / 2**30:.1f}",
-                f"{row.start_up_seconds:.1f}",
-                "–" if row.speedup is None else f"{row.speedup:.2f}",
-            )
-        tables.append(table)
-    tables += [_parts(row) for row in result.rows if row.parts is not None]
-    peak_of = {row.processes: row.peak_tflops for row in result.rows}
-    peaks = ", ".join(f"{peak:.3g} in each of {count} process(es)" for count, peak in peak_of.items())
-    caption = (
-        f"median over {result.steps} steps; batch: all processes together; epoch: 50,000 images; peak: "
-        f"{peaks} TFLOP/s for a large matrix product in this run; memory: per process; "
-        "start: building, compiling, capturing and the first steps"
-    )
-    return Group(*tables, *(Text(line, style="dim") for line in (caption, *(f"note: {note}" for note in result.notes))))
-
-
-def _parts(row: TrainRow) -> Table:
-    """Return how the time of a step is spent."""
-    title = (
-        f"a step of {row.model}, {row.mode}, batch {row.batch_size}, {row.attack_steps} attack steps, {row.processes} "
-        "process(es)"
-    )
-    table = Table("", title=title, title_justify="left", box=SIMPLE, collapse_padding=True, pad_edge=False)
-    for column in ("ms", "share"):
-        table.add_column(column, justify="right", no_wrap=True)
-    assert row.parts is not None
-    whole = sum(row.parts.values())
-    for kind, milliseconds in row.parts.items():
-        table.add_row(kind, f"{milliseconds:,.2f}", f"{milliseconds / whole:.0%}")
     return table
 
 

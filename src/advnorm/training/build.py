@@ -65,29 +65,28 @@ def describe_images(train: ImageData | FolderData, held_out: ImageData | FolderD
 
 
 def build_model(config: Config, data: Mapping[str, Any]) -> nn.Module:
-    """Build the untrained model of a configuration for data with these :func:`data_properties`.
+    """Build the untrained model of a configuration for data with these :func:`data_properties`."""
+    norm_options = dict(config.norm_options)
+    if config.sync_statistics:
+        norm_options["sync"] = True
+    options = network_options(config, data)
+    model = create_model(config.model.name, norm=config.norm, norm_options=norm_options, **options)
+    if config.dual_head:
+        convert_head(model)
+    return model
+
+
+def network_options(config: Config, data: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of ``create_model`` that do not concern the norm, for data with these :func:`data_properties`.
 
     Only images of three channels have a published mean and deviation. Others are not normalized unless the model's
     options set it.
     """
     channels = data["image_shape"][0]
-    options = dict(config.model.options)
-    if channels != 3 and not {"mean", "std", "normalize"} & set(options):
+    options = {"num_classes": data["num_classes"], "in_channels": channels, **config.model.options}
+    if channels != 3 and not {"mean", "std", "normalize"} & set(config.model.options):
         options["normalize"] = False
-    norm_options = dict(config.norm_options)
-    if config.sync_statistics:
-        norm_options["sync"] = True
-    model = create_model(
-        config.model.name,
-        data["num_classes"],
-        config.norm,
-        norm_options=norm_options,
-        in_channels=channels,
-        **options,
-    )
-    if config.dual_head:
-        convert_head(model)
-    return model
+    return options
 
 
 def build_objective(config: Config, model: nn.Module) -> Objective:

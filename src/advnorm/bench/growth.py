@@ -1,0 +1,114 @@
+"""How time and memory of a training grow: a fitted law for each setting that takes several values."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+#: Distinct values of a setting that a law needs, so that its error says something.
+VALUES = 3
+#: The settings of a row; others are in ``settings``.
+_SETTINGS = ("model", "mode", "batch_size", "attack_steps", "image_size", "processes")
+
+
+#: Seconds of a step; bytes of memory.
+Quantity = Literal["seconds", "memory"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Law:
+    """``a · x^b`` (power) or ``a + b · x`` (affine), fitted by least squares of relative errors.
+
+    A power law is a line in logarithms. ``axis``: the setting x; ``depth`` is the first number in the model's name.
+    """
+
+    quantity: Quantity
+    axis: str
+    form: Literal["power", "affine"]
+    a: float
+    b: float
+    error: float  # the largest relative error of the fit
+    values: tuple[float, ...]  # of the setting
+    fixed: dict[str, Any]  # the other settings
+
+    def __call__(self, x: float) -> float:
+        return self.a * x**self.b if self.form == "power" else self.a + self.b * x
+
+    @property
+    def formula(self) -> str:
+        """The law in milliseconds of a step or GiB of memory, with the setting as x."""
+        name, unit = {"seconds": ("ms", 1e-3), "memory": ("GiB", 2**30)}[self.quantity]
+        if self.form == "power":
+            return f"{name} = {self.a / unit:.3g} · x^{self.b:.2f}"
+        return f"{name} = {self.a / unit:.3g} {'-' if self.b < 0 else '+'} {abs(self.b) / unit:.3g} · x"
+
+
+def fit_laws(rows: Sequence[Mapping[str, Any]]) -> list[Law]:
+    """Fit a law to time and memory along each numeric setting in which rows differ and everything else is equal.
+
+    Rows are those of a record of ``advnorm bench train``, also of an older one.
+    """
+    points = [(_conditions(row), row) for row in rows]
+    axes = dict.fromkeys(name for conditions, _ in points for name, value in conditions.items() if _is_number(value))
+    laws = []
+    for axis in axes:
+        lines: dict[str, list[tuple[float, Mapping[str, Any]]]] = {}
+        for conditions, row in points:
+            if _is_number(conditions.get(axis)):
+                x = conditions.pop(axis)
+                lines.setdefault(json.dumps(conditions, sort_keys=True), []).append((x, row))
+                conditions[axis] = x
+        for fixed, line in lines.items():
+            if len({x for x, _ in line}) >= VALUES:
+                laws += _fit_line(axis, json.loads(fixed), line)
+    return laws
+
+
+def _fit_line(axis: str, fixed: dict[str, Any], line: Sequence[tuple[float, Mapping[str, Any]]]) -> list[Law]:
+    """The laws of rows that differ in one setting, in order of its values."""
+    line = sorted(line, key=lambda point: point[0])
+    form = "affine" if axis == "attack_steps" else "power"
+    measured: dict[Quantity, list[Any]] = {
+        "seconds": [row["batch_size"] / row["images_per_second"] for _, row in line],
+        "memory": [row["memory"] for _, row in line],
+    }
+    values, laws = tuple(x for x, _ in line), []
+    for quantity, found in measured.items():
+        if None not in found:
+            a, b, error = fit(values, found, form)
+            law = Law(quantity=quantity, axis=axis, form=form, a=a, b=b, error=error, values=values, fixed=fixed)
+            laws.append(law)
+    return laws
+
+
+def fit(x: Sequence[float], y: Sequence[float], form: Literal["power", "affine"]) -> tuple[float, float, float]:
+    """Return a, b and the largest relative error of ``a · x^b``, or of ``a + b · x`` with weights ``1 / y²``."""
+    xs, ys = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
+    if form == "power":
+        b, intercept = np.polyfit(np.log(xs), np.log(ys), 1)
+        a = np.exp(intercept)
+        fitted = a * xs**b
+    else:
+        b, a = np.polyfit(xs, ys, 1, w=1 / ys)  # numpy squares the weighted errors
+        fitted = a + b * xs
+    return float(a), float(b), float(np.abs(fitted / ys - 1).max())
+
+
+def _conditions(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a row was measured with; a number in the model's name is its depth."""
+    settings = {name: row[name] for name in _SETTINGS if name in row}
+    conditions = {"image_size": 32, **settings, **row.get("settings", {})}  # older rows have images of 32 pixels
+    number = re.search(r"(?<=[a-z_])\d+", row["model"])
+    if number is not None:
+        conditions["model"] = f"{row['model'][: number.start()]}N{row['model'][number.end() :]}"
+        conditions["depth"] = int(number[0])
+    return conditions
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
