@@ -94,6 +94,8 @@ def test_a_bad_value_is_rejected_by_code_and_field(name, value, code):
         ({"schedule": "cosine", "milestones": [5]}, "conflict", "milestones"),
         ({"schedule": "cosine", "gamma": 0.5}, "conflict", "gamma"),
         ({"gamma": 0.3}, "conflict", "gamma"),
+        ({"second_pass_warmup_epochs": 1}, "conflict", "second_pass_warmup_epochs"),
+        ({"second_pass": "awp", "second_pass_warmup_epochs": 11}, "out_of_range", "second_pass_warmup_epochs"),
         ({"schedule": "cosine", "peak_share": 0.9}, "conflict", "peak_share"),
         ({"parallel": "fsdp", "second_pass": "sam"}, "conflict", "second_pass"),
         ({"parallel": "fsdp", "regularizer": "ligs"}, "conflict", "regularizer"),

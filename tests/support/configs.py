@@ -29,6 +29,7 @@ GOOD = {
     "attack": [AttackConfig(steps=3, step_size="2/255", start=0.2)],
     "eps_warmup_epochs": [3],
     "steps_warmup_epochs": [3],
+    "second_pass_warmup_epochs": [3],
     "epochs": [1, 105],
     "budget": [4],
     "batch_size": [1, 1024],
@@ -69,6 +70,7 @@ GOOD = {
 
 #: Without these a setting has no effect and is rejected.
 WITH = {
+    "second_pass_warmup_epochs": {"second_pass": "awp"},
     "gamma": {"milestones": (5.0,)},
     "peak_share": {"schedule": "one_cycle"},
     "mix_alpha": {"mix": "mixup"},

@@ -55,6 +55,11 @@ def test_steps_that_warm_up_cost_less():
     assert training_passes(config) == (2 * 2 + 3) + (2 * 3 + 3) + 4 * (2 * 4 + 3)
 
 
+def test_epochs_without_their_second_pass_cost_less():
+    config = Config(objective="standard", second_pass="awp", epochs=3, budget=2, second_pass_warmup_epochs=1)
+    assert training_passes(config) == 2 * 3 + 4 * 6 and passes(config) == 6
+
+
 def test_a_training_costs_all_its_epochs_and_nothing_is_known_of_images_that_are_not_counted():
     config = Config(data="cifar10", model="resnet20", objective="standard", epochs=5, budget=2)
     assert training_flops(config) == by_hand("resnet20", 32) * 50_000 * 10 * 3

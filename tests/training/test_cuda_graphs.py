@@ -16,7 +16,7 @@ from advnorm.models.small import SmallCNN
 from advnorm.objectives import CraftedBatch
 from advnorm.objectives.execution import EAGER
 from advnorm.training.build import build_model, build_objective
-from advnorm.training.cuda_graphs import Replays
+from advnorm.training.cuda_graphs import CapturedStep, Replays
 from advnorm.training.loop import TrainingLoop
 from advnorm.training.step_program import CapturedProgram, autocast
 from support.step_programs import (
@@ -97,6 +97,18 @@ def test_attack_and_step_read_no_value_of_a_tensor(monkeypatch, case):
     x_adv = inner.craft(x, y, index) if inner.needs_attack else None
     objective.compute_loss(CraftedBatch(x, y, index, x_adv)).loss.backward()
     assert any(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("change", ["second pass", "statistics"])
+def test_a_step_is_captured_again_when_its_operations_change(tmp_path, change):
+    loop = loop_of(tmp_path, norm="bn", second_pass="awp", second_pass_warmup_epochs=1, epochs=3, running_epochs=1)
+    step, keys = CapturedStep(loop.objective, EAGER, nullcontext, torch.device("cpu"), print), []
+    step.replays.get = lambda key, capture: keys.append(key)
+    batch = first_batch(loop)
+    for epoch in {"second pass": (0, 0, 1), "statistics": (1, 1, 2)}[change]:
+        loop.prepare(epoch)
+        step(CraftedBatch(batch.x, batch.y, batch.index, batch.x))
+    assert keys[0] == keys[1] != keys[2]
 
 
 def stir(loop: TrainingLoop, seed: int) -> None:
@@ -299,6 +311,18 @@ def test_second_passes_train_compiled_as_they_do_eagerly(tmp_path, kind):
     slow = loop_of(tmp_path, "cuda", precision="float32", compile=False, channels_last=False, **settings)
     fast = loop_of(tmp_path, "cuda", precision="float32", compile=True, **settings)
     assert steps(fast, 6) == pytest.approx(steps(slow, 6), rel=1e-3)
+    assert isinstance(fast.program, CapturedProgram) and fast.program.captured.replays.replay is not None
+
+
+@pytest.mark.parametrize("kind", [pytest.param("awp", marks=on_gpu)])
+def test_a_second_pass_that_starts_later_is_captured_as_it_runs_eagerly(tmp_path, kind):
+    settings = {"second_pass": kind, "second_pass_warmup_epochs": 1, "epochs": 2, "norm": "bn", "objective": "standard"}
+    slow = loop_of(tmp_path, "cuda", precision="float32", compile=False, channels_last=False, lr=0.02, **settings)
+    fast = loop_of(tmp_path, "cuda", precision="float32", compile=True, lr=0.02, **settings)
+    for epoch in (0, 1):
+        slow.prepare(epoch)
+        fast.prepare(epoch)
+        assert steps(fast, 6) == pytest.approx(steps(slow, 6), rel=1e-3)
     assert isinstance(fast.program, CapturedProgram) and fast.program.captured.replays.replay is not None
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
 
+from advnorm.bench.recipe import plan_variants
 from advnorm.config import load_config
 from advnorm.training.cost import passes
 from support.small_runs import train
@@ -24,6 +26,7 @@ SMALL = [
     "epochs=1",
     "warmup_epochs=0",
     "steps_warmup_epochs=0",
+    "second_pass_warmup_epochs=0",
     "validate_every=1",
     "attack.steps=1",
     "model.width=0.125",
@@ -47,6 +50,13 @@ def test_a_recipe_says_what_an_image_costs(path):
     if found is not None:
         assert passes(load_config(path)) == int(found[1] or found[2])
     assert found is not None or path.stem in ("cifar10_eps16", "advprop_imagenette")
+
+
+def test_the_variants_that_the_speedrun_names_are_valid():
+    path = next(path for path in RECIPES if path.stem == "speedrun")
+    words = shlex.split(re.sub(r"\n#", " ", path.read_text().partition("# advnorm")[2].partition("\nmodel:")[0]))
+    variants = words[words.index("--variant") + 1 :]
+    assert len(plan_variants(path, [], variants)) == len(variants) + 1 > 5
 
 
 def test_recipes_choose_by_held_out_images():

@@ -93,6 +93,20 @@ def test_max_minutes_stops_at_a_checkpoint_and_the_same_call_resumes(tmp_path):
     assert state(run) == state(alone)
 
 
+def test_a_second_pass_that_warms_up_resumes_with_the_same_bits(tmp_path):
+    """Killed in every step; until the warm-up ends, the run is that of the objective alone."""
+    config = small(second_pass="awp", second_pass_warmup_epochs=2, validate_every=0, held_out=0)
+    while not (run := train(config, tmp_path, max_minutes=0)).finished:
+        pass
+    assert state(run) == state(train(config, tmp_path / "alone"))
+    assert ["second_pass" in row for row in run.metrics()] == [False, False, True]
+    without = small(validate_every=0, held_out=0)
+    assert train(without, tmp_path / "without").metrics()[:2] == run.metrics()[:2]
+    never = train(small(second_pass="awp", second_pass_warmup_epochs=3, validate_every=0, held_out=0), tmp_path)
+    expected, found = tensors(train(without, tmp_path / "without")), tensors(never)
+    assert all(found[name].equal(expected[name]) for name in expected)
+
+
 def test_the_clock_of_a_resumed_run_continues(tmp_path):
     config, clocks, run = small(objective="standard", epochs=2, validate_every=0), [], None
     while run is None or not run.finished:

@@ -51,13 +51,13 @@ class Config(TrainingSettings):
     def scaled(self) -> Config:
         """Return the same training with ``budget=1``: epochs, milestones, snapshots and warm-ups multiplied by it."""
         times = self.budget
-        counted = ("epochs", "warmup_epochs", "eps_warmup_epochs", "steps_warmup_epochs", "running_epochs")
+        counted = ("epochs", "warmup_epochs", "eps_warmup_epochs", "steps_warmup_epochs", "second_pass_warmup_epochs")
         return replace(
             self,
             budget=1,
             milestones=tuple(round(times * milestone, 9) for milestone in self.milestones),
             snapshots=tuple(times * epoch for epoch in self.snapshots),
-            **{name: times * getattr(self, name) for name in counted},
+            **{name: times * getattr(self, name) for name in (*counted, "running_epochs")},
         )
 
     def build_attack(self, epoch: int | None = None) -> Attack:
@@ -83,7 +83,8 @@ class Config(TrainingSettings):
         """A hash of every setting except name and seed, so that seeds share it; ``"8/255"`` counts as its number."""
         content = self.to_dict()
         del content["name"], content["seed"]
-        for name in ("snapshots", "accumulate", "recompute", "parallel", "monitor", "monitor_attack"):  # added later
+        added_later = ("snapshots", "accumulate", "recompute", "parallel", "monitor", "monitor_attack")
+        for name in (*added_later, "second_pass_warmup_epochs"):
             if content.get(name) == to_json(getattr(Config, name, None)):
                 content.pop(name, None)
         if self.attack.name == "pgd":

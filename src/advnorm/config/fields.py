@@ -80,6 +80,9 @@ class TrainingSettings:
         int, Setting("Number n of warm-up epochs: epoch e, from 0, trains with (e + 1) / (n + 1) of eps.", "[0, inf)")
     ] = 0
     steps_warmup_epochs: Annotated[int, Setting("The same rule for the attack's steps, rounded up.", "[0, inf)")] = 0
+    second_pass_warmup_epochs: Annotated[
+        int, Setting("Number of first epochs without the second pass (Wu et al. 2020).", "[0, inf)")
+    ] = 0
 
     epochs: Annotated[int, Setting("Number of epochs.", "[1, inf)")] = 10
     budget: Annotated[int, Setting("Factor of every setting in epochs (paper B, table 1).", "[1, inf)")] = 1

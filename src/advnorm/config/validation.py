@@ -227,7 +227,8 @@ class _Checks:
     def check_schedule(self) -> None:
         s = self.settings
         if self.valid("epochs"):
-            for name in ("warmup_epochs", "eps_warmup_epochs", "steps_warmup_epochs", "running_epochs"):
+            warmups = ("warmup_epochs", "eps_warmup_epochs", "steps_warmup_epochs", "second_pass_warmup_epochs")
+            for name in (*warmups, "running_epochs"):
                 if self.valid(name) and getattr(s, name) > s.epochs:
                     words = f"{{field}} must be at most epochs ({s.epochs})"
                     self.reject(name, words, got=getattr(s, name), code="out_of_range")
@@ -262,6 +263,7 @@ class _Checks:
             "gamma": (("schedule", "milestones"), bool(s.milestones), "milestones, and so to schedule='step'"),
             "peak_share": (("schedule",), s.schedule == "one_cycle", "schedule='one_cycle'"),
             "mix_alpha": (("mix",), s.mix != "none", "mix='mixup' or 'cutmix'"),
+            "second_pass_warmup_epochs": (("second_pass",), s.second_pass is not None, "a second_pass"),
             "monitor": (("validate_every",), bool(s.validate_every), "validate_every above 0"),
             "monitor_attack": (("monitor",), bool(s.monitor), "monitor above 0"),
         }

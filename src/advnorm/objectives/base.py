@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
@@ -156,6 +156,11 @@ class Objective(nn.Module):
     def images_per_domain(self, batch_size: int) -> dict[str, int]:
         """Number of images of each domain in the training pass of a batch."""
         return dict.fromkeys(self.domains, batch_size)
+
+    @property
+    def loss_variant(self) -> Hashable:
+        """What a training changes between epochs about the operations of :meth:`compute_loss`: a key of its graphs."""
+        return self.statistics
 
     @property
     def innermost(self) -> Objective:

@@ -8,7 +8,7 @@ included, and does not change the running statistics (paper B, sec. 3.2).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Annotated, Any
 
@@ -43,6 +43,8 @@ class SecondPass(Wrapper):
             raise ConfigError("conflict", message, field="objective", hint=hint)
         super().__init__(objective, **options)
 
+    #: Whether the second pass runs; a training turns it on after its warm-up.
+    active: bool = True
     #: Whether the statistics are attacked, and the radius of that attack.
     attacks_statistics = False
     radius: float = 0.0
@@ -50,6 +52,10 @@ class SecondPass(Wrapper):
     attacks_weights = False
     #: Groups of the second pass with their own statistics.
     groups: int = 1
+
+    @property
+    def loss_variant(self) -> Hashable:
+        return self.objective.loss_variant, self.active
 
     def rows(self, batch_size: int) -> int:
         """Number of a batch's images in the second pass."""
@@ -64,7 +70,12 @@ class SecondPass(Wrapper):
         raise NotImplementedError
 
     def compute_loss(self, batch: CraftedBatch, execution: Execution = EAGER) -> ObjectiveOutput:
-        """Compute the loss of both passes and its gradient, without waiting for the device."""
+        """Compute the loss of both passes and its gradient, without waiting for the device.
+
+        Without ``active`` it is the loss of the objective inside.
+        """
+        if not self.active:
+            return self.objective.compute_loss(batch, execution)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         if not parameters or not torch.is_grad_enabled():
             why = "no parameter takes a gradient" if not parameters else "torch.no_grad() is on"

@@ -142,6 +142,7 @@ def smoke(cell: Cell) -> Cell:
         **_NO_STEPS,
         eps_warmup_epochs=0,
         steps_warmup_epochs=0,
+        second_pass_warmup_epochs=0,
         running_epochs=epochs - 1,
         snapshots=(1,) if config.snapshots else (),
         budget=1,

@@ -65,7 +65,7 @@ def passes(config: Config, epoch: int | None = None) -> float:
     share = config.objective.options.get("clean_share", 1.0)
     domains = sum(share if domain == "clean" else 1.0 for domain in kind.domains)
     measured = TRAINING_PASSES * domains + (LIGS_PASSES if config.regularizer is not None else 0)
-    if config.second_pass is not None:
+    if config.second_pass is not None and (epoch is None or epoch >= config.second_pass_warmup_epochs):
         samples = config.second_pass.options.get("samples", 1.0)
         measured *= 1 + (samples if isinstance(samples, float) else min(1.0, samples / config.batch_size))
     if not kind.needs_attack:

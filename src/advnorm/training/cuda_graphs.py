@@ -125,7 +125,7 @@ class CapturedStep:
     def __call__(self, batch: CraftedBatch) -> ObjectiveOutput:
         """Set the gradient of every parameter and update the statistics once."""
         shapes = [value if value is None else (value.shape, value.stride()) for value in batch]
-        replay = self.replays.get((shapes, self._objective.statistics), partial(self._capture, batch))
+        replay = self.replays.get((shapes, self._objective.loss_variant), partial(self._capture, batch))
         if replay is not None:
             return replay(batch)
         if not self.replays.works:

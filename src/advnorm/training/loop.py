@@ -23,6 +23,7 @@ from advnorm.config import Config
 from advnorm.data import FolderData, ImageData, split_held_out
 from advnorm.data.loader import Batch
 from advnorm.objectives import ObjectiveOutput
+from advnorm.objectives.second_pass import SecondPass
 from advnorm.training import checkpoint
 from advnorm.training.averaging import EMA
 from advnorm.training.bank_usage import routing
@@ -203,11 +204,13 @@ class TrainingLoop:
         return Action(self.ranks.agreed(own))
 
     def prepare(self, epoch: int) -> None:
-        """Set what changes between epochs: the attack's warm-up, and running statistics at the end (paper E)."""
+        """Set what changes between epochs: warm-ups, and running statistics at the end (paper E)."""
         config = self.config
         if self.objective.needs_attack:
             self.objective.attack = config.build_attack(epoch)
         self.objective.statistics = "running" if epoch >= config.epochs - config.running_epochs else "batch"
+        if isinstance(self.objective, SecondPass):
+            self.objective.active = epoch >= config.second_pass_warmup_epochs
         self.model.train()
 
     def train_step(self, batch: Batch) -> None:
