@@ -271,7 +271,7 @@ def test_the_landscape_of_runs_is_drawn_over_the_step_size(digits, tmp_path):
     second = slice(len(digits.x) // 5, 2 * len(digits.x) // 5)
     own = landscape(digits.networks["dual_bn"], digits.x[second], digits.y[second], steps=(0.1, 0.2), route="adv")
     assert finding.points["dual_bn (adv)"][1] == own and len(finding.points["bn"]) == 3
-    assert finding.record()["networks"]["bn"]["conditions"]["images_looked_at"] == 3 * len(digits.x) // 5
+    assert finding.record()["networks"]["bn"]["conditions"]["images_used"] == 3 * len(digits.x) // 5
     figure = finding.figure()
     assert all(len(axes.lines) == len(axes.collections) == 3 for axes in figure.axes)
     losses = figure.axes[0].lines[2].get_ydata()

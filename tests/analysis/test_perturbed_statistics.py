@@ -187,7 +187,7 @@ def test_the_attack_on_a_run_shows_every_branch_with_every_number_of_groups(digi
     record = read_json(finding.save(tmp_path / "attack")[0])
     assert record == with_digest(finding.record())
     assert record["attacks"]["gradient, 4 groups"]["groups"] == 4
-    assert record["conditions"]["dual_bn (adv)"]["images_judged"] == 300
+    assert record["conditions"]["dual_bn (adv)"]["images_used"] == 300
     assert record["conditions"]["dual_bn (adv)"]["route"] == "adv"
 
 

@@ -103,7 +103,7 @@ def test_a_training_says_what_it_trains_on_and_how_long_an_epoch_takes(tmp_path)
     config = advnorm.Config(validation_attack="fgsm", **settings)
     run = advnorm.train(config, out=tmp_path, device="cpu")
     log = (run.folder / "log.txt").read_text()
-    assert "digits: 674 images and 674 held out, of 1×8×8, 10 classes" in log
+    assert "digits: 674 images of 1×8×8, 10 classes; 674 held out" in log
     assert len(re.findall(r"about [\d.]+ s per epoch, [\d.]+ s in all", log)) == 1
 
 

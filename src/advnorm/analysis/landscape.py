@@ -239,7 +239,7 @@ def landscape_of_runs(
     settings["statistics"] = statistics
     for name, target, branch in track(views):
         parts = list(even_slices(len(target.images), target.batch_size))[:count]
-        conditions[name] |= {"images_looked_at": parts[-1].stop, "batch_size": parts[0].stop}
+        conditions[name] |= {"images_used": parts[-1].stop, "batch_size": parts[0].stop}
         points[name] = [
             landscape(target.model, target.images[rows], target.labels[rows], route=branch, **settings)
             for rows in parts

@@ -240,7 +240,7 @@ def _measure(
         routed = {kind: replace(attack, route=view.route) for kind, attack in attacks.items()}
         found = perturbed_accuracy(*view.data, routed, radii=radii, batch_size=view.target.batch_size)
         # With batch statistics the numbers depend on the batch size and on the images used.
-        conditions[view.name] |= {"images_judged": found.images, "batch_size": found.batch_size}
+        conditions[view.name] |= {"images_used": found.images, "batch_size": found.batch_size}
         accuracy[view.name] = found.accuracy
     settings = {
         name: {key: value for key, value in vars(attack).items() if key not in ("radius", "route")}

@@ -155,7 +155,7 @@ def open_target(name: str, options: EvaluateOptions, problems: list[Problem]) ->
     from advnorm._core.errors import Problem, collect_problems, raise_problems
     from advnorm._core.records import writable_problems
     from advnorm.evaluation.plan import statistics_problems
-    from advnorm.evaluation.target import describe_images
+    from advnorm.evaluation.target import describe_test_images
     from advnorm.sharing.pretrained import is_saved_model
 
     problems = [*problems, *statistics_problems(options.statistics)]  # pyright: ignore
@@ -171,7 +171,7 @@ def open_target(name: str, options: EvaluateOptions, problems: list[Problem]) ->
             target = (_open_run if is_run else _open_model)(name, options)
     raise_problems(problems)
     assert target is not None
-    say(f"data: {target.origin['data']}: {describe_images(target.data)}")
+    say(f"data: {target.origin['data']}: {describe_test_images(target.data)}")
     return target
 
 

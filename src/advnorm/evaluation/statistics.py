@@ -37,15 +37,10 @@ def accuracy_interval(accuracy: float, n: int, confidence: float = 0.95) -> tupl
     return wilson_interval(round(accuracy * n), n, confidence)
 
 
-def format_interval(percent: float, low: float, high: float, decimals: int = 1) -> str:
-    """``45.5 (44.6–46.5)``: an accuracy in percent with its interval."""
-    return f"{percent:.{decimals}f} ({low:.{decimals}f}–{high:.{decimals}f})"
-
-
 def format_accuracy(accuracy: float, n: int, decimals: int = 1) -> str:
     """``45.5 (44.6–46.5)``: a fraction of ``n`` images in percent, with Wilson's 95 % interval."""
-    low, high = accuracy_interval(accuracy, n)
-    return format_interval(100 * accuracy, 100 * low, 100 * high, decimals)
+    percent, low, high = (100 * value for value in (accuracy, *accuracy_interval(accuracy, n)))
+    return f"{percent:.{decimals}f} ({low:.{decimals}f}–{high:.{decimals}f})"
 
 
 def mcnemar_p_value(only_first: int, only_second: int) -> float:

@@ -22,6 +22,7 @@ from advnorm.data import FolderData, ImageData
 from advnorm.data.arrays import read_arrays
 from advnorm.data.gather import gather, spread_rows
 from advnorm.threat import Norm, ThreatModel
+from advnorm.training.build import describe_images
 from advnorm.training.run import CheckpointName, Run
 
 EvaluationData = ImageData | FolderData | tuple[Tensor, Tensor]
@@ -184,10 +185,8 @@ def classes_and_channels(data: EvaluationData) -> tuple[int, int]:
     return data.num_classes, data.image_shape[0]
 
 
-def describe_images(data: EvaluationData) -> str:
-    """Number, shape and preparation of images, for a header."""
-    count, shape = (len(data[1]), data[0].shape[1:]) if isinstance(data, tuple) else (len(data), data.image_shape)
-    words = f"{count:,} images of {'×'.join(map(str, shape))}"
-    if isinstance(data, FolderData):
-        words += f" ({data.preparation})"
-    return words if isinstance(data, tuple) else f"{words}, {data.num_classes} classes"
+def describe_test_images(data: EvaluationData) -> str:
+    """Number and shape of images and, if they are known, preparation and classes, for a header."""
+    if isinstance(data, tuple):
+        return f"{len(data[1]):,} images of {'×'.join(map(str, data[0].shape[1:]))}"
+    return describe_images(data)

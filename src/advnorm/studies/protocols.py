@@ -101,15 +101,10 @@ def _ends_without_norm(config: Config) -> bool:
 
 
 def _shorten_measure(measure: Measure) -> Measure:
-    options = with_fast_autoattack(measure.options)
+    options = with_autoattack(measure.options, FAST_AUTOATTACK)
     if measure.name not in ("benchmark", "metrics") and options.get("limit", ANALYSIS_IMAGES) is None:
         options["limit"] = ANALYSIS_IMAGES
     return replace(measure, options=options)
-
-
-def with_fast_autoattack(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace AutoAttack in a measurement's options by the variant of the shortened schedule."""
-    return with_autoattack(options, FAST_AUTOATTACK)
 
 
 def with_autoattack(options: Mapping[str, Any], variant: str) -> dict[str, Any]:

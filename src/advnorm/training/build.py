@@ -56,12 +56,11 @@ def data_properties(data: ImageData | FolderData) -> dict[str, Any]:
     }
 
 
-def describe_images(train: ImageData | FolderData, held_out: ImageData | FolderData | None) -> str:
-    """Number, shape, preparation and classes of the images, for the log."""
-    counts = f"{len(train):,} images" + (f" and {len(held_out):,} held out" if held_out is not None else "")
-    shape = "×".join(map(str, train.image_shape))
-    how = f" ({train.preparation})" if isinstance(train, FolderData) else ""
-    return f"{train.name}: {counts}, of {shape}{how}, {train.num_classes} classes"
+def describe_images(data: ImageData | FolderData) -> str:
+    """``1,000 images of 3×32×32, 10 classes``: number, shape, preparation and classes of images."""
+    shape = "×".join(map(str, data.image_shape))
+    how = f" ({data.preparation})" if isinstance(data, FolderData) else ""
+    return f"{len(data):,} images of {shape}{how}, {data.num_classes} classes"
 
 
 def build_model(config: Config, data: Mapping[str, Any]) -> nn.Module:

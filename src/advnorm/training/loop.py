@@ -82,7 +82,8 @@ class TrainingLoop:
             train_part, held_out = split_held_out(data, config.held_out, config.seed)  # pyright: ignore[reportArgumentType]
         batches: dict[str, Any] = {"batch_size": config.batch_size, "augment": config.augment, "seed": config.seed}
         self.loader = build_loader(train_part, config, ranks, workers, **batches)
-        self._data_words = describe_images(train_part, held_out)
+        self._data_words = f"{train_part.name}: {describe_images(train_part)}"
+        self._data_words += "" if held_out is None else f"; {len(held_out):,} held out"
         self.total = config.epochs * self.loader.steps
         self._weights_notes: tuple[str, ...] = ()
         self.model, self.weights_fingerprint = self._initial_model(data)
