@@ -25,7 +25,7 @@ from support.problems import raises_problem
         (lambda x, y: (x, nn.functional.one_hot(y).float()), "wrong_dtype", "labels", "y.argmax(1)"),
         (lambda x, y: (x, y[:3]), "wrong_shape", "labels", ""),
         (lambda x, y: (x, y - 20), "out_of_range", "labels", "ignored samples"),
-        (lambda x, y: (x, y + 10), "out_of_range", "labels", "start at 0"),
+        (lambda x, y: (x, y + 10), "out_of_range", "labels", "numbered from 0"),
         (lambda x, y: (x[:0], y[:0]), "empty", "images", ""),
         (lambda x, y: (x.numpy(), y), "wrong_type", "images", ""),
     ],

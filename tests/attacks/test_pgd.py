@@ -469,7 +469,8 @@ def test_all_problems_of_the_settings_are_reported_at_once():
         (lambda y: y, "conflict", "target"),
         (lambda y: y.float(), "wrong_shape", "target"),
         (lambda y: y[:2], "wrong_shape", "target"),
-        (lambda y: y + CLASSES, "out_of_range", "labels"),
+        (lambda y: 3, "wrong_shape", "target"),
+        (lambda y: y + CLASSES, "out_of_range", "target"),
         (lambda y: y - CLASSES, "out_of_range", "target"),
     ],
 )

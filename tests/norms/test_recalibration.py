@@ -206,6 +206,8 @@ def test_recalibration_pools_in_float64():
         ("dual_bn", None, {"route": "adb"}, "unknown_name", "domain"),
         ("dual_bn", None, {"route": "adv", "into": "claen"}, "unknown_name", "domain"),
         ("dual_bn", None, {"route": {"clean": 2, "adv": 2}}, "wrong_type", "route"),
+        ("dual_bn", None, {"route": "adv", "batch_size": 0}, "out_of_range", "batch_size"),
+        ("dual_bn", 5, {"route": "adv"}, "wrong_type", "data"),
         ("dual_bn", [np.zeros((2, 3, 4, 4))], {"route": "adv"}, "wrong_type", "data"),
         ("dual_bn", torch.zeros(4, 3, 4, 4, dtype=torch.uint8), {"route": "adv"}, "wrong_type", "data"),
         ("dual_bn", [torch.zeros(4, 3, 4, 4, dtype=torch.uint8)], {"route": "adv"}, "wrong_type", "data"),

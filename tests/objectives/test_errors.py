@@ -251,9 +251,10 @@ def test_half_precision_is_rejected_in_any_batch_and_bytes_by_any_objective():
         OBJECTIVES.get("standard")(tiny("bn"))((255 * X).to(torch.uint8), Y)
 
 
-def test_an_index_of_another_length_is_rejected():
+@pytest.mark.parametrize("index", [torch.arange(2), [0, 1, 2, 3]])
+def test_an_index_is_a_tensor_with_a_number_per_image(index):
     with raises_problem("wrong_shape", "index"):
-        OBJECTIVES.get("hybrid")(tiny("dual_bn"), pgd())(X, Y, index=torch.arange(2))
+        OBJECTIVES.get("hybrid")(tiny("dual_bn"), pgd())(X, Y, index=index)
 
 
 def test_settings_that_change_later_are_validated_too():
@@ -285,6 +286,8 @@ def test_options_are_in_the_signature_and_a_subclass_changes_a_default_by_an_ass
         Paired(tiny("dual_bn"), pgd(), extra=10)
 
 
-def test_an_empty_batch_is_told_in_words_also_at_the_first_batch():
-    with pytest.raises(AdvnormError, match="empty"):
-        OBJECTIVES.get("hybrid")(tiny("dual_bn"), pgd())(X[:0], Y[:0])
+@pytest.mark.parametrize("name", ["hybrid", "standard"])
+def test_an_empty_batch_is_rejected_also_as_the_first_batch(name):
+    kind = OBJECTIVES.get(name)
+    with raises_problem("empty", "images"):
+        kind(tiny("dual_bn"), pgd() if kind.needs_attack else None)(X[:0], Y[:0])

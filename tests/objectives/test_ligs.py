@@ -267,6 +267,12 @@ def test_gaussian_and_uniform_shifts_have_the_papers_size():
 
 
 @pytest.mark.parametrize("shift", ["fgsm", "pgd"])
+def test_a_shift_by_an_attack_rejects_soft_labels(shift):
+    with raises_problem("wrong_dtype", "labels"):
+        LIGS(Standard(tiny()), shift=shift)(X32, F.one_hot(Y, 4).float())
+
+
+@pytest.mark.parametrize("shift", ["fgsm", "pgd"])
 def test_fgsm_and_pgd_shifts_ascend_the_loss_inside_the_papers_ball(shift):
     model = tiny("gn")
     at = near(model, shift)

@@ -104,13 +104,13 @@ class Attack(ABC):
         """
 
     def _attack(
-        self, model: nn.Module, x: Tensor, y: Tensor, index: Tensor | None, *, largest_class: int = 0, **options: Any
+        self, model: nn.Module, x: Tensor, y: Tensor, index: Tensor | None, *, largest_target: int = -1, **options: Any
     ) -> Tensor:
-        """Attack with ``options`` of :meth:`perturb`, which need logits up to ``largest_class``."""
-        largest_class = max(largest_class, validate_batch(x, y))
+        """Attack with ``options`` of :meth:`perturb`; the model needs logits for the labels and the targets."""
+        largest, field = max((validate_batch(x, y), "labels"), (largest_target, "target"))
         with predicting(model, route=self.route, statistics=self.statistics) as predict:
             images, labels, noise = detach(x), detach(y), self.noise(validated_index(index, x))
-            predict = validating_first_logits(predict, largest_class, images)
+            predict = validating_first_logits(predict, largest, images, field=field)
             return self.constrain(self.perturb(predict, images, labels, noise, **options), images)
 
     def noise(self, index: Tensor) -> ImageNoise:

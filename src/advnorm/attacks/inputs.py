@@ -70,18 +70,20 @@ def negative_label_problems(least: float) -> list[Problem]:
     return [problem] if least < 0 else []
 
 
-def validate_classes(largest_label: int, logits: Tensor) -> None:
-    """Raise if the model has no logit for a label."""
-    if largest_label >= logits.shape[1]:
+def validate_classes(largest: int, logits: Tensor, field: str = "labels") -> None:
+    """Raise if the model has no logit for the largest of some classes."""
+    if largest >= logits.shape[1]:
         message = f"{{field}} must be below the model's {logits.shape[1]} classes"
-        raise ConfigError("out_of_range", message, field="labels", got=largest_label, hint="labels start at 0")
+        raise ConfigError("out_of_range", message, field=field, got=largest, hint="classes are numbered from 0")
 
 
-def validating_first_logits(predict: Predict, largest_label: int, clean: Tensor | None = None) -> Predict:
-    """Return ``predict`` with a check of its first output: a logit for every label, and no NaN.
+def validating_first_logits(
+    predict: Predict, largest: int, clean: Tensor | None = None, *, field: str = "labels"
+) -> Predict:
+    """Return ``predict`` with a check of its first output: logits up to the class ``largest``, and no NaN.
 
     ``clean``: the clean images, if the first images that ``predict`` receives may be perturbed. NaN logits for
-    perturbed images alone are a wrong prediction, not an error.
+    perturbed images alone are a wrong prediction, not an error. ``field``: the argument that holds the classes.
     """
     first = True
 
@@ -90,7 +92,7 @@ def validating_first_logits(predict: Predict, largest_label: int, clean: Tensor 
         logits = predict(x)
         if first:
             first = False
-            validate_classes(largest_label, logits)
+            validate_classes(largest, logits, field)
             if bool(logits.isnan().any()) and (clean is None or bool(predict(clean).isnan().any())):
                 hint = "check the weights and the statistics (was the model ever trained?)"
                 raise ConfigError("not_finite", "the model returns NaN {field}", field="logits", hint=hint)

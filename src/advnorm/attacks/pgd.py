@@ -119,10 +119,11 @@ class PGD(PGDSettings, Attack):
         """Return adversarial images for ``x``; with ``target``, towards these classes, one per image."""
         if target is None:
             return super().__call__(model, x, y, index=index)
-        if target.shape != y.shape or target.dtype != torch.int64:
-            message = f"{{field}} must give one class (int64) per image, shape {tuple(y.shape)}"
-            got = Description(f"{target.dtype} of shape {tuple(target.shape)}")
-            raise ConfigError("wrong_shape", message, field="target", got=got)
+        if not isinstance(target, Tensor) or target.shape != y.shape or target.dtype != torch.int64:
+            is_tensor = isinstance(target, Tensor)
+            got = Description(f"{target.dtype} of shape {tuple(target.shape)}") if is_tensor else target
+            message, hint = "{field} must be a tensor with one class (int64) per image", "use torch.full_like(y, 3)"
+            raise ConfigError("wrong_shape", message, field="target", got=got, hint=hint)
         if self.loss == "kl":
             raise_problems([_KL_TARGET])
         least, most, same = torch.stack([*target.aminmax(), (target == y).sum()]).tolist()
@@ -131,7 +132,7 @@ class PGD(PGDSettings, Attack):
             raise ConfigError("conflict", "{field} must differ from the label", field="target", hint=hint)
         if least < 0:
             raise ConfigError("out_of_range", "{field} must be at least 0", field="target", got=least)
-        return self._attack(model, x, y, index, largest_class=int(most), target=target)
+        return self._attack(model, x, y, index, largest_target=int(most), target=target)
 
     def perturb(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from advnorm._core.distributed import all_gather_rows
 from advnorm._core.errors import ConfigError, Description
 from advnorm._core.modes import evaluating, running_eagerly
+from advnorm._core.settings import Setting, convert
 from advnorm._core.wrappers import device_of, dtype_of
 from advnorm.norms import functional
 from advnorm.norms.norm_layers import batch_norms
@@ -19,6 +20,7 @@ from advnorm.norms.routed_norm import RoutedNorm
 from advnorm.norms.scopes import Scope, pair_banks
 
 Data = Tensor | Iterable[Any]
+BatchSize = Annotated[int, Setting("Largest number of images of a batch.", "[1, inf)")]
 PooledMoments = dict[str, tuple[Tensor, Tensor, Tensor]]
 
 
@@ -37,6 +39,7 @@ def recalibrate(
     the data. Returns the number of samples. Mixture norms use all banks at once and are not supported: for them, call
     ``norm.reset_running_stats()``, set ``momentum`` to None and run concatenated batches in mode ``batch``.
     """
+    batch_size = convert("batch_size", BatchSize, batch_size)
     norms = batch_norms(model)
     route = _resolve_route(norms, route)
     banks = pair_banks(model, statistics=into or route, affine=route)
@@ -108,7 +111,7 @@ def _pool(pooled: PooledMoments, name: str, norm: RoutedNorm, inputs: tuple[Tens
 def _batches(data: Data, batch_size: int) -> Iterable[Tensor]:
     if isinstance(data, Tensor) and len(data):  # equally large, because a small last batch would have other moments
         data = data.tensor_split(-(-len(data) // batch_size))
-    for batch in data:
+    for batch in data if isinstance(data, Iterable) else [data]:
         if isinstance(batch, Mapping):
             batch = next(iter(batch.values()))
         elif isinstance(batch, tuple | list):

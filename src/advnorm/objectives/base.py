@@ -20,7 +20,7 @@ from advnorm._core.precision import at_least_float32
 from advnorm._core.registry import Registry
 from advnorm._core.settings import Setting, class_settings, convert, convert_options
 from advnorm._core.wrappers import dtype_of
-from advnorm.attacks.base import Attack
+from advnorm.attacks.base import Attack, validated_index
 from advnorm.attacks.inputs import image_range_problems, label_problems, negative_label_problems, validate_classes
 from advnorm.attacks.model_access import extract_logits, predicting
 from advnorm.norms import Mode, domains, route, routed_modules, statistics
@@ -325,10 +325,9 @@ class Objective(nn.Module):
             self._largest_label = largest
         if self.needs_attack:
             self.validate_images(x)
-        index = self._fresh_index(x) if index is None else index
-        if len(index) != len(x):
-            message = f"{{field}} names {len(index)} images and the batch has {len(x)}"
-            raise ConfigError("wrong_shape", message, field="index")
+        if not len(x):
+            raise ConfigError("empty", "the batch is empty", field="images", hint="skip empty batches")
+        index = self._fresh_index(x) if index is None else validated_index(index, x)
         craft = execution.craft or partial(self.craft, execution=execution)
         hard_labels = y if y.dim() == 1 else y.argmax(1)  # of mixed images, the class with the larger share
         return CraftedBatch(x, y, index, craft(x, hard_labels, index) if self.needs_attack else None)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from advnorm._core.errors import ConfigError, Problem
+from advnorm._core.errors import ConfigError, Description, Problem
 from advnorm._core.precision import at_least_float32
 from advnorm._core.registry import Registry
 from advnorm._core.seeding import ImageNoise
@@ -95,6 +95,9 @@ class LIGS(Wrapper):
     ) -> CraftedBatch:
         if self.shift in ATTACKS:
             self.validate_images(x)
+            if isinstance(y, Tensor) and y.is_floating_point():
+                message, hint = f"the shift {self.shift} needs hard labels", "use shift='gaussian' or 'uniform'"
+                raise ConfigError("wrong_dtype", message, field="labels", got=Description(y.dtype), hint=hint)
         return self.objective.craft_batch(x, y, index, execution)
 
     def compute_loss(self, batch: CraftedBatch, execution: Execution = EAGER) -> ObjectiveOutput:
