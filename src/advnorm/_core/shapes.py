@@ -1,4 +1,4 @@
-"""Files that we wrote are read back by their shape, the types of the entries that readers use; a digest shows edits."""
+"""Validation of the JSON files that advnorm writes: the types of their entries, and a digest that shows edits."""
 
 from __future__ import annotations
 

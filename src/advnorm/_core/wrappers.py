@@ -24,9 +24,12 @@ def parallel_wrappers(model: nn.Module) -> list[str]:
     return sorted(kind for kind in kinds if "DataParallel" in kind or kind.startswith("FSDP"))
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """The device of a model's tensors; the CPU for a model without any."""
-    return next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
+_CPU = torch.device("cpu")
+
+
+def device_of(model: nn.Module, default: torch.device = _CPU) -> torch.device:
+    """The device of a model's tensors; ``default`` for a model without any."""
+    return next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), default)
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:

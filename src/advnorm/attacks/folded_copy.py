@@ -229,7 +229,7 @@ class _Folding:
         self.copy, self.graph, self.modules, self.dtype = copy, copy.graph, modules, dtype
 
     def fold_activations(self) -> None:
-        """Fold each ReLU, and the sum before it, into a convolution that it or the sum reads alone."""
+        """Fold each ReLU, and a sum before it, into the convolution in front, if nothing else reads its output."""
         for node in list(self.graph.nodes):
             source: Any = self._relu_input(node)
             if source is None or not _read_once(source):

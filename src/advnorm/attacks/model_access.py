@@ -17,6 +17,7 @@ from advnorm._core.wrappers import dtype_of
 from advnorm.norms import MODES, Mode, RoutedModule, Scope, routed_modules
 from advnorm.norms import route as route_scope
 from advnorm.norms.norm_layers import disable_updates, override
+from advnorm.norms.routed_module import validate_module
 
 #: Images to float32 logits ``(N, classes)``.
 Predict = Callable[[Tensor], Tensor]
@@ -35,9 +36,7 @@ def predicting(model: nn.Module, *, route: str | None = None, statistics: Mode =
     unless ``batch_frozen``. A norm in eval mode inside a model in train mode was frozen by its owner and keeps its
     running statistics.
     """
-    if not isinstance(model, nn.Module):
-        got, hint = Description(type(model).__name__), "wrap a function in a module"
-        raise ConfigError("wrong_type", "{field} must be an nn.Module", field="model", got=got, hint=hint)
+    validate_module(model)
     if statistics not in MODES:
         raise_problems([unknown_name("statistics mode", statistics, MODES, field="statistics")])
     if isinstance(model, DistributedDataParallel):

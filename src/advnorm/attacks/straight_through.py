@@ -26,6 +26,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
 from advnorm.attacks.model_access import Predict
+from advnorm.threat import per_image
 
 #: A differentiable function that stands for a module in the backward pass.
 Surrogate = Callable[[Tensor], Tensor]
@@ -114,7 +115,7 @@ class StraightThrough(TorchFunctionMode):
                 return first
             if func in _SATURATING:
                 size = first.detach().abs().flatten(1).amax(1) if first.dim() > 1 else first.detach().abs()
-                scale = (size / 2).clamp_min(1).view(-1, *(1,) * (first.dim() - 1))
+                scale = per_image((size / 2).clamp_min(1), first)
                 return func(first / scale) if bool((scale > 1).any()) else None
             if func in _SOFTMAX:
                 scale = ((first.amax(-1) - first.amin(-1)).detach() / 8).clamp_min(1)[..., None]

@@ -1,4 +1,4 @@
-"""A plan assigns a statistics bank and an affine bank to each domain, and says which bank its samples update."""
+"""A plan assigns to each domain the banks that normalize and scale its samples, and the bank that they update."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Plan:
     scaled like the samples that this bank normalizes. The second copy gives the loss and updates no bank. In a batch
     without forwarded samples every sample updates the bank of its domain.
 
-    ``statistics`` says what the moments are taken over: the ``batch`` (statistics banks), a channel ``group`` of one
-    sample (layer, group and instance norm), the root mean square of one sample (``rms``), the ``last`` dimensions of
-    one sample (the layer norm of transformers), or ``none``. Only ``batch`` has statistics banks.
+    ``statistics`` names what the moments are taken over: the ``batch``, a channel ``group`` of one sample (layer, group
+    and instance norm), the root mean square of one sample (``rms``), the ``last`` dimensions of one sample (the layer
+    norm of transformers), or ``none``. Only ``batch`` has statistics banks.
 
     ``sandwich``: an affine mapping that all domains share comes before the one of each affine bank.
     """

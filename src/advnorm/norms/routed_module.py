@@ -71,8 +71,8 @@ def in_backward() -> bool:
 def validate_module(model: Any) -> None:
     """Raise unless ``model`` is an ``nn.Module``."""
     if not isinstance(model, nn.Module):
-        got = Description(type(model).__name__)
-        raise ConfigError("wrong_type", "{field} must be an nn.Module", field="model", got=got)
+        got, hint = Description(type(model).__name__), "wrap a function in a module"
+        raise ConfigError("wrong_type", "{field} must be an nn.Module", field="model", got=got, hint=hint)
 
 
 def routed_modules(model: nn.Module) -> dict[str, RoutedModule]:

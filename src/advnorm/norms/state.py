@@ -1,4 +1,4 @@
-"""What the open scopes say about a forward: route, statistics mode, perturbation."""
+"""The state that open scopes set for a forward: route, statistics mode, perturbation."""
 
 from __future__ import annotations
 

@@ -84,12 +84,9 @@ class Objective(nn.Module):
         """Return the settings in their types, or raise one error with all problems."""
         settings, problems = cls.convert_settings(options)
         problems += cls._attack_problems(attack)
-        if isinstance(model, nn.Module):
+        with collect_problems(problems):
             plans = list(dict.fromkeys(module.plan for module in routed_modules(model).values()))
             problems += cls.plan_problems(plans, attack_statistics=getattr(attack, "statistics", "running"), **settings)
-        else:
-            got = Description(type(model).__name__)
-            problems.append(Problem(code="wrong_type", message="{field} must be an nn.Module", field="model", got=got))
         raise_problems(problems, f"bad objective {cls.__name__}")
         return settings
 

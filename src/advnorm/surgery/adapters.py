@@ -1,4 +1,4 @@
-"""Adapters say which kind of norm a class is. Surgery needs nothing else to convert it and to give it back."""
+"""An adapter names the kind of norm that a class is: all that surgery needs to convert it and to restore it."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def _is_routed(module: nn.Module | None) -> bool:
 
 
 class _Conversion:
-    """Collects what becomes of each norm. The model changes only after all norms were accepted."""
+    """Collects the replacement of each norm, or its new settings. The model changes only after all were accepted."""
 
     def __init__(
         self, plan: Plan, sync: bool | None, options: Mapping[str, Any], adapters: Mapping[type[nn.Module], NormAdapter]

@@ -1,6 +1,6 @@
 """Norm classes of timm, torchvision and transformers, by qualified name, so that no library is imported.
 
-A per-sample norm runs the forward of its class, so its row only says which kind of norm it is. A batch norm's row also
+A per-sample norm runs the forward of its class, so its row only names its kind. A batch norm's row also
 names the children that the class applies to its output. The first row that matches decides. Classes that are not
 listed are rejected by name.
 """

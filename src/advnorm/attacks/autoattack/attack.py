@@ -22,6 +22,7 @@ from advnorm._core.progress import show_progress
 from advnorm._core.records import digest, model_fingerprint
 from advnorm._core.seeding import ImageNoise, seed_generators
 from advnorm._core.settings import Setting
+from advnorm._core.wrappers import device_of
 from advnorm.attacks.apgd import APGD
 from advnorm.attacks.autoattack.cascade import Cascade
 from advnorm.attacks.autoattack.record import CascadeRecord, CascadeResult
@@ -34,6 +35,7 @@ from advnorm.attacks.model_access import Predict, predicting
 from advnorm.attacks.names import NameOption, count_options, register_attack
 from advnorm.attacks.search import Search
 from advnorm.attacks.square import Queries, Square
+from advnorm.norms.routed_module import validate_module
 
 #: Precisions of the search as options of a name: ``autoattack-bf16``.
 PRECISION_OPTIONS = {precision: NameOption(setting="precision", value=precision) for precision in get_args(Precision)}
@@ -80,10 +82,10 @@ class CascadeAttack(CascadeSettings):
         ``bar``: show a progress bar; None shows it on a terminal. ``search``: a fast surrogate of the model (compiled,
         folded, half precision) that guides the search instead of ``precision``; the model itself decides.
         """
+        validate_module(model)
         largest_label = validate_batch(x, y)
         index = validated_index(index, x)
-        tensors = (*model.parameters(), *model.buffers()) if isinstance(model, nn.Module) else ()
-        device = next((tensor.device for tensor in tensors), x.device)
+        device = device_of(model, x.device)
         callers_precision = snapshot_precision(device)
         with ExitStack() as stack:
             stack.enter_context(float32_as("ieee", device))

@@ -1,4 +1,4 @@
-"""What a cascade needs to know of its attack: settings, stages, and the images that each stage attacks."""
+"""The attack as its cascade uses it: settings, stages, and the images that each stage attacks."""
 
 from __future__ import annotations
 
