@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from numbers import Real
@@ -18,6 +18,8 @@ from advnorm._core.seeding import ImageNoise
 
 Norm = Literal["Linf", "L2", "L1"]
 THREAT_NORMS: tuple[Norm, ...] = get_args(Norm)
+#: Orders of the vector norms.
+ORDERS: Mapping[Norm, float] = {"Linf": math.inf, "L2": 2.0, "L1": 1.0}
 
 
 def parse_length(value: float | str) -> float:
@@ -132,8 +134,7 @@ class ThreatModel:
 
     def distance(self, x_adv: Tensor, x: Tensor) -> Tensor:
         """Return ``||x_adv - x||`` of each image, in float64."""
-        order = {"Linf": math.inf, "L2": 2, "L1": 1}[self.norm]
-        return torch.linalg.vector_norm((x_adv.double() - x.double()).flatten(1), order, dim=1)
+        return torch.linalg.vector_norm((x_adv.double() - x.double()).flatten(1), ORDERS[self.norm], dim=1)
 
     def random_start(self, x: Tensor, noise: ImageNoise, project: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Draw uniformly from the ball and project: Linf cube; L2 and L1 by direction and radius (Barthe et al. 2005).

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from advnorm.threat import ThreatModel, per_image
+from advnorm.threat import ORDERS, Norm, ThreatModel, per_image
+
+#: The dual of each norm.
+DUAL: Mapping[Norm, Norm] = {"Linf": "L1", "L2": "L2", "L1": "Linf"}
 
 
 def threat_norm(rows: Tensor, threat: ThreatModel, *, dual: bool = False) -> Tensor:
     """The threat's norm, or its dual norm, of each row of ``(..., features)``."""
-    order = {"Linf": math.inf, "L2": 2.0, "L1": 1.0}[threat.norm]
-    if dual:
-        order = {math.inf: 1.0, 2.0: 2.0, 1.0: math.inf}[order]
-    return torch.linalg.vector_norm(rows, order, dim=-1)
+    norm = DUAL[threat.norm] if dual else threat.norm
+    return torch.linalg.vector_norm(rows, ORDERS[norm], dim=-1)
 
 
 def fast_projection(threat: ThreatModel, x: Tensor) -> Callable[[Tensor], Tensor]:
