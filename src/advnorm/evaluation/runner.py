@@ -80,7 +80,7 @@ class EvaluationRunner:
         self._deterministic = True
         self._classes = 2
         self._forward_seconds = math.inf  # per image
-        self._fits: int | None = None  # a batch for which memory is sufficient
+        self._fits = plan.batch_size  # a batch for which memory is sufficient, as far as it was tried
         self.draws = 1  # forwards of a randomized model that decide on an image by their majority
 
     def evaluate_clean(self, route: str | None) -> Tensor:
@@ -98,7 +98,7 @@ class EvaluationRunner:
             return correct
 
         correct = torch.cat(memory.map(len(plan.images), evaluate))
-        self._fits = memory.size
+        self._fits = memory.size or plan.batch_size
         self._warn_about_memory(f"{route} | clean", "clean", memory)
         return correct
 
