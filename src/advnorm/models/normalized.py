@@ -20,12 +20,11 @@ class Normalized(nn.Module):
 
     def __init__(self, model: nn.Module, mean: float | Sequence[float], std: float | Sequence[float]) -> None:
         super().__init__()
-        problems: list[Problem] = []
-        means, stds = (channel_values(name, value, problems) for name, value in (("mean", mean), ("std", std)))
-        if not problems and len({1, len(means), len(stds)}) > 2:
+        raise_problems(channel_problems("mean", mean) + channel_problems("std", std), "bad normalization")
+        means, stds = channel_values(mean), channel_values(std)
+        if len({1, len(means), len(stds)}) > 2:
             message = f"mean has {len(means)} values and std has {len(stds)}"
-            problems.append(Problem(code="wrong_shape", message=message, field="std", hint="give one per channel"))
-        raise_problems(problems, "bad normalization")
+            raise ConfigError("wrong_shape", message, field="std", hint="give one per channel")
         self.input_norm = InputNorm(means, stds)
         self.model = model
 
@@ -37,13 +36,18 @@ class Normalized(nn.Module):
         return self.model(self.input_norm(x))
 
 
-def channel_values(field: str, value: float | Sequence[float], problems: list[Problem]) -> tuple[float, ...]:
-    """Mean or standard deviation per channel as a tuple; adds a problem if it is not finite or a std is not above 0."""
+def channel_values(value: float | Sequence[float]) -> tuple[float, ...]:
+    """Mean or standard deviation per channel; a number stands for all channels."""
+    return (float(value),) if isinstance(value, int | float) else tuple(float(v) for v in value)
+
+
+def channel_problems(field: str, value: float | Sequence[float]) -> list[Problem]:
+    """The problem of a mean or standard deviation that is not finite, or of a std that is not above 0."""
     try:
-        values = tuple(float(v) for v in ((value,) if isinstance(value, (int, float)) else value))
+        values = channel_values(value)
     except (TypeError, ValueError):
         values = ()
-    if not values or not all(math.isfinite(v) and (v > 0 or field == "mean") for v in values):
-        message = f"{{field}} must be a finite number{' above 0' if field == 'std' else ''}, or one per channel"
-        problems.append(Problem(code="out_of_range", message=message, field=field, got=value))
-    return values
+    if values and all(math.isfinite(v) and (v > 0 or field == "mean") for v in values):
+        return []
+    message = f"{{field}} must be a finite number{' above 0' if field == 'std' else ''}, or one per channel"
+    return [Problem(code="out_of_range", message=message, field=field, got=value)]

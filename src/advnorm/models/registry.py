@@ -16,7 +16,7 @@ from advnorm._core.registry import Registry, keywords
 from advnorm._core.settings import Setting, convert_options
 from advnorm.models.layers import ACTIVATIONS, LayerFactory
 from advnorm.models.libraries import LIBRARY_OPTIONS, build_library_model, input_statistics, split_name, validate_name
-from advnorm.models.normalized import channel_values
+from advnorm.models.normalized import channel_problems, channel_values
 from advnorm.norms import list_norms, make_norm
 from advnorm.norms.factory import NormNames, make_plans
 from advnorm.surgery import convert_norm
@@ -123,16 +123,11 @@ def create_model(
         problems.append(Problem(code="not_supported", message=message, field="width", hint="leave them out"))
     problems += _norm_problems(name, spec, norm, norm_options)
     problems += [] if spec is None else convert_options("", spec.parameters, options)[1]
-    if not normalize and (mean is not None or std is not None):
-        message = "{field}=False excludes mean and std"
-        problems.append(Problem(code="conflict", message=message, field="normalize", hint="leave either out"))
-    if (mean is None) != (std is None):
-        message = "mean and std belong together; give both or neither"
-        problems.append(Problem(code="conflict", message=message, field="mean"))
     if normalize and mean is None and std is None and spec is not None:
         mean, std = spec.mean, spec.std
-    mean, std = (_per_channel(*item, in_channels, problems) for item in (("mean", mean), ("std", std)))
+    problems += _normalization_problems(mean, std, in_channels, normalize)
     raise_problems(problems, "bad model")
+    mean, std = (None if value is None else channel_values(value) for value in (mean, std))
     converts = norm is not None and (library or not isinstance(norm, str))
     own: dict[str, Any] = {} if converts else {"norm_name": norm, "norm_options": norm_options}
     model = MODELS.get(name).build(LayerFactory(**own, activation=activation, mean=mean, std=std, **sizes), **options)
@@ -169,15 +164,21 @@ def _norm_problems(
     return problems
 
 
-def _per_channel(
-    field: str, value: float | Sequence[float] | None, in_channels: int, problems: list[Problem]
-) -> tuple[float, ...] | None:
-    if value is None:
-        return None
-    before = len(problems)
-    values = channel_values(field, value, problems)
-    if len(problems) == before and len(values) not in (1, in_channels):
-        message = f"{{field}} has {len(values)} values but in_channels is {in_channels}"
-        hint = "give mean and std for your data, or normalize=False"
-        problems.append(Problem(code="wrong_shape", message=message, field=field, hint=hint))
-    return values
+def _normalization_problems(
+    mean: float | Sequence[float] | None, std: float | Sequence[float] | None, in_channels: int, normalize: bool
+) -> list[Problem]:
+    problems: list[Problem] = []
+    if not normalize and (mean is not None or std is not None):
+        message = "{field}=False excludes mean and std"
+        problems.append(Problem(code="conflict", message=message, field="normalize", hint="leave either out"))
+    if (mean is None) != (std is None):
+        message = "mean and std belong together; give both or neither"
+        problems.append(Problem(code="conflict", message=message, field="mean"))
+    for name, value in (("mean", mean), ("std", std)):
+        found = [] if value is None else channel_problems(name, value)
+        if value is not None and not found and len(values := channel_values(value)) not in (1, in_channels):
+            message = f"{{field}} has {len(values)} values but in_channels is {in_channels}"
+            hint = "give mean and std for your data, or normalize=False"
+            found = [Problem(code="wrong_shape", message=message, field=name, hint=hint)]
+        problems += found
+    return problems
