@@ -41,7 +41,7 @@ class Trained:
 def digits() -> tuple[Tensor, Tensor]:
     """Digits with a black border, half of them with little contrast: those fall to a small eps, the others do not.
 
-    The network looks at all but the last row and column, where Square's authors never put a square.
+    The network reads all but the last row and column, where Square's authors never put a square.
     """
     data = load_digits()
     x = F.pad(torch.tensor(data.images, dtype=torch.float32)[:, None] / 16, (1, 1, 1, 1))

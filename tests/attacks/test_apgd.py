@@ -163,7 +163,7 @@ class Waves(nn.Module):
 
 
 class Watched(VictimModel):
-    """Writes down where it is asked for gradients. Nothing fools it, so that no row leaves."""
+    """Records the points of its gradients. Nothing fools it, so that no row leaves."""
 
     def __init__(self, predict) -> None:
         super().__init__(predict)
@@ -384,7 +384,7 @@ def test_every_restart_and_target_has_a_start_of_its_own(norm):
     assert len(np.unique(moved.reshape(60, 8).round(6), axis=0)) == 60
 
 
-def test_a_name_says_which():
+def test_a_name_creates_the_attack():
     threat = ThreatModel(eps=0.1)
     assert attacks.get("apgd-ce", threat=threat) == APGD(threat=threat)
     assert attacks.get("apgd-t-steps20", threat=threat) == APGD(threat=threat, loss="dlr", targets=9, steps=20)

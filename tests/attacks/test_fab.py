@@ -166,7 +166,7 @@ def test_the_smallest_perturbation_is_no_larger_than_the_authors(trained, norm):
 
 
 class Watched(VictimModel):
-    """Writes down where it is asked for gradients, and for logits."""
+    """Records the points of its gradients and of its logits."""
 
     def __init__(self, predict) -> None:
         super().__init__(predict)
@@ -300,7 +300,7 @@ def test_restarts_and_all_classes_at_once(linf):
     assert abs(robust[0] - robust[1]) <= 1 and 0 < robust[0] < 60
 
 
-def test_a_name_says_which():
+def test_a_name_creates_the_attack():
     threat = ThreatModel(eps=0.1)
     assert attacks.get("fab-t", threat=threat) == FAB(threat=threat)
     assert attacks.get("fab-steps20", threat=threat) == FAB(threat=threat, targets=0, steps=20)

@@ -309,7 +309,7 @@ def test_however_a_network_is_written_the_copy_computes_and_follows_it(name):
     same(copied.network, network, tolerance=1e-4)
 
 
-def test_what_a_usual_residual_network_is_written_of_goes_into_the_convolutions():
+def test_the_usual_operations_of_residual_networks_are_folded():
     """``F.relu(bn(conv))`` and ``out += shortcut``, as in most public code."""
 
     def block(net, x):
@@ -367,7 +367,7 @@ def test_a_layer_whose_gradient_a_hook_changes_keeps_it():
     same(kept(network)[0].network, network, tolerance=1e-4)
 
 
-def test_a_tensor_that_no_one_trains_stands_against_a_copy_that_follows():
+def test_a_tensor_that_the_trace_would_freeze_prevents_a_copy_of_a_network_in_training():
     def moved(net, x):
         return chain(net, x - net.centre)
 

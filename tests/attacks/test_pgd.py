@@ -34,7 +34,7 @@ def pictures(count: int = 20) -> tuple[Tensor, Tensor]:
 
 
 class Net(nn.Module):
-    """One hidden layer with a smooth activation; records what it is asked."""
+    """One hidden layer with a smooth activation; records its inputs."""
 
     def __init__(self, scale: float = 1.0) -> None:
         super().__init__()

@@ -102,7 +102,7 @@ def test_the_name_sets_the_budget(linf):
     }  # fmt: skip
 
 
-def test_an_evaluation_says_that_it_is_quick_and_resumes_after_an_interruption(linf, tmp_path, monkeypatch):
+def test_an_evaluation_reports_that_it_is_quick_and_resumes_after_an_interruption(linf, tmp_path, monkeypatch):
     data, attack = linf.first(40), {"quick": Quick(threat=linf.threat, steps=6, batch_size=18)}
     whole = benchmark(linf.model, data, linf.threat, attack, record=tmp_path / "whole.json")
     assert any("quick estimate" in warning for warning in whole.warnings) and "quick estimate" in str(whole)

@@ -48,7 +48,7 @@ def test_dropping_fooled_images_changes_nothing_but_the_work(trained, norm, targ
     assert work[0] <= work[1] < work[2]
 
 
-def test_a_refuted_candidate_makes_way_for_the_next():
+def test_a_rejected_candidate_is_replaced_by_the_next():
     x, y = torch.full((3, 1, 2, 2), 0.5), torch.zeros(3, dtype=torch.long)
     verdicts = iter([[False, True], [True]])
     victim = VictimModel(lambda x: torch.zeros(len(x), 2), search_predict=lambda x: x.flatten(1), tolerance=0.2)

@@ -33,7 +33,7 @@ def test_a_step_never_waits_for_the_host_and_equals_the_cpu_bit_for_bit(augment,
         assert gpu.x.stride() == cpu.x.stride()
 
 
-def test_worker_processes_feed_the_device(tmp_path):
+def test_worker_processes_load_batches_for_the_device(tmp_path):
     from PIL import Image
 
     for number in range(8):

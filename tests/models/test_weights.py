@@ -97,7 +97,7 @@ def test_all_that_does_not_fit_a_model_comes_in_one_error(tmp_path):
     assert same(model.state_dict(), before)
 
 
-def test_files_that_are_no_weights_are_refused_with_the_cure(tmp_path):
+def test_files_that_are_no_weights_are_rejected_with_the_fix(tmp_path):
     model = nn.Linear(2, 2)
     with raises_problem("missing_file", "weights"):
         load_weights(model, tmp_path / "w.safetensors")

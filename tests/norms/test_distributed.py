@@ -93,7 +93,7 @@ def test_an_attack_on_the_bare_module_communicates_nothing(ranks):
         assert result["buckets"] >= 1  # and the gradients once, in the backward
 
 
-def test_an_attack_with_the_statistics_of_its_batch_asks_no_other_rank(ranks):
+def test_an_attack_with_the_statistics_of_its_batch_communicates_with_no_rank(ranks):
     first, second = seen(ranks, "attack_of_one_rank")
     assert [(result["attack"], result["forward"]) for result in (first, second)] == [(0, 1), (0, 1)]
     model = small_network(sync=False).float().train()

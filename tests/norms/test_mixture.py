@@ -126,7 +126,7 @@ def test_a_mixture_of_bfloat16_banks_is_computed_in_float32(stripped):
     torch.testing.assert_close(norm(x).double(), wide(x.double()), rtol=0.02, atol=0.02)
 
 
-def test_a_mixture_that_evaluated_without_a_route_still_asks_for_one_to_train():
+def test_a_mixture_evaluates_without_a_route_and_needs_one_to_train():
     norm, x = make_norm("gmm_bn", 3).double(), images({"all": 4})
     norm.eval()(x)
     with rejects("missing_route", "route", RouteError):

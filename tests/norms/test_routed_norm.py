@@ -76,7 +76,7 @@ def test_reset_parameters_is_a_fresh_norm(name):
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("name", ROUTED)
-def test_a_forward_without_a_route_says_how_to_set_one(name, training):
+def test_the_error_of_a_forward_without_a_route_shows_how_to_set_one(name, training):
     norm = randomized(build(name)).train(training)
     x = torch.randn(4, 4, 2, 2)
     if name == "gmm_bn" and not training:

@@ -69,13 +69,13 @@ def test_a_second_pass_resists_the_regularizer_too(wrap, norm):
 
 @pytest.mark.parametrize("outer", [APART, SAM, APARTSAM, AWP])
 @pytest.mark.parametrize("inner", [APART, SAM, APARTSAM, AWP])
-def test_two_second_passes_are_refused_with_the_way_to_have_both(outer, inner):
+def test_two_second_passes_are_rejected_with_the_way_to_have_both(outer, inner):
     with raises_problem("conflict", "objective"):
         outer(inner(Standard(tiny())))
 
 
 @pytest.mark.parametrize("inner", [APART, SAM, APARTSAM, AWP])
-def test_a_regularizer_around_a_second_pass_is_refused_with_the_right_order(inner):
+def test_a_regularizer_around_a_second_pass_is_rejected_with_the_right_order(inner):
     with raises_problem("conflict", "objective"):
         LIGS(inner(Standard(tiny())))
 
@@ -107,7 +107,7 @@ def test_all_problems_of_options_come_in_one_error(kind, options, fields):
 
 @pytest.mark.parametrize("kind", [APART, APARTSAM])
 @pytest.mark.parametrize("norm", ["gn", "dual_affine_ln", "none", "plain"])
-def test_apart_needs_statistics_of_batches_to_attack_and_says_how_to_get_them(kind, norm):
+def test_apart_without_batch_statistics_is_rejected_with_the_fix(kind, norm):
     model = tiny(plain=True) if norm == "plain" else tiny(norm)
     with pytest.raises(ConfigError, match=r"convert.*convert_norm") as caught:
         kind(Standard(model))
@@ -164,7 +164,7 @@ def test_the_seed_decides_which_images_take_the_second_pass_and_the_noise_of_lig
     assert subsets[0] == subsets[3] and terms[0] == terms[3]
 
 
-def test_a_share_of_clean_images_that_makes_no_equal_groups_is_refused_before_anything_is_fed():
+def test_a_share_of_clean_images_without_equal_groups_is_rejected_before_any_bank_is_updated():
     model = tiny("dual_bn")
     objective = APART(Hybrid(model, pgd(), clean_share=0.5), groups=2)
     before = snapshot(model)

@@ -222,7 +222,7 @@ def test_trades_takes_a_given_attack_to_the_divergence_also_when_it_is_changed_l
         (pgd(start=0.2), "where the attack starts, got 0.2"),
     ],
 )
-def test_trades_refuses_an_attack_that_cannot_ascend_the_divergence(attack, what):
+def test_trades_rejects_an_attack_that_cannot_maximize_the_divergence(attack, what):
     """Images that start at the clean ones have no gradient there; some stayed as they were."""
     with pytest.raises(ConfigError, match=what):
         built("trades", attack=attack)

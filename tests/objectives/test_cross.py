@@ -150,7 +150,7 @@ def test_at_test_time_bn_clean_is_the_branch_that_adversarial_images_train():
             torch.testing.assert_close(model(images), expected, rtol=0.0, atol=0.02)  # var is stored unbiased
 
 
-def test_the_record_says_which_banks_each_domains_images_meet():
+def test_the_record_names_the_banks_of_each_domain():
     crossed = {"normalized_by": "clean", "feed": "adv", "scaled_by": "adv"}
     (hybrid,) = routing(Hybrid(deep(), Given()))
     assert hybrid["layers"] == LAYERS and hybrid["domains"] == {

@@ -330,7 +330,7 @@ def objective_for(norm: str, model: nn.Module) -> Objective:
 
 @pytest.mark.parametrize("shift", SHIFTS)
 @pytest.mark.parametrize("norm", list_norms())
-def test_every_registered_norm_can_be_regularized_and_is_fed_nothing_by_it(norm, shift):
+def test_every_registered_norm_can_be_regularized_and_is_not_updated_by_it(norm, shift):
     model = tiny(norm, **needed(norm))
     alone = copy.deepcopy(model)
     step = LIGS(objective_for(norm, model), shift=shift)(X32, Y)
@@ -368,7 +368,7 @@ def test_ligs_uses_the_statistics_that_the_objective_trains_with(mode):
 
 
 @pytest.mark.parametrize("layer", [nn.BatchNorm2d, nn.InstanceNorm2d])
-def test_built_in_norms_are_fed_nothing(layer):
+def test_built_in_norms_are_not_updated(layer):
     model = tiny(plain=True)
     model.norm1 = layer(4, affine=True, track_running_stats=True).double()
     alone = copy.deepcopy(model)

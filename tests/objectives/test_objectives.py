@@ -237,7 +237,7 @@ def test_the_layouts_are_different_methods_for_one_bank_and_the_same_for_two():
             assert together == pytest.approx(apart, rel=1e-12)
 
 
-def test_a_sequential_step_feeds_one_bank_twice_and_a_concatenated_one_once():
+def test_a_sequential_step_updates_one_bank_twice_and_a_concatenated_one_once():
     for layout, batches in (("sequential", 2), ("concatenated", 1)):
         model = tiny("bn")
         before = int(model.norm1.num_batches_tracked)

@@ -128,7 +128,7 @@ def test_the_second_pass_takes_as_many_images_as_fit_into_equal_groups(samples, 
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_batch_with_fewer_images_than_groups_is_refused_before_anything_is_fed(count):
+def test_a_batch_with_fewer_images_than_groups_is_rejected_before_any_bank_is_updated(count):
     objective = APART(Standard(tiny()), groups=4)
     before = snapshot(objective.model)
     with raises_problem("conflict", "samples"):
@@ -264,7 +264,7 @@ def test_a_second_pass_that_fails_leaves_parameters_flags_and_statistics_as_they
 
 
 @each_pass
-def test_the_second_pass_feeds_nothing_inside_a_scope_that_names_the_mode(wrap):
+def test_the_second_pass_updates_no_bank_inside_a_scope_that_names_the_mode(wrap):
     """``advnorm.statistics(model, mode="batch")`` around a step says what train mode says: statistics of the batch."""
     model, named = tiny("bn"), tiny("bn")
     wrap(Standard(model))(X, Y)
@@ -274,7 +274,7 @@ def test_the_second_pass_feeds_nothing_inside_a_scope_that_names_the_mode(wrap):
 
 
 @each_pass
-def test_training_on_stored_statistics_feeds_nothing_in_either_pass(wrap):
+def test_training_on_stored_statistics_updates_no_bank_in_either_pass(wrap):
     model = tiny("dual_bn")
     before = snapshot(model)
     step = wrap(Hybrid(model, Given(), statistics="running"))(X, Y)

@@ -162,7 +162,7 @@ def test_awp_moves_parametrized_weights(parametrization):
     assert float(step.terms["second_pass"] - step.terms["clean_ce"]) > 0.01
 
 
-def test_awp_that_would_move_nothing_is_refused():
+def test_awp_without_a_weight_to_move_is_rejected():
     model = tiny()
     for parameter in (model.conv1.weight, model.conv2.weight, model.fc.weight):
         parameter.requires_grad_(False)
@@ -224,7 +224,7 @@ def test_apart_leaves_norms_of_single_samples_alone():
     assert float(step.terms["second_pass"]) > float(step.terms["clean_ce"])
 
 
-def test_what_an_objective_is_says_all_that_is_around_it():
+def test_the_description_of_an_objective_names_its_wrappers():
     objective = APARTSAM(LIGS(Standard(tiny()), weight=0.5), rho=0.1)
     for part in ("APARTSAM(", "rho=0.1", "LIGS(Standard(", "weight=0.5"):
         assert part in objective.describe()

@@ -277,7 +277,7 @@ def test_an_attack_leaves_a_converted_network_unchanged():
 
 def test_classes_of_other_libraries_are_known_by_name_only():
     assert find_adapter(nn.BatchNorm2d).kind.family == "bn"
-    stranger = type("LayerNorm2d", (nn.LayerNorm,), {"__module__": "mylib.layers.norm"})
-    assert find_adapter(stranger) is None
+    unlisted = type("LayerNorm2d", (nn.LayerNorm,), {"__module__": "mylib.layers.norm"})
+    assert find_adapter(unlisted) is None
     with raises_problem("not_supported", "0", SurgeryError):
-        convert_norm(nn.Sequential(stranger(4)), "dual_affine_ln")
+        convert_norm(nn.Sequential(unlisted(4)), "dual_affine_ln")

@@ -195,7 +195,7 @@ def test_a_fast_training_is_the_eager_one(tmp_path, eager, case, precision, tole
         return (getattr(training, values)[name] - getattr(reference, values)[name]).norm().item()
 
     gap, usual = ((one.losses / reference.losses - 1).abs().max().item() for one in (fast, rounded))
-    assert usual <= 0.1, "a case that says nothing"
+    assert usual <= 0.1, "a case that shows nothing"
     assert gap <= max(tolerance, 3 * usual)
     turned = max(30 * tolerance, 0.03)
     for values, bound in (("statistics", 3 * tolerance), ("gradients", turned), ("alone", turned)):
@@ -216,7 +216,7 @@ def test_a_fast_training_is_the_eager_one(tmp_path, eager, case, precision, tole
             assert far(fast, values, name) <= allowed, (values, name)
     if precision == "float32":
         wild = [name for name, value in reference.alone.items() if 5 * far(rounded, "alone", name) > 0.5 * value.norm()]
-        assert len(wild) <= len(reference.alone) / 10, "a case that says nothing"
+        assert len(wild) <= len(reference.alone) / 10, "a case that shows nothing"
     log = (tmp_path / "log.txt").read_text() if (tmp_path / "log.txt").exists() else ""
     assert "cannot" not in log and "the network itself" not in log, log
     if isinstance(loop.program, CapturedProgram):

@@ -49,7 +49,7 @@ def test_the_fastest_way_that_works_and_agrees_is_kept(monkeypatch, ways, kept):
     assert torch.equal(fast(X), ways[kept](X)) and fast.eager is ways[kept]
 
 
-def test_where_no_way_works_the_last_one_says_why(monkeypatch):
+def test_if_no_implementation_works_the_last_one_raises(monkeypatch):
     monkeypatch.setattr(surrogate, "_CaptureMemory", object)
     with pytest.raises(RuntimeError, match="no such kernel"):
         CapturedSurrogate(fails, fails)(X)
