@@ -14,7 +14,8 @@ from advnorm._core.seeding import ImageNoise
 from advnorm.data import digits
 from advnorm.models.small import SmallCNN
 from advnorm.objectives import CraftedBatch
-from advnorm.objectives.execution import EAGER
+from advnorm.objectives.execution import EAGER, Execution
+from advnorm.training.attack_on_copy import copy_branch
 from advnorm.training.build import build_model, build_objective
 from advnorm.training.cuda_graphs import CapturedStep, Replays
 from advnorm.training.loop import TrainingLoop
@@ -95,6 +96,10 @@ def test_attack_and_step_read_no_value_of_a_tensor(monkeypatch, case):
     objective = build_objective(config, model)
     inner = objective.innermost
     x_adv = inner.craft(x, y, index) if inner.needs_attack else None
+    copy = copy_branch(inner, pytest.fail) if inner.needs_attack else None
+    if copy is not None:
+        copy.refresh()
+        inner.craft(x, y, index, Execution(surrogate=copy))
     objective.compute_loss(CraftedBatch(x, y, index, x_adv)).loss.backward()
     assert any(parameter.grad is not None for parameter in model.parameters())
 
