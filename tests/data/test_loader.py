@@ -42,6 +42,13 @@ def test_a_batch_without_augmentation_is_the_images_and_their_identities(make_da
         assert ((position >= 0) & (position < 10)).all()
 
 
+@pytest.mark.parametrize("augment", AUGMENTS)
+def test_batches_on_a_device_need_no_value_from_it(make_data, augment):
+    """Reading a value of the meta device raises, and so does an operation that mixes in a tensor of the CPU."""
+    batches = list(ResidentLoader(make_data(10, (3, 8, 8)), batch_size=4, augment=augment, device="meta").epoch(1))
+    assert [value.device.type for batch in batches for value in batch] == ["meta"] * 6
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
 @pytest.mark.parametrize("shape", [(3, 32, 32), (1, 8, 8), (2, 16, 9), (3, 5, 24)])
 def test_crops_and_flips_equal_those_of_numpy(make_data, dtype, shape):

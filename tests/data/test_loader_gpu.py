@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from advnorm.data import load, make_loader
+from advnorm.data.loader import AUGMENTS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("augment", ["none", "flip", "crop_flip"])
+@pytest.mark.parametrize("augment", AUGMENTS)
 def test_a_step_never_waits_for_the_host_and_equals_the_cpu_bit_for_bit(augment, channels_last):
     data = load("synthetic", "train", size=300)
     loaders = [
