@@ -44,6 +44,8 @@ CASES = {
     "alp": {"objective": "alp", "norm": "bn"},
     "crossed": {"objective": "cross", "norm": "cross_bn"},
     "mixture": {"norm": "gmm_bn"},
+    "likelihood": {"norm": "gmm_bn", "objective": {"name": "hybrid", "likelihood_weight": 1e-3}},
+    "sandwich": {"norm": "sandwich_bn"},
     "groups": {"norm": "gn"},
     "standard": {"objective": "standard", "norm": "bn"},
     "shortcuts": {"model": {"name": "resnet20", "width": 0.5}},

@@ -74,9 +74,6 @@ def test_a_repeated_key_is_captured_and_a_failure_is_logged_once():
 GROUPS = {"name": "apart", "groups": 2, "samples": 0.5}
 CAPTURED = {
     **{name: case for name, case in CASES.items() if "model" not in case},
-    "likelihood": {"norm": "gmm_bn", "objective": {"name": "hybrid", "likelihood_weight": 1e-3}},
-    "sandwich": {"norm": "sandwich_bn"},
-    "advprop": {"objective": "advprop"},
     "worst of targeted restarts": {"attack": {"steps": 2, "restarts": 2, "keep": "worst", "target": "random"}},
     "momentum in L2": {"attack": {"steps": 2, "momentum": 0.9, "start": 0.2, "target": "least_likely"}, "threat": "L2"},
     "dlr in L1": {"attack": {"steps": 2, "loss": "dlr"}, "threat": "L1", "eps": 4.0},
