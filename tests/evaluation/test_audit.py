@@ -1,6 +1,7 @@
 """The audit: sound, undefended and masked models get the right verdict."""
 
 import copy
+from importlib import import_module
 
 import pytest
 import torch
@@ -135,13 +136,30 @@ def test_a_model_without_gradients_is_attacked_without_gradients(undefended, dat
     assert verdict.claimed == verdict.clean
 
 
-def test_a_transferred_attack_counts_for_the_worst_case(undefended, data):
+def test_transferred_attacks_count_for_the_worst_case(undefended, data):
     flat = nn.Sequential(nn.Unflatten(1, (1, 8, 8)), undefended)
     detached = Masked(flat, before=lambda x: torch.from_numpy(x.detach().numpy().copy()))  # BPDA finds no module
     verdict = quick(detached, (data[0].flatten(1), data[1]), limit=30, surrogate=flat)
-    *_, before, transfer = verdict.ladder
-    assert transfer.attack == "from surrogate" and before.worst > 0.5 > transfer.alone
-    assert verdict.worst_case == transfer.worst <= transfer.alone
+    *_, before, copy, another, _, surrogate = verdict.ladder
+    assert (copy.attack, another.attack) == ("pgd50 from copy", "pgd50-cw from copy") and another.alone is None
+    assert before.worst > 0.5 > copy.alone >= copy.worst >= another.worst, str(verdict)
+    assert surrogate.attack == "from surrogate" and verdict.worst_case == surrogate.worst <= surrogate.alone < 0.5
+    assert {"transfer from copy", "transfer from surrogate"} <= failed(verdict)
+
+
+def test_a_copy_is_trained_if_something_stands_between_gradients_and_the_model(sound, undefended, data, monkeypatch):
+    module, trained = import_module("advnorm.evaluation.audit"), []
+
+    def distill(plan, route):
+        trained.append(route)
+        return undefended
+
+    monkeypatch.setattr(module, "distill", distill)
+    assert not any("copy" in rung.attack for rung in quick(sound, data, limit=24).ladder) and not trained
+    noisy = quick(Masked(sound, before=lambda x: x + 0.01 * torch.randn_like(x)), data, limit=24)
+    assert [rung.attack for rung in noisy.ladder][-3] == "pgd50 from copy" and trained == [None]
+    broken = quick(Masked(undefended, after=lambda z: 1e4 * z), data, limit=24)
+    assert broken.worst_case == 0 and len(trained) == 1, "no image is left"
 
 
 def test_accuracy_that_keeps_falling_with_more_steps_is_a_sign():

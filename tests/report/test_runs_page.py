@@ -36,7 +36,7 @@ def test_every_run_evaluation_and_audit_is_on_the_page(runs, tmp_path):
     page = (tmp_path / "page.html").read_text()
     assert "All evaluations" in page and "Is it real?" in page and 'src="http' not in page
     content = build_runs_page(collect_results(runs))
-    (accuracy, audited), (trained, evaluated) = content["tables"], content["details"]
+    (accuracy, audited), (trained, evaluated, evidence) = content["tables"], content["details"]
     assert headings(trained) == ["bn-seed0", "dual_bn-seed0"] and column(trained, "norm") == ["bn", "dual_bn"]
     assert column(trained, "model") == ["small_cnn"] * 2 and column(trained, "data") == ["digits"] * 2
     assert column(trained, "epochs") == ["2 of 2", "2 of 2"]
@@ -56,8 +56,34 @@ def test_every_run_evaluation_and_audit_is_on_the_page(runs, tmp_path):
     assert column(audited, "verdict") == [json.loads((runs / "audit.json").read_text())["verdict"]]
 
 
+def test_the_page_has_ladder_accuracy_against_eps_evidence_and_advice_of_an_audit(runs):
+    record = json.loads((runs / "audit.json").read_text())
+    page = build_runs_page(collect_results(runs))
+    ladder, curve = (figure for figure in page["figures"] if figure["title"].endswith("bn-seed0"))
+    assert ladder["title"] == "Ladder of attacks: bn-seed0"
+    ((heading, rungs),) = ladder["groups"]
+    assert heading == f"{record['verdict']}, Linf eps=0.1"
+    assert [rung["label"] for rung in rungs] == [rung["attack"] for rung in record["ladder"] if not rung["skipped"]]
+    assert rungs[-1]["values"] == [record["ladder"][-1]["alone"], record["worst_case"]]
+    assert [*zip(curve["x"], curve["rows"][0]["values"])] == [tuple(point) for point in record["eps_curve"]]
+    assert draw_figure(curve).count(">0.1<") == 1
+    evidence = page["details"][-1]
+    assert evidence["title"] == "Evidence: bn-seed0"
+    assert column(evidence, "measured") == [item["measured"] for item in record["evidence"]]
+    marks = {"decides": "✗", "doubt": "?", "note": "i"}
+    assert column(evidence, "") == ["✓" if item["ok"] else marks[item["weight"]] for item in record["evidence"]]
+    assert all(text in evidence["note"] for text in [*record["reasons"], *record["advice"]])
+
+
+def test_two_audits_of_one_network_are_named_by_their_files(runs, tmp_path):
+    folder = shutil.copytree(runs, tmp_path / "copy")
+    shutil.copy(folder / "audit.json", folder / "again.json")
+    titles = [table["title"] for table in build_runs_page(collect_results(folder))["details"]]
+    assert titles[-2:] == ["Evidence: again.json", "Evidence: audit.json"]
+
+
 def test_the_figures_compare_attacks_and_label_runs_by_their_differences(runs):
-    points, curves = build_runs_page(collect_results(runs))["figures"]
+    points, *_, curves = build_runs_page(collect_results(runs))["figures"]
     assert points["series"] == ["clean", "fgsm", "pgd2"] and [row["label"] for row in points["groups"][0][1]] == [
         "clean",
         "adv",

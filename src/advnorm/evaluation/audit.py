@@ -24,12 +24,15 @@ from advnorm.evaluation import audit_thresholds as limits
 from advnorm.evaluation.audit_gradients import has_gradients, is_blocked, measure_gradients
 from advnorm.evaluation.audit_ladder import (
     BUDGET_IMAGES,
+    FROM_COPY,
     Budget,
     Obstacles,
     adaptive_rungs,
     budget_problems,
     build_ladder,
+    copy_rungs,
 )
+from advnorm.evaluation.distilled_copy import distill
 from advnorm.evaluation.evidence import EvidenceList, RungResult, VerdictName, decide, weigh_gap, weigh_one_step
 from advnorm.evaluation.jobs import AttackJob
 from advnorm.evaluation.model_branches import branches, mixing_norms, same_branch
@@ -138,7 +141,10 @@ class _Audit:
         plan, runner, route = self.plan, self.runner, self.route
         self._measure_outputs(self.outputs[route])
         ladder, worst = self._run_ladder()
-        worst = self._overcome_obstacles(ladder, worst)
+        obstacles = self._find_obstacles()
+        worst = self._overcome_obstacles(ladder, worst, obstacles)
+        if self.budget == "full" or obstacles:
+            worst = self._transfer_from_copy(ladder, worst)
         worst = self._transfer(ladder, worst)
         curve = self._vary_eps(worst)
         others = {
@@ -231,9 +237,9 @@ class _Audit:
             self._compare_strengths()
         return ladder, worst
 
-    def _overcome_obstacles(self, ladder: list[RungResult], worst: Tensor) -> Tensor:
+    def _overcome_obstacles(self, ladder: list[RungResult], worst: Tensor, obstacles: Obstacles) -> Tensor:
         """Attack the survivors with what overcomes the obstacles that were found."""
-        for rung in adaptive_rungs(self.budget, self._find_obstacles()):
+        for rung in adaptive_rungs(self.budget, obstacles):
             gradients = self.gradients[self.route] or "bpda" in rung.attack
             if gradients:
                 worst = worst & self._attack(rung.attack, self.route, worst)
@@ -248,6 +254,7 @@ class _Audit:
         random = "random" in failed  # such gradients change their direction by chance
         return Obstacles(
             blocked=is_blocked(self.plan, self.route),
+            missing=not failed.isdisjoint(("zero gradients", "broken gradients")),
             random=random,
             shattered="gradient angle" in failed and not random,
         )
@@ -309,15 +316,34 @@ class _Audit:
         if self.surrogate is not None:
             attack = self._build_attack("pgd50", same_branch(self.surrogate, self.route))
             attacks["from surrogate"] = replace(attack, statistics="running"), self.surrogate
-        pgd10 = next(rung.alone for rung in ladder if rung.attack == "pgd10") or 0.0
         for name, (attack, source) in attacks.items():
             job = AttackJob(name=name, attack=attack, route=self.route, origin="" if source is None else self.origin)
             robust = self.runner.evaluate_attack(job, self.correct, source=source)
             alone, worst = fraction(robust), worst & robust
             ladder.append(RungResult(attack=name, text="PGD-50 transferred", alone=alone, worst=fraction(worst)))
-            text = f"points by which PGD-50 {name} beats PGD-10 on the model itself"
-            self.evidence.expect(f"transfer {name}", text, 100 * (pgd10 - alone), limits.ORDER_POINTS, points=True)
+            self._compare_transfer(ladder, name, alone)
         return worst
+
+    def _transfer_from_copy(self, ladder: list[RungResult], worst: Tensor) -> Tensor:
+        """Transfer attacks from a copy that learned the answers of the evaluated branch, if images survive."""
+        if not bool(worst.any()):
+            return worst
+        copy = distill(self.plan, self.route)
+        for rung in copy_rungs(self.budget):
+            attack = self._build_attack(rung.attack.removesuffix(FROM_COPY), None)
+            attack = replace(attack, statistics="running")
+            job = AttackJob(name=rung.attack, attack=attack, route=self.route, origin="copy")
+            robust = self.runner.evaluate_attack(job, self.correct if rung.alone else worst, source=copy)
+            worst, alone = worst & robust, fraction(robust) if rung.alone else None
+            ladder.append(RungResult(attack=rung.attack, text=rung.text, alone=alone, worst=fraction(worst)))
+            if alone is not None:
+                self._compare_transfer(ladder, "from copy", alone)
+        return worst
+
+    def _compare_transfer(self, ladder: Sequence[RungResult], name: str, alone: float) -> None:
+        pgd10 = next(rung.alone for rung in ladder if rung.attack == "pgd10") or 0.0
+        text = f"points by which PGD-50 {name} beats PGD-10 on the model itself"
+        self.evidence.expect(f"transfer {name}", text, 100 * (pgd10 - alone), limits.ORDER_POINTS, points=True)
 
     def _evaluate_components(self) -> dict[str, dict[str, float]]:
         """Evaluate each Gaussian alone if norms weight their statistics by the input."""

@@ -12,6 +12,9 @@ Budget = Literal["quick", "standard", "full"]
 #: Default number of images, spread evenly over the data; None: all.
 BUDGET_IMAGES: Mapping[Budget, int | None] = {"quick": 200, "standard": 1000, "full": None}
 
+#: Suffix of attacks that are computed on a distilled copy.
+FROM_COPY = " from copy"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rung:
@@ -61,11 +64,12 @@ class Obstacles:
     """What stands between a gradient attack and a model."""
 
     blocked: bool = False  # functions without a gradient, or that pass a part of it
+    missing: bool = False  # gradients that are zero or not finite
     random: bool = False
     shattered: bool = False  # gradients that change their direction from point to point
 
     def __bool__(self) -> bool:
-        return self.blocked or self.random or self.shattered
+        return self.blocked or self.missing or self.random or self.shattered
 
 
 def adaptive_rungs(budget: Budget, obstacles: Obstacles) -> tuple[Rung, ...]:
@@ -86,6 +90,17 @@ def adaptive_rungs(budget: Budget, obstacles: Obstacles) -> tuple[Rung, ...]:
         names[f"apgd-smooth{steps}{bpda}"] = "mean gradient around each point" + (", BPDA" if bpda else "")
         names[f"apgd-smooth{steps}-targets9{bpda}"] = "the same towards each class"
     return tuple(Rung(attack=name, text=text) for name, text in names.items())
+
+
+def copy_rungs(budget: Budget) -> tuple[Rung, ...]:
+    """Return attacks that are computed on a distilled copy and transferred."""
+    steps = "-steps40" if budget == "quick" else ""
+    names = {
+        "pgd50": "transferred from a trained copy",
+        "pgd50-cw": "another loss, transferred",
+        f"apgd-margin-t{steps}": "targets each class, transferred",
+    }
+    return tuple(Rung(attack=name + FROM_COPY, text=text, alone=name == "pgd50") for name, text in names.items())
 
 
 def budget_problems(budget: object) -> list[Problem]:

@@ -117,8 +117,13 @@ def check_outputs(
             parts = images[: len(logits)].to(forward.device).split(1)
             alone = torch.cat([predict(torch.cat([image, image]))[:1] for image in parts])
         batch_difference = _relative_difference(alone, logits)
-    probabilities = bool((logits >= 0).all() and (logits.sum(1) - 1).abs().max() < 1e-3)
+    probabilities = are_probabilities(logits)
     return OutputCheck(reference=reference, batch_difference=batch_difference, probabilities=probabilities)
+
+
+def are_probabilities(logits: Tensor) -> bool:
+    """Return whether each row is not negative and sums to 1."""
+    return bool((logits >= 0).all() and (logits.sum(1) - 1).abs().max() < 1e-3)
 
 
 def _largest(logits: Tensor) -> Tensor:

@@ -208,32 +208,33 @@ class Verdict:
 
         raise_problems(plot_problems(path), "bad plot")
         blue, orange, grey = "#0072B2", "#D55E00", "#666666"  # Okabe and Ito: safe for the colour-blind
-        figure = Figure(figsize=(10, 4.2), layout="constrained")
-        bars, curve = figure.subplots(1, 2, width_ratios=(2.2, 1))
-        names = [rung.attack for rung in self.ladder]
-        worst = [100 * rung.worst for rung in self.ladder]
-        bars.bar(names, worst, color=blue, label="worst case so far")
-        alone = [(rung.attack, 100 * rung.alone) for rung in self.ladder if rung.alone is not None]
-        bars.plot(*zip(*alone), "o", color=orange, markeredgecolor="white", markersize=8, label="this attack alone")
-        text: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8}
-        for place, rung in enumerate(self.ladder):
-            if rung.alone is not None:
-                bars.annotate(f"{100 * rung.alone:.0f}", (place, 100 * rung.alone), (0, 6), **text)
-            if worst[place] >= 8:  # at the foot of the bar, away from the points
-                bars.annotate(f"{worst[place]:.0f}", (place, 0), (0, 3), color="white", **text)
-            elif rung.alone is None:
-                bars.annotate(f"{worst[place]:.0f}", (place, worst[place]), (0, 3), **text)
+        rungs = self.ladder[::-1]  # the first one at the top
+        figure = Figure(figsize=(11, 1.6 + 0.27 * max(len(rungs), 10)), layout="constrained")
+        bars, curve = figure.subplots(1, 2, width_ratios=(1.6, 1))
+        worst = [100 * rung.worst for rung in rungs]
+        bars.barh(range(len(rungs)), worst, color=blue, label="worst case so far")
+        alone = [(100 * rung.alone, place) for place, rung in enumerate(rungs) if rung.alone is not None]
+        bars.plot(*zip(*alone), "o", color=orange, markeredgecolor="white", markersize=7, label="this attack alone")
+        text: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8}
+        for value, place in alone:
+            bars.annotate(f"{value:.0f}", (value, place), (6, 0), **text)
+        for place, value in enumerate(worst):  # at the foot of a long bar, away from the points
+            style = {"color": "white"} if value >= 8 else {}
+            if style or rungs[place].alone is None:
+                bars.annotate(f"{value:.0f}", (0 if style else value, place), (3, 0), **text, **style)
+        bars.set_yticks(range(len(rungs)), [rung.attack for rung in rungs], fontsize=8)
         curve.plot([eps for eps, _ in self.eps_curve], [100 * a for _, a in self.eps_curve], "o-", color=blue)
         curve.axvline(self.threat.eps, color=orange, linestyle=":", label=f"{self.threat}")
-        for axes in (bars, curve):
-            axes.axhline(100 * self.chance, color=grey, linestyle="--", linewidth=1, label="one class for all")
-            axes.set_ylim(0, 108)
+        level: dict[str, Any] = {"color": grey, "linestyle": "--", "linewidth": 1, "label": "one class for all"}
+        bars.axvline(100 * self.chance, **level)
+        curve.axhline(100 * self.chance, **level)
+        bars.set_xlim(0, 108)
+        curve.set_ylim(0, 108)
+        for axes, place in ((bars, "lower right"), (curve, "upper right")):
             axes.spines[["top", "right"]].set_visible(False)
-            axes.legend(frameon=False, fontsize=8, loc="upper right")
-        bars.set_ylabel("accuracy (%)")
-        bars.tick_params(axis="x", labelrotation=40)
-        for label in bars.get_xticklabels():
-            label.set_horizontalalignment("right")
+            axes.legend(frameon=False, fontsize=8, loc=place)
+        bars.set_xlabel("accuracy (%)")
+        curve.set_ylabel("accuracy (%)")
         curve.set_xlabel(f"eps ({self.threat.norm})")
         figure.suptitle(
             f"{self.verdict}: clean {self.clean:.0%}, PGD-10 {self.claimed:.0%}, worst {self.worst_case:.0%}"

@@ -223,9 +223,12 @@ def _marker(series: int, x: float, y: float) -> str:
 
 
 def _x_ticks(places: Sequence[float]) -> list[float]:
-    """Round positions between the first and the last."""
-    step = max(_round_step(places[-1] - places[0]), 1)
-    ticks = [step * i for i in range(int(places[0] // step), int(places[-1] // step) + 1)]
+    """Round positions between the first and the last; whole ones on a scale of whole numbers."""
+    step = _round_step(places[-1] - places[0])
+    if all(place == int(place) for place in places):
+        step = max(step, 1)
+    first, last = (math.floor(place / step + 1e-9) for place in (places[0], places[-1]))
+    ticks = [round(step * i, 12) for i in range(first, last + 1)]
     return [tick for tick in ticks if places[0] <= tick <= places[-1]] or [places[0]]
 
 

@@ -7,6 +7,7 @@ from math import isclose
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
+from advnorm.report.audits import audit_figures, evidence_tables
 from advnorm.report.figures import LineChart, PointPlot, PointRow
 from advnorm.report.page import ReportPage
 from advnorm.report.rows import Row, result_rows
@@ -36,7 +37,8 @@ def build_runs_page(found: FolderResults) -> ReportPage:
     if damaged:
         tables.append({"title": "Not read", "columns": make_columns({"text": ["file and reason"]}), "rows": damaged})
     single = [{**row, "group": row["record"]} for row in evaluated]
-    files = found["benchmarks"] + found["audits"]
+    files, names = found["benchmarks"] + found["audits"], _audit_names(audited)
+    audits = [audit for audit in found["audits"] if audit["file"] in names]
     records = [*rows, *(one["record"] for one in files)]
     undigested = [one["file"] for one in files if one["record"].get("digest") == "none"]  # an edit would go unnoticed
     return {
@@ -44,10 +46,15 @@ def build_runs_page(found: FolderResults) -> ReportPage:
         "about": "Accuracy in training is measured on the training images while the network learns; the accuracy of an "
         "evaluation on test images.",
         "tables": tables,
-        "figures": [*([_accuracy_plot(evaluated)] if evaluated else []), *_training_curves(found, runs)],
+        "figures": [
+            *([_accuracy_plot(evaluated)] if evaluated else []),
+            *audit_figures(audits, names),
+            *_training_curves(found, runs),
+        ],
         "details": [
             *([_run_table(runs)] if runs else []),
             *([seed_table(single, "All evaluations")] if single else []),
+            *evidence_tables(audits, names),
         ],
         "conditions": {
             what: ", ".join(dict.fromkeys(str(record[key]) for record in records if record.get(key))) or None
@@ -286,5 +293,11 @@ def _audit_table(audits: Sequence[Row]) -> ReportTable:
         "title": "Is it real?",
         "columns": make_columns({"text": ["branch", "verdict"], "percent": ["PGD-10", "worst case"]}),
         "rows": rows,
-        "note": "Verdicts of advnorm audit; each record has the evidence.",
+        "note": "Verdicts of advnorm audit. Ladders, evidence and advice are below.",
     }
+
+
+def _audit_names(audits: Sequence[Row]) -> dict[str, str]:
+    """Name each audit's file by its network, or by the file if another audit has the same name."""
+    names = {row["record"]: row["run"] + ("" if row["branch"] == "default" else f", {row['branch']}") for row in audits}
+    return {file: name if [*names.values()].count(name) == 1 else file for file, name in names.items()}
