@@ -15,6 +15,7 @@ from advnorm.attacks.base import Attack
 from advnorm.attacks.model_access import predicting
 from advnorm.threat import THREAT_NORMS, ThreatModel
 from support.attack_contract import (
+    COMBINED,
     LINF,
     MODELS,
     NAMES,
@@ -38,7 +39,7 @@ def victim(request) -> tuple[nn.Module, str | None]:
 
 
 @pytest.mark.parametrize("norm", THREAT_NORMS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *COMBINED])
 def test_an_attack_keeps_the_contract(name, norm, victim):
     model, route = victim
     threat = ThreatModel(norm=norm, eps={"Linf": "8/255", "L2": 0.5, "L1": 4.0}[norm])
@@ -91,7 +92,7 @@ def test_an_attack_that_raises_leaves_the_model_unchanged(name, at, victim):
 #: Every name with one norm; all other pairs run with the slow tests.
 NAME_AND_NORM = [
     pytest.param(name, norm, torch.float64, marks=[] if i % len(THREAT_NORMS) == j else pytest.mark.slow)
-    for i, name in enumerate(NAMES)
+    for i, name in enumerate([*NAMES, *COMBINED])
     for j, norm in enumerate(THREAT_NORMS)
 ]
 

@@ -44,7 +44,11 @@ def test_parents_follow_from_the_seed_and_the_name():
 
 @pytest.mark.parametrize(
     "name",
-    ["undefended", "mean_sparse", *(pytest.param(n, marks=pytest.mark.slow) for n in ("kwta", "random_resize"))],
+    [
+        "undefended",
+        "mean_sparse",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("kwta", "random_resize", "perceptron_labels")),
+    ],
 )
 def test_a_handful_of_specimens_gets_the_known_verdict(name):
     specimen, row = SPECIMENS.get(name), bench_audit([name], limit=30, parents=shared_parents()).rows[name]
@@ -96,6 +100,16 @@ def test_the_known_accuracy_of_a_linear_model_is_exact():
     eps = 0.1
     robust = (z.gather(1, y[:, None]) - z.gather(1, 1 - y[:, None]))[:, 0] > eps * (weight[0] - weight[1]).abs().sum()
     assert known_accuracy(model, None, x, y, ThreatModel(eps=eps)) == robust.double().mean().item()
+
+
+@pytest.mark.parametrize("name", ["kernel_labels", "perceptron_labels", "naive_bayes", "quadratic_labels"])
+def test_a_black_box_has_no_gradient_and_answers_as_the_function_that_its_expert_attacks(name):
+    specimen, parents, (x, y) = SPECIMENS.get(name), shared_parents(), some_test_images()
+    model, expert = specimen.build(parents), specimen.expert(parents)
+    answers = model(x.clone().requires_grad_())
+    assert not answers.requires_grad and (answers.argmax(1) == y).double().mean() > 0.85
+    assert (answers.argmax(1) == expert(x).argmax(1)).double().mean() > 0.95
+    assert (model(x.flip(0)).argmax(1) == answers.flip(0).argmax(1)).all()
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ def test_every_run_evaluation_and_audit_is_on_the_page(runs, tmp_path):
     page = (tmp_path / "page.html").read_text()
     assert "All evaluations" in page and "Is it real?" in page and 'src="http' not in page
     content = build_runs_page(collect_results(runs))
-    (accuracy, audited), (trained, evaluated, evidence) = content["tables"], content["details"]
+    (accuracy, audited), (trained, evaluated, _) = content["tables"], content["details"]
     assert headings(trained) == ["bn-seed0", "dual_bn-seed0"] and column(trained, "norm") == ["bn", "dual_bn"]
     assert column(trained, "model") == ["small_cnn"] * 2 and column(trained, "data") == ["digits"] * 2
     assert column(trained, "epochs") == ["2 of 2", "2 of 2"]

@@ -20,8 +20,10 @@ from advnorm.threat import ThreatModel
 ORDER = {"Linf": torch.inf, "L2": 2, "L1": 1}
 LINF = ThreatModel(norm="Linf", eps="8/255")
 #: At most this much, so that an attack is quick without leaving out any of its parts; and restarts for all.
-QUICK = {"steps": 3, "queries": 12, "targets": 2}
+QUICK = {"steps": 3, "queries": 12, "targets": 2, "samples": 3}
 NAMES = attacks.list_attacks()
+#: Options that change what a search does, and not only how long.
+COMBINED = ["apgd-eot-bpda", "apgd-smooth-targets9-bpda", "fab-t-minimal"]
 WITHOUT_MODEL = {"noise-uniform", "noise-gaussian", "noise-binary"}
 
 
