@@ -28,7 +28,11 @@ def audit(
         str | None, typer.Option(help="Branch to audit. Default: the branch with the highest PGD-10 accuracy.")
     ] = None,
     budget: Annotated[
-        str, typer.Option(help="quick (200 images), standard (1000 images) or full (all images).")
+        str,
+        typer.Option(
+            help="quick: 200 images, APGD and FAB with 40 steps, Square with 1000 queries. standard: 1000 images, 100 "
+            "steps, 5000 queries. full: all images, also PGD with up to 500 steps, and always a trained copy."
+        ),
     ] = "standard",
     surrogate: Annotated[str | None, typer.Option(help="module:function of a model to transfer attacks from.")] = None,
     surrogate_weights: Annotated[
@@ -40,6 +44,7 @@ def audit(
 
     Exit status: 0 real, 1 false, 3 inconclusive, 4 none; 70 after a crash. Examples:
     `advnorm audit my_models:build --weights w.safetensors --data cifar10:data --eps 8/255 --plot audit.png`,
+    `advnorm audit runs/NAME --budget quick --json audit.json`,
     `advnorm audit timm:resnet18 --weights w.pth --data images --image-size 128 --eps 4/255`,
     `advnorm audit my_models:quantized --weights q.safetensors --surrogate my_models:build
     --surrogate-weights w.safetensors --data cifar10:data`
