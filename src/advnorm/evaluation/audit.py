@@ -337,13 +337,16 @@ class _Audit:
             worst, alone = worst & robust, fraction(robust) if rung.alone else None
             ladder.append(RungResult(attack=rung.attack, text=rung.text, alone=alone, worst=fraction(worst)))
             if alone is not None:
-                self._compare_transfer(ladder, "from copy", alone)
+                self._compare_transfer(ladder, "from a copy", alone, own=("pgd10", "pgd50"))
         return worst
 
-    def _compare_transfer(self, ladder: Sequence[RungResult], name: str, alone: float) -> None:
-        pgd10 = next(rung.alone for rung in ladder if rung.attack == "pgd10") or 0.0
-        text = f"points by which PGD-50 {name} beats PGD-10 on the model itself"
-        self.evidence.expect(f"transfer {name}", text, 100 * (pgd10 - alone), limits.ORDER_POINTS, points=True)
+    def _compare_transfer(
+        self, ladder: Sequence[RungResult], name: str, alone: float, own: Sequence[str] = ("pgd10",)
+    ) -> None:
+        """Expect PGD-50 on another model not to beat the model's ``own`` attacks."""
+        least = min(rung.alone for rung in ladder if rung.attack in own and rung.alone is not None)
+        text = f"points by which PGD-50 {name} beats {'PGD-50' if 'pgd50' in own else 'PGD-10'} on the model itself"
+        self.evidence.expect(f"transfer {name}", text, 100 * (least - alone), limits.ORDER_POINTS, points=True)
 
     def _evaluate_components(self) -> dict[str, dict[str, float]]:
         """Evaluate each Gaussian alone if norms weight their statistics by the input."""
