@@ -125,7 +125,7 @@ def test_a_copy_of_a_model_without_obstacles_is_no_sign(sound, data):
     for threat in (advnorm.ThreatModel(norm="L1", eps=2.0), THREAT):
         verdict = audit(sound, data, threat, budget="full", limit=IMAGES)
         assert "pgd50 from copy" in {rung.attack for rung in verdict.ladder}
-        assert "transfer from a copy" not in failed(verdict), str(verdict)
+        assert "copy" not in failed(verdict) and verdict.verdict != "false", str(verdict)
 
 
 def test_a_sound_model_behind_a_quantizer_is_not_called_real_and_its_surrogate_helps(sound, data):
@@ -152,7 +152,7 @@ def test_transferred_attacks_count_for_the_worst_case(undefended, data):
     assert (copy.attack, another.attack) == ("pgd50 from copy", "pgd50-cw from copy") and another.alone is None
     assert before.worst > 0.5 > copy.alone >= copy.worst >= another.worst, str(verdict)
     assert surrogate.attack == "from surrogate" and verdict.worst_case == surrogate.worst <= surrogate.alone < 0.5
-    assert {"transfer from a copy", "transfer from surrogate"} <= failed(verdict)
+    assert {"copy", "transfer from surrogate"} <= failed(verdict)
 
 
 def test_a_copy_is_trained_if_something_stands_between_gradients_and_the_model(sound, undefended, data, monkeypatch):

@@ -44,6 +44,12 @@ def test_under_l1_a_gap_is_false_only_with_another_sign(signs, expected):
     assert decide(0.35, 0.01, [gap, *others], chance=0.1, images=1000)[0] == expected
 
 
+def test_one_step_is_a_claim_except_under_l1_where_it_is_weak_on_every_network():
+    numbers = {"one_step": 0.65, "worst": 0.07, "clean": 1.0, "images": 100}
+    assert not weigh_one_step(**numbers).ok and not weigh_one_step(**numbers, norm="L2").ok
+    assert weigh_one_step(**numbers, norm="L1").ok
+
+
 @pytest.mark.parametrize(
     ("pgd", "worst", "chance", "expected"),
     [

@@ -157,7 +157,9 @@ class _Audit:
         gap = weigh_gap(claimed, worst_case, self.evidence.items, norm=self.threat.norm, images=images)
         one_step = next((rung.alone for rung in ladder if rung.attack == "fgsm"), None)
         if one_step is not None:
-            self.evidence.items.insert(0, weigh_one_step(one_step, worst_case, fraction(self.correct), images=images))
+            clean = fraction(self.correct)
+            item = weigh_one_step(one_step, worst_case, clean, images=images, norm=self.threat.norm)
+            self.evidence.items.insert(0, item)
         evidence = [gap, *self.evidence.items]
         verdict, reasons = decide(claimed, worst_case, evidence, chance=self.chance, images=images)
         return Verdict(
@@ -229,7 +231,7 @@ class _Audit:
                 if rung.needs_pixels:
                     text = "points that Square, without gradients, takes from the survivors of gradient attacks"
                     lost = 100 * (fraction(survivors) - fraction(worst))
-                    self.evidence.expect("square", text, lost, limits.SQUARE_POINTS, points=True)
+                    self.evidence.expect("square", text, lost, limits.SURVIVOR_POINTS, points=True)
             ladder.append(
                 RungResult(attack=rung.attack, text=rung.text, alone=alone, worst=fraction(worst), skipped=skipped)
             )
@@ -316,19 +318,21 @@ class _Audit:
         if self.surrogate is not None:
             attack = self._build_attack("pgd50", same_branch(self.surrogate, self.route))
             attacks["from surrogate"] = replace(attack, statistics="running"), self.surrogate
+        pgd10 = next(rung.alone for rung in ladder if rung.attack == "pgd10") or 0.0
         for name, (attack, source) in attacks.items():
             job = AttackJob(name=name, attack=attack, route=self.route, origin="" if source is None else self.origin)
             robust = self.runner.evaluate_attack(job, self.correct, source=source)
             alone, worst = fraction(robust), worst & robust
             ladder.append(RungResult(attack=name, text="PGD-50 transferred", alone=alone, worst=fraction(worst)))
-            self._compare_transfer(ladder, name, alone)
+            text = f"points by which PGD-50 {name} beats PGD-10 on the model itself"
+            self.evidence.expect(f"transfer {name}", text, 100 * (pgd10 - alone), limits.ORDER_POINTS, points=True)
         return worst
 
     def _transfer_from_copy(self, ladder: list[RungResult], worst: Tensor) -> Tensor:
         """Transfer attacks from a copy that learned the answers of the evaluated branch, if images survive."""
         if not bool(worst.any()):
             return worst
-        copy = distill(self.plan, self.route)
+        survivors, copy = worst, distill(self.plan, self.route)
         for rung in copy_rungs(self.budget):
             attack = self._build_attack(rung.attack.removesuffix(FROM_COPY), None)
             attack = replace(attack, statistics="running")
@@ -336,17 +340,10 @@ class _Audit:
             robust = self.runner.evaluate_attack(job, self.correct if rung.alone else worst, source=copy)
             worst, alone = worst & robust, fraction(robust) if rung.alone else None
             ladder.append(RungResult(attack=rung.attack, text=rung.text, alone=alone, worst=fraction(worst)))
-            if alone is not None:
-                self._compare_transfer(ladder, "from a copy", alone, own=("pgd10", "pgd50"))
+        text = "points that attacks on a trained copy take from the survivors of all attacks on the model"
+        lost = 100 * (fraction(survivors) - fraction(worst))
+        self.evidence.expect("copy", text, lost, limits.SURVIVOR_POINTS, points=True)
         return worst
-
-    def _compare_transfer(
-        self, ladder: Sequence[RungResult], name: str, alone: float, own: Sequence[str] = ("pgd10",)
-    ) -> None:
-        """Expect PGD-50 on another model not to beat the model's ``own`` attacks."""
-        least = min(rung.alone for rung in ladder if rung.attack in own and rung.alone is not None)
-        text = f"points by which PGD-50 {name} beats {'PGD-50' if 'pgd50' in own else 'PGD-10'} on the model itself"
-        self.evidence.expect(f"transfer {name}", text, 100 * (least - alone), limits.ORDER_POINTS, points=True)
 
     def _evaluate_components(self) -> dict[str, dict[str, float]]:
         """Evaluate each Gaussian alone if norms weight their statistics by the input."""

@@ -41,8 +41,9 @@ ORDER_POINTS = 2.0
 #: Points, or share of the accuracy, that more steps may take: sound models lose 1 to 3 points from 10 to 50 steps, and
 #: the hybrid models of paper E keep falling (fig. 2).
 STEPS_POINTS, STEPS_RATIO = 5.0, 0.15
-#: Points that Square may take from the survivors of all gradient attacks: almost none on sound models.
-SQUARE_POINTS = 1.0
+#: Points that Square, or attacks on a copy, may take from the survivors of all gradient attacks: almost none on sound
+#: models.
+SURVIVOR_POINTS = 1.0
 #: Share of correct images whose loss gradient may be exactly zero: a confident model has a few in float32.
 ZERO_SHARE = 0.1
 #: Points above chance that may remain at an eps that turns every image grey: a constant answer gets chance.
