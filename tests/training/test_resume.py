@@ -174,13 +174,47 @@ def test_metrics_are_on_disk_before_the_checkpoint_that_covers_them(tmp_path, mo
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(loop_module, "NEW_ENOUGH", 0.0)
     train(small(held_out=0, validate_every=0), tmp_path)
     order = [name for name in synced if name.startswith((".last-", "metrics"))]
     assert [name.partition("-")[0] for name in order] == ["metrics.jsonl", ".last"] * 3
 
 
+@pytest.mark.parametrize(("new_enough", "saved"), [(1000.0, [2, 5]), (0.0, [1, 2, 3, 4, 5])])
+def test_short_epochs_share_a_checkpoint(tmp_path, monkeypatch, new_enough, saved):
+    """A killed run repeats the epochs since then, with the same bits, and drops their metrics first."""
+    config, steps = small(epochs=5, held_out=0, snapshots=(2,), validate_every=0), list[int]()
+    save, run_epoch = checkpoint.save, TrainingLoop._run_epoch
+    monkeypatch.setattr(loop_module, "NEW_ENOUGH", new_enough)
+
+    def note(folder, name, tensors, meta):
+        steps.extend([meta["step"]] if name == "last" else [])
+        return save(folder, name, tensors, meta)
+
+    monkeypatch.setattr(checkpoint, "save", note)
+    alone = state(train(config, tmp_path / "alone"))
+    per_epoch = steps[-1] // 5
+    assert [step / per_epoch for step in steps] == saved
+
+    def dies(loop, epoch):
+        if epoch == 4:
+            raise KeyboardInterrupt
+        return run_epoch(loop, epoch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingLoop, "_run_epoch", dies)
+        with pytest.raises(KeyboardInterrupt):
+            train(config, tmp_path)
+    (folder,) = (path.parent for path in tmp_path.glob("*/run.json"))
+    assert len(Run.open(folder).metrics()) == 4
+    steps.clear()
+    assert state(train(config, tmp_path)) == alone
+    assert steps[0] / per_epoch == 5 and f"from step {saved[-2] * per_epoch} " in (folder / "log.txt").read_text()
+
+
 def test_a_checkpoint_does_not_grow_with_the_epochs(tmp_path, monkeypatch):
     sizes, save = [], checkpoint.save
+    monkeypatch.setattr(loop_module, "NEW_ENOUGH", 0.0)
 
     def measure(folder, name, tensors, meta):
         path = save(folder, name, tensors, meta)

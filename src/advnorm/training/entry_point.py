@@ -57,7 +57,8 @@ def train(
         max_minutes: Stop at a checkpoint after this time. SIGTERM does the same; then ``run.finished`` is False.
             Ctrl-C stops at a checkpoint and raises ``KeyboardInterrupt``; a second one stops at once. SIGTERM after the
             last step is sent to the process again, for the caller's handler.
-        checkpoint_minutes: Time between checkpoints within an epoch.
+        checkpoint_minutes: Time between checkpoints within an epoch. The end of an epoch writes one if the last is half
+            a minute old, or as old as this.
         progress: Show a bar on a terminal, else a line per epoch and one in half a minute.
         tensorboard: Write TensorBoard events.
 

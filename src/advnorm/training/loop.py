@@ -52,6 +52,8 @@ from advnorm.training.validation import Validation
 
 #: Steps between two agreements of the ranks on stopping and on checkpoints: each one costs a reduction.
 AGREE_EVERY = 20
+#: Seconds for which a checkpoint is new enough: writing one takes as long as a part of a short epoch.
+NEW_ENOUGH = 30.0
 
 
 class Action(IntEnum):
@@ -187,9 +189,18 @@ class TrainingLoop:
         state.clock.stop()
         if not self._end_epoch(epoch, state.clock.total - seconds, state.step - first_step):
             return f"in the validation of {number}"
-        if self.ranks.agreed(int(self._should_stop())) and state.step < self.total:
-            return f"after {number}"
-        return None
+        stops = bool(self.ranks.agreed(int(self._should_stop())))
+        if stops or self._ends_with_checkpoint():
+            self._save()
+        return f"after {number}" if stops and state.step < self.total else None
+
+    def _ends_with_checkpoint(self) -> bool:
+        """Whether the epoch that has ended is kept, or the last checkpoint is not new enough."""
+        state = self.state
+        last, best = state.step == self.total, state.best is not None and state.best["step"] == state.step
+        kept = last or best or state.step // self.loader.steps in self.config.snapshots
+        old = time.monotonic() - self._saved >= min(self._checkpoint_seconds, NEW_ENOUGH)
+        return bool(self.ranks.agreed(int(kept or old)))
 
     def _should_stop(self) -> bool:
         return self.signals.received or time.monotonic() >= self._until
@@ -239,7 +250,7 @@ class TrainingLoop:
         self.journal.show(state.step, values, lr)
 
     def _end_epoch(self, epoch: int, seconds: float, steps: int) -> bool:
-        """Write metrics, validate and save a checkpoint; False if validation was stopped."""
+        """Validate and write metrics; False if validation was stopped, after a checkpoint."""
         state, config = self.state, self.config
         means = self.ranks.gathered(torch.stack(list(state.sums.values()))).mean(0) / self.loader.steps
         row: dict[str, Any] = {"epoch": epoch + 1, "step": state.step, "lr": self.optimizer.param_groups[0]["lr"]}
@@ -268,7 +279,6 @@ class TrainingLoop:
         self.ranks.lead_does(lambda: self.journal.row(row, timing))
         if warning is not None:
             self.ranks.lead_does(lambda: self.journal.log(f"warning: {warning}"))
-        self._save()
         return True
 
     def _validate(self, validation: Validation | Monitor) -> dict[str, float] | None:
