@@ -7,8 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypedDict
 
@@ -21,6 +20,8 @@ from advnorm.training.run import Run
 
 #: The wall-clock times of a run, in its folder.
 FILE, FORMAT = "wall_clock.json", "advnorm.wall_clock/1"
+#: Seconds between two readings of what a training prints.
+READ_EVERY = 0.5
 #: Where compiled code is kept between processes: of torch, Triton and the driver.
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
 
@@ -60,35 +61,42 @@ def train_in_process(command: Sequence[str], run: Run, on_line: Callable[[str], 
     The process finds no compiled code of earlier ones. ``on_line`` gets each line that it prints.
     """
     from_start = not checkpoint.exists(run.checkpoints, "last")
-    with tempfile.TemporaryDirectory() as cache:
+    # Helpers of the compiler may write there for a moment longer than the training lasts.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         source = str(Path(__file__).parents[2])  # the same package in both processes
         path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, "PYTHONPATH": path, **{name: str(Path(cache, name)) for name in CACHES}}
-        started, began = time.time(), time.perf_counter()
-        process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-        )
-        assert process.stdout is not None
-        last = ""
-        try:
-            for line in process.stdout:
-                last = line.strip() or last
-                on_line(last)
-            status = process.wait()
-        except BaseException:
-            process.terminate()  # it stops at a checkpoint
-            with suppress(ValueError):
-                process.communicate()
-            raise
-        seconds = time.perf_counter() - began
+        environment = {**os.environ, "PYTHONPATH": path, **{name: str(Path(folder, name)) for name in CACHES}}
+        output = Path(folder, "output")  # not a pipe, which helpers could keep open after the end
+        with output.open("w") as sink, output.open(errors="replace") as printed:
+            started, began = time.time(), time.perf_counter()
+            process = subprocess.Popen(command, env=environment, stdout=sink, stderr=subprocess.STDOUT)
+            try:
+                while True:
+                    try:
+                        status = process.wait(timeout=READ_EVERY)
+                        seconds = time.perf_counter() - began
+                        break
+                    except subprocess.TimeoutExpired:
+                        _hand_over(printed, on_line)
+                _hand_over(printed, on_line)
+            except BaseException:
+                process.terminate()  # it stops at a checkpoint
+                process.wait()
+                raise
+        last = next((line for line in reversed(output.read_text(errors="replace").splitlines()) if line.strip()), "")
     if status != OK:
         what = "stopped before its end" if status == PREEMPTED else f"ended with status {status}"
         hint = "the same command resumes" if status == PREEMPTED else ""
         raise TrainingFailed("failed", f"the training of {run.folder} {what}: {last}", field="run", hint=hint)
     if from_start:
-        first = run.record["first_step_ended"] - started
-        clock: WallClock = {"seconds": seconds, "first_step": first}
+        clock: WallClock = {"seconds": seconds, "first_step": run.record["first_step_ended"] - started}
         write_json(run.folder / FILE, with_digest({"format": FORMAT, **clock}))
+
+
+def _hand_over(printed: Iterable[str], on_line: Callable[[str], object]) -> None:
+    for line in printed:
+        if line.strip():
+            on_line(line.strip())
 
 
 def read_wall_clock(run: Run) -> WallClock | None:
