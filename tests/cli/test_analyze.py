@@ -55,16 +55,25 @@ def test_an_analysis_that_is_a_table_prints_it(tmp_path):
         "domain_gap_table": (("inputs=[adv, noise]",), "clean – noise", "runs"),
         "swap_table": (("attacks=[pgd1]",), "AP_clean", "rows"),
         "transfer": (("source=adversarial",), "adversarial examples from", "accuracy"),
+        "branch_gap": ((), "NS under adv", "sums"),
+        "ligs": (("shifts=[gaussian]",), "Gaussian noise", "networks"),
+        "corruptions": (("corruptions=[fog]", "severities=[1]"), "corrupted, statistics adapted", "networks"),
+        "perturbed_statistics": (("radii=[0.0, 0.1]",), "radius 0.1", "accuracy"),
+        "landscape": (("count=1",), "effective β-smoothness", "networks"),
+        "statistics_shift": ((), "distance, summed over the layers", "sums"),
+        "features": (("steps=1", "route=adv"), "predicted as their label", "feature_distance"),
     }
     for name, (options, words, key) in tables.items():
-        out = tmp_path / name
-        result = invoke("analyze", name, str(run.folder), *more[:2], "--out", str(out), *more[4:], "--set", *options)
+        out, given = tmp_path / name, ["--set", *options] if options else []
+        result = invoke("analyze", name, str(run.folder), *more[:2], "--out", str(out), *more[4:], *given)
         assert result.exit_code == 0, result.output
         assert words in " ".join(result.output.split())
         record = json.loads(next(out.glob("*.json")).read_text())
         assert key in record
         if name == "domain_gap":
             assert f"{record['sums']['clean-adv']:.4g}" in result.output
+        if name == "ligs":
+            assert f"{next(iter(record['networks'].values()))['shifts']['gaussian']['mean']:.4f}" in result.output
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,9 @@ from advnorm.attacks.base import Progress
 from advnorm.evaluation.model_branches import branches
 from advnorm.evaluation.target import EvaluationTarget
 
+#: Head and rows of a table for a terminal.
+TableData = tuple[Sequence[str], Sequence[Sequence[str]]]
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Finding(ABC):
@@ -42,7 +45,7 @@ class Finding(ABC):
     def draw(self) -> Figure:
         """Draw the figure; called inside :func:`figure_style`."""
 
-    def table(self) -> tuple[Sequence[str], Sequence[Sequence[str]]] | None:
+    def table(self) -> TableData | None:
         """Return head and rows for a terminal, or None if only the figure shows the result."""
         return None
 

@@ -16,7 +16,7 @@ from advnorm._core.errors import ConfigError, Problem, raise_problems, unknown_n
 from advnorm._core.settings import Setting
 from advnorm._core.wrappers import device_of
 from advnorm.analysis.banks import has_batch_statistics, routed_copy
-from advnorm.analysis.base import BranchView, Finding, register_analysis, view_conditions
+from advnorm.analysis.base import BranchView, Finding, TableData, format_percent, register_analysis, view_conditions
 from advnorm.analysis.images import even_slices, measure_accuracy, track
 from advnorm.analysis.plots import Figure, legend_below, line_style, new_figure
 from advnorm.analysis.settings import BatchSize, Seed, as_tuple, setting_problems
@@ -135,6 +135,11 @@ class CorruptionAccuracy(Finding):
     networks: Mapping[str, CorruptionScore]
     images: int
     corruptions: str  # their origin
+
+    def table(self) -> TableData:
+        means = {name: (one.clean, one.mean, one.adapted_mean) for name, one in self.networks.items()}
+        rows = [[name, *("–" if one is None else format_percent(one) for one in row)] for name, row in means.items()]
+        return ["network", "clean", "corrupted", "corrupted, statistics adapted"], rows
 
     def draw(self) -> Figure:
         """Draw means over severities and over corruptions; adapted statistics have hollow marks."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError
 from advnorm.analysis.banks import Distances, Gaussian, affine_parameters, layer_distances
-from advnorm.analysis.base import Finding, format_percent, register_analysis
+from advnorm.analysis.base import Finding, TableData, format_percent, register_analysis
 from advnorm.analysis.images import Images, craft_inputs, default_branch, target_conditions, track
 from advnorm.analysis.moments import affine_bank_settings, collect_moments, norm_statistics, ns_name
 from advnorm.analysis.plots import Figure, Panel, bar_figure, each_value, formula, line_figure
@@ -108,7 +108,7 @@ class DomainGap(LayerDistances):
 
     accuracy: Mapping[str, float]
 
-    def table(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    def table(self) -> TableData:
         head, rows = _table({"": self})
         return head[1:], [row[1:] for row in rows]
 
@@ -188,7 +188,7 @@ class DomainGapTable(Finding):
 
     runs: Mapping[str, DomainGap]
 
-    def table(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    def table(self) -> TableData:
         return _table(self.runs)
 
     def draw(self) -> Figure:
@@ -241,6 +241,10 @@ class BranchGap(LayerDistances):
 
     PARTS = ("Means μ, and biases β", "Deviations σ, and weights γ")
     domains: tuple[str, str]
+
+    def table(self) -> TableData:
+        rows = [[name, f"{self.sums[name]:.4g}", f"{self.relative_sums[name]:.4g}"] for name in self.sides]
+        return ["parameters", "distance", "relative distance"], rows
 
     def label(self, name: str) -> str:
         one, other = self.domains

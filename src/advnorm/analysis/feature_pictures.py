@@ -17,7 +17,7 @@ from advnorm._core.errors import ConfigError
 from advnorm._core.settings import Setting
 from advnorm._core.wrappers import device_of
 from advnorm.analysis import feature_extraction as extraction
-from advnorm.analysis.base import Finding, register_analysis
+from advnorm.analysis.base import Finding, TableData, format_percent, register_analysis
 from advnorm.analysis.feature_extraction import Part, Recipe, ShardSize
 from advnorm.analysis.plots import Figure, new_figure, wrap_names
 from advnorm.analysis.settings import Seed
@@ -50,6 +50,11 @@ class FeaturePictures(Finding):
     accuracy: float  # share of the made images that the model classifies as their label
     l2_from_start: float  # mean
     folder: str | None = None
+
+    def table(self) -> TableData:
+        distances = (*self.feature_distance.values(), self.l2_from_start)
+        head = ["images", "predicted as their label", "distance of features before", "after", "L2 from the start"]
+        return head, [[str(self.images), format_percent(self.accuracy), *(f"{value:.3g}" for value in distances)]]
 
     def draw(self) -> Figure:
         rows = [

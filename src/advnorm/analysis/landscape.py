@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Annotated, Any
 
 import torch
@@ -16,7 +17,7 @@ from advnorm._core.errors import ConfigError, raise_problems
 from advnorm._core.precision import float32_as
 from advnorm._core.settings import Setting
 from advnorm._core.wrappers import device_of, unwrap_model
-from advnorm.analysis.base import BranchView, Finding, register_analysis, to_record, view_conditions
+from advnorm.analysis.base import BranchView, Finding, TableData, register_analysis, to_record, view_conditions
 from advnorm.analysis.images import even_slices, track
 from advnorm.analysis.plots import Figure, Panel, each_value, line_figure
 from advnorm.analysis.settings import StatisticsMode, as_tuple, setting_problems
@@ -196,6 +197,13 @@ class LandscapeComparison(Finding):
             name: {"conditions": self.conditions.get(name, {}), "steps": points[0].steps, "batches": points}
             for name, points in self.points.items()
         }
+
+    def table(self) -> TableData:
+        rows = []
+        for name, points in self.points.items():
+            numbers = zip(*((point.loss, point.gradient_norm, point.smoothness) for point in points))
+            rows.append([name, *(f"{fmean(values):.4g}" for values in numbers)])
+        return ["network", "loss", "norm of the gradient", "effective β-smoothness"], rows
 
     def draw(self) -> Figure:
         """Draw each quantity by step size: the mean over the batches and their range."""

@@ -16,7 +16,7 @@ from advnorm._core.precision import float32_as
 from advnorm._core.seeding import ImageNoise
 from advnorm._core.settings import Setting
 from advnorm._core.wrappers import device_of
-from advnorm.analysis.base import BranchView, Finding, register_analysis, view_conditions
+from advnorm.analysis.base import BranchView, Finding, TableData, register_analysis, view_conditions
 from advnorm.analysis.images import attack_images, even_slices, measure_accuracy, track
 from advnorm.analysis.plots import Figure, Panel, each_value, legend_below, line_figure, line_style, new_figure
 from advnorm.analysis.settings import (
@@ -126,6 +126,11 @@ class LIGSComparison(Finding):
             name: {"conditions": self.conditions.get(name, {}), "shifts": shifts}
             for name, shifts in self.similarities.items()
         }
+
+    def table(self) -> TableData:
+        kinds = next(iter(self.similarities.values()))
+        rows = [[name, *(f"{found.mean:.4f}" for found in row.values())] for name, row in self.similarities.items()]
+        return ["network", *(SHIFT_NAMES[kind] for kind in kinds)], rows
 
     def draw(self) -> Figure:
         """Draw the mean and the middle half of the images, as paper D, fig. 2, at the end of training."""

@@ -17,7 +17,7 @@ from advnorm._core.seeding import ImageNoise
 from advnorm._core.settings import Setting, convert_fields
 from advnorm._core.wrappers import device_of, unwrap_model
 from advnorm.analysis.banks import routed_copy
-from advnorm.analysis.base import BranchView, Finding, register_analysis, view_conditions
+from advnorm.analysis.base import BranchView, Finding, TableData, format_percent, register_analysis, view_conditions
 from advnorm.analysis.images import even_slices, track
 from advnorm.analysis.plots import Figure, Panel, each_value, line_figure, wrap_names
 from advnorm.analysis.settings import (
@@ -220,6 +220,14 @@ class PerturbedStatistics(Finding):
     radii: tuple[float, ...]
     accuracy: Mapping[str, Mapping[str, Sequence[float]]]
     attacks: Mapping[str, Mapping[str, Any]]  # settings of the attacks, without radius and route
+
+    def table(self) -> TableData:
+        rows = [
+            [panel, name, *map(format_percent, line)]
+            for panel, lines in self.accuracy.items()
+            for name, line in lines.items()
+        ]
+        return ["", "", *(f"radius {radius:g}" for radius in self.radii)], rows
 
     def draw(self) -> Figure:
         titles = wrap_names(self.accuracy, 80 // len(self.accuracy))

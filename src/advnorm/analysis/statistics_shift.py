@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from advnorm._core.errors import ConfigError, Problem, raise_problems
 from advnorm._core.settings import Setting
 from advnorm.analysis.banks import layer_distances, norm_layers, stored_statistics
-from advnorm.analysis.base import Finding, register_analysis
+from advnorm.analysis.base import Finding, TableData, register_analysis
 from advnorm.analysis.images import Images, default_branch, iterate_batches, measure_images, track
 from advnorm.analysis.moments import LayerMoments, Moments, observe_norm_inputs, update_settings
 from advnorm.analysis.plots import Figure, Panel, line_figure
@@ -48,6 +48,9 @@ class StatisticsShift(Finding):
             images: sum(sum(values) / len(values) for values in layers.values())
             for images, layers in self.layers.items()
         }
+
+    def table(self) -> TableData:
+        return ["images", "distance, summed over the layers"], [[name, f"{one:.4g}"] for name, one in self.sums.items()]
 
     def draw(self) -> Figure:
         settings = {"ylabel": r"$W_2^2$, mean and range of batches", "ylim": (0, None)}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from advnorm._core.errors import Problem, raise_problems
 from advnorm._core.settings import Setting
 from advnorm._core.wrappers import device_of, unwrap_model
-from advnorm.analysis.base import Finding, format_percent, register_analysis
+from advnorm.analysis.base import Finding, TableData, format_percent, register_analysis
 from advnorm.analysis.images import craft_inputs, create_attack, target_conditions, track
 from advnorm.analysis.moments import ns_name
 from advnorm.analysis.plots import Figure, bar_figure, formula
@@ -47,7 +47,7 @@ class SwapTable(Finding):
 
     rows: tuple[SwapRow, ...]
 
-    def table(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    def table(self) -> TableData:
         rows = [
             [row.setup, ns_name(*row.ns), f"AP_{row.ap}", *map(format_percent, row.accuracy.values())]
             for row in self.rows

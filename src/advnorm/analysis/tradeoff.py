@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
@@ -13,7 +12,7 @@ from advnorm._core.errors import Problem, raise_problems
 from advnorm._core.settings import Setting
 from advnorm._core.wrappers import device_of
 from advnorm.analysis.banks import has_batch_statistics, routed_copy
-from advnorm.analysis.base import Finding, format_percent, register_analysis
+from advnorm.analysis.base import Finding, TableData, format_percent, register_analysis
 from advnorm.analysis.images import craft_inputs, create_attack, target_conditions, track
 from advnorm.analysis.plots import Figure, Panel, line_figure
 from advnorm.analysis.settings import BatchSize, setting_problems
@@ -47,7 +46,7 @@ class TradeOff(Finding):
     attack: str
     rows: tuple[MixtureRow, ...]
 
-    def table(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    def table(self) -> TableData:
         rows = [[f"{r.share:.2f}", r.statistics, *map(format_percent, (r.clean, r.robust))] for r in self.rows]
         return [f"share of {self.domains[1]}", "statistics", "clean", self.attack], rows
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from advnorm._core.errors import ConfigError, Description, Problem, raise_problems, unknown_name
 from advnorm._core.settings import Setting
 from advnorm._core.wrappers import device_of
-from advnorm.analysis.base import BranchView, Finding, format_percent, register_analysis, view_conditions
+from advnorm.analysis.base import BranchView, Finding, TableData, format_percent, register_analysis, view_conditions
 from advnorm.analysis.feature_extraction import RECIPES, Recipe, apply_recipe
 from advnorm.analysis.feature_pictures import count_classes, target_images
 from advnorm.analysis.images import measure_accuracy, predict_classes, track
@@ -34,7 +34,7 @@ class Transfer(Finding):
     images: Mapping[str, int]  # by source
     what: str = "images"
 
-    def table(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    def table(self) -> TableData:
         rows = [
             [source, target, format_percent(value)]
             for source, row in self.accuracy.items()
@@ -163,7 +163,7 @@ class Alignment(Finding):
     offset: int
     images: int
 
-    def table(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    def table(self) -> TableData:
         columns = (self.aligned_with_robust_features, self.aligned_with_non_robust_features)
         rows = zip(map(str, self.names), *(map(format_percent, column) for column in columns))
         return ["network", "class of robust features", "class of non-robust features"], [list(row) for row in rows]
