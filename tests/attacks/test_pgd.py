@@ -155,6 +155,19 @@ def test_dlr_needs_enough_classes():
 # -- steps -------------------------------------------------------------------------------------------------------------
 
 
+def oracle_steps(net: Net, attack: PGD, start: np.ndarray, x: Tensor, y: Tensor) -> list[np.ndarray]:
+    """The points after each step of one restart from ``start``, in float64."""
+    x64, z, velocity, points = x.double().numpy(), start, np.zeros(x.shape), []
+    for _ in range(attack.steps):
+        _, gradient = oracle_gradient(net, z, ce_gradient(y))
+        if attack.momentum:
+            flat = np.abs(gradient).reshape(len(x), -1)
+            gradient = velocity = attack.momentum * velocity + gradient / flat.sum(1)[:, None, None, None]
+        z = projected(z + attack.step * steepest(gradient, attack.threat), x64, attack.threat)
+        points.append(z)
+    return points
+
+
 @pytest.mark.parametrize("threat", [LINF, ThreatModel(norm="L2", eps=0.5)], ids=str)
 @pytest.mark.parametrize("momentum", [0.0, 0.75])
 @pytest.mark.parametrize("steps", [1, 4])
@@ -162,14 +175,7 @@ def test_steps_are_those_of_the_float64_oracle(threat, momentum, steps):
     net = Net()
     x, y = pictures()
     attack = PGD(threat=threat, steps=steps, step_size=threat.eps / 2.3, start="clean", momentum=momentum)
-    x64 = x.double().numpy()
-    z, velocity = x64, np.zeros_like(x64)
-    for _ in range(steps):
-        _, gradient = oracle_gradient(net, z, ce_gradient(y))
-        if momentum:
-            flat = np.abs(gradient).reshape(len(x), -1)
-            gradient = velocity = momentum * velocity + gradient / flat.sum(1)[:, None, None, None]
-        z = projected(z + threat.eps / 2.3 * steepest(gradient, threat), x64, threat)
+    z = oracle_steps(net, attack, x.double().numpy(), x, y)[-1]
     np.testing.assert_allclose(attack(net, x, y).numpy(), z, atol=5e-5 if threat.norm == "L2" else 3e-7)
 
 
@@ -311,7 +317,46 @@ def test_the_seed_decides_the_start():
     assert torch.equal(one, same) and not torch.equal(one, other)
 
 
+@pytest.mark.parametrize("norm", THREAT_NORMS)
+@pytest.mark.parametrize("start", ["uniform", "clean", "gaussian", 0.5])
+def test_every_start_lies_in_ball_and_box(norm, start):
+    threat = ThreatModel(norm=norm, eps=0.0005)  # smaller than the deviation of the Gaussian
+    x, y = pictures()
+    found = starts(PGD(threat=threat, start=start), x, y)
+    assert (threat.distance(found, x) <= threat.eps).all()
+    assert ((found >= 0) & (found <= 1)).all()
+
+
 # -- restarts ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_restart_begins_without_momentum():
+    net = Net()
+    x, y = pictures()
+    attack = PGD(threat=LINF, steps=3, restarts=3, momentum=0.9)
+    attack(net, x, y)
+    points = [images for images, _ in net.calls]
+    for restart in range(3):
+        first, *later = points[4 * restart : 4 * restart + 4]
+        for found, expected in zip(later, oracle_steps(net, attack, first.double().numpy(), x, y), strict=True):
+            np.testing.assert_allclose(found.numpy(), expected, atol=3e-7)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize(("norm", "length"), [("Linf", 1.0), ("L2", 32**0.5), ("L1", 32.0)])
+def test_a_point_with_a_nan_output_stays(norm, length, momentum):
+    """Such a point fools the model, and its gradient is NaN."""
+
+    class Breaks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            size = x.flatten(1).mean(1)
+            return torch.stack([0 * size, 10 * size + (0.55 - size).sqrt()], 1)
+
+    model, x, y = Breaks(), torch.full((3, *SHAPE), 0.5), torch.zeros(3, dtype=torch.long)
+    threat = ThreatModel(norm=norm, eps=0.2 * length)
+    attack = PGD(threat=threat, steps=8, step_size=0.03 * length, start="clean", momentum=momentum)
+    x_adv = attack(model, x, y)
+    assert model(x_adv).isnan().any(1).all()
 
 
 def worst_by_hand(calls: list[tuple[Tensor, Tensor]], y: Tensor, loss) -> Tensor:
