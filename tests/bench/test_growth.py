@@ -60,6 +60,18 @@ def test_every_setting_with_three_values_has_a_law_with_the_others_fixed():
     assert sizes[0].formula == "ms = 0.1 · x^2.00" and steps.formula == "ms = 100 + 20 · x"
 
 
+def test_in_a_grid_every_law_has_one_value_of_the_other_setting():
+    sizes, steps = (8, 16, 32), (1, 5, 10)
+    rows = [row(0.01 * size * (1 + count), batch_size=size, attack_steps=count) for size in sizes for count in steps]
+    laws = fit_laws(rows)
+    along = {
+        axis: [(law.fixed[other], law.a, law.b) for law in laws if law.axis == axis]
+        for axis, other in (("batch_size", "attack_steps"), ("attack_steps", "batch_size"))
+    }
+    assert along["batch_size"] == [(count, pytest.approx(0.01 * (1 + count)), pytest.approx(1)) for count in steps]
+    assert along["attack_steps"] == [(size, pytest.approx(0.01 * size), pytest.approx(0.01 * size)) for size in sizes]
+
+
 def test_the_first_number_in_a_name_is_the_depth():
     names = {"wrn_10_2": 10, "wrn_16_2": 16, "wrn_28_2": 28}
     [law] = fit_laws([row(0.01 * depth, model=name) for name, depth in names.items()])

@@ -143,6 +143,16 @@ def test_the_recipe_is_evaluated_at_both_checkpoints_and_a_variant_at_the_best(r
     assert [row.epochs for row in result.rows] == [{"best": 1, "last": 2}, {"best": 1}]
 
 
+def test_every_variant_is_compared_through_its_own_branch(recipe, tmp_path):
+    changes, variant = ["norm=dual_bn", "epochs=1"], "norm=bn"
+    for change in (changes, [variant, *changes[1:]]):
+        train(load_config(recipe, change), out=tmp_path, device="cpu")
+    result = measured(recipe, tmp_path, overrides=changes, variants=[variant])
+    assert result.branch == {"recipe": "adv", variant: "default"}
+    found = result.differences[variant]
+    assert (found.first, found.second) == ("adv, autoattack", "default route, autoattack")
+
+
 def table_of_the_pages(folder: Path) -> str:
     """The table that the benchmarks' page would show for the records in a folder."""
     path = Path(__file__).parents[2] / "benchmarks" / "readme_tables.py"

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset, default_collate
 
 from advnorm.data import ImageData, load, make_loader
 from advnorm.data.gather import gather, gather_spread
@@ -87,6 +87,29 @@ def test_spread_images_are_the_only_ones_that_are_read(few, wrap):
 def test_spread_images_are_the_same_from_tensors_and_batches(wrap, few):
     images, _, index = gather_spread(wrap(*few), 10)
     assert index.tolist() == list(range(0, 40, 4)) and torch.equal(images, few[0][::4])
+
+
+def inverted(batch):
+    x, y = default_collate(batch)
+    return 1 - x, y
+
+
+@pytest.mark.parametrize(
+    ("options", "change"),
+    [
+        ({"batch_size": 7, "collate_fn": inverted}, lambda x: 1 - x),
+        ({"batch_size": 7, "drop_last": True}, lambda x: x[:35]),
+        ({"batch_sampler": [[5, 3], [1, 0, 2]]}, lambda x: x[[5, 3, 1, 0, 2]]),
+        ({"batch_sampler": BatchSampler(range(20, 40), 6, False)}, lambda x: x[20:]),
+        ({"batch_size": 7, "sampler": SequentialSampler(range(9))}, lambda x: x[:9]),
+    ],
+)
+def test_a_loader_that_changes_its_data_set_gives_spread_images_of_its_batches(few, options, change):
+    x, y = few
+    images, _, rows = gather_spread(DataLoader(TensorDataset(x, y), **options), 5)
+    whole = change(x)
+    assert rows.tolist() == [number * len(whole) // 5 for number in range(5)]
+    assert torch.equal(images, whole[rows])
 
 
 def test_spread_images_of_a_folder_are_the_only_ones_that_are_decoded(mostly_damaged_folder):

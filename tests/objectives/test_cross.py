@@ -165,6 +165,14 @@ def test_the_record_names_the_banks_of_each_domain():
     assert leaves_banks_unused(Cross(deep(), Given())) and not leaves_banks_unused(Hybrid(deep(), Given()))
 
 
+@pytest.mark.parametrize(("statistics", "forwards"), [("batch", 2), ("running", 1)])
+def test_images_are_forwarded_for_their_statistics_only_if_these_are_used(statistics, forwards):
+    model, rows = deep(), list[int]()
+    model.register_forward_pre_hook(lambda _, images: rows.append(len(images[0])))
+    Hybrid(model, Given(), statistics=statistics)(torch.rand(6, 2, 5, 5), torch.arange(6) % 3)
+    assert rows == [forwards * 2 * 6]
+
+
 # -- depth -------------------------------------------------------------------------------------------------------------
 
 

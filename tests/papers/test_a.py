@@ -50,6 +50,7 @@ def test_clean_training_is_one_run_for_every_eps_of_the_evaluation(tmp_path):
         ("A/table3", "setup2/eps8", "clean/autoattack", 10.0),  # the branches are not comparable
         ("A/table3", "setup2/eps8", "adv/autoattack", 18.0),  # the benefit is larger than at 16/255, and hardly
         ("A/table3", "dual_bn/eps8", "adv/pgd10", 60.0),  # far above a single BN under PGD-10 too
+        ("A/table3", "single/eps8", "shared/pgd10", 60.0),  # or far below
         ("A/table4", "dual_affine_ln/eps16", "adv/autoattack", 16.9),  # not similar to BN
         ("A/table4", "dual_affine_ln/eps16", "clean/clean", 88.41),  # similar in both branches
         ("A/table1", "dual_bn/eps16", "clean/clean", 63.0),  # no significant drop of clean accuracy by swapping
@@ -117,6 +118,8 @@ NO_ROBUSTNESS = [("", "shared/autoattack", 0.0), ("dual_affine_", "adv/autoattac
         ("A/table3", {("setup2/eps8", "adv/autoattack"): 5.0, ("setup2/eps16", "adv/autoattack"): 0.1}),
         # The trend, and far from the robustness of Dual BN.
         ("A/table7", {("dual_linear/eps16", "adv/autoattack"): 3.0}),
+        # Far from the clean head and as robust as Dual BN, and both have very little.
+        ("A/table7", {(f"{name}/eps16", "adv/autoattack"): 8.0 for name in ("dual_linear", "dual_bn")}),
         # More than a single set has, and nothing.
         (
             "A/table4",

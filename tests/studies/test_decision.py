@@ -131,6 +131,18 @@ def test_numbers_over_seeds_have_students_interval():
     assert (means.min(), means.max()) == pytest.approx(tuple(expected))
 
 
+def test_accuracies_over_seeds_have_students_interval_with_the_pooled_deviation():
+    values = (50.0, 52.0, 51.0, 49.5)
+    at = (0.5 / RESAMPLES, 1 - 0.5 / RESAMPLES)
+    for unit in (100.0, 1.0):  # in percent, or a fraction
+        found = tuple(value * unit / 100 for value in values)
+        means = Sample(found, unit).resampled_means(("c", "v"))[:RESAMPLES]
+        freedom = SEED_FREEDOM + 3
+        pooled = (SEED_FREEDOM * SEED_DEVIATION**2 + 3 * statistics.variance(values)) / freedom
+        expected = statistics.fmean(values) + t.ppf(at, freedom) * (pooled / 4) ** 0.5
+        assert 100 * np.array([means.min(), means.max()]) / unit == pytest.approx(expected)
+
+
 def test_the_declared_deviation_between_seeds_is_that_of_the_records():
     paths = sorted((RECORDS / "A/table3/single/eps16").glob("fast-seed*.json"))[:3]
     samples = collect_samples([json.loads(path.read_text()) for path in paths]).samples.values()

@@ -55,6 +55,9 @@ def test_settings_of_a_routed_norm_are_changed_in_place():
     assert model[1] is norm and norm.sync and norm.momentum == 0.5
     assert report.kept == {"1": "already routed, now with momentum=0.5, sync=True"}
     assert convert_norm(model, "dual_bn", sync=True).kept == {"1": "already routed"}
+    assert convert_norm(model, "dual_bn").kept == {"1": "already routed"} and norm.sync
+    assert convert_norm(model, "dual_bn", sync=False).kept == {"1": "already routed, now with sync=False"}
+    assert not norm.sync
 
 
 def test_settings_of_a_norm_that_stays_are_validated():

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, SequentialSampler, default_collate
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, default_collate
 
 from advnorm._core.errors import ConfigError, Description
 from advnorm.data.image_data import FolderData, ImageData
@@ -49,8 +49,8 @@ def gather_spread(data: Any, limit: int | None) -> tuple[Tensor, Tensor, Tensor]
 
     The images of a folder are sorted by class, so the first ones would show one class.
     """
-    if isinstance(data, DataLoader) and isinstance(data.sampler, SequentialSampler):
-        data = data.dataset if data.collate_fn is default_collate else data
+    if isinstance(data, DataLoader) and _yields_its_data_set(data):
+        data = data.dataset
     if _is_indexable(data):
         rows = spread_rows(len(data), limit)
         images, labels = gather(data, rows=rows)
@@ -65,6 +65,19 @@ def spread_rows(count: int, limit: int | None) -> Tensor:
     """Return ``limit`` of ``count`` row numbers at even distances."""
     rows = torch.arange(count)
     return rows if limit is None or limit >= count else rows[:limit] * count // limit
+
+
+def _yields_its_data_set(loader: DataLoader) -> bool:
+    """Return whether the batches of a loader are all items of its data set, in order and unchanged."""
+    sampler, batches = loader.sampler, loader.batch_sampler
+    return (
+        type(sampler) is SequentialSampler
+        and sampler.data_source is loader.dataset
+        and type(batches) is BatchSampler
+        and batches.sampler is sampler  # with a batch_sampler of the caller, torch makes a sampler that nothing uses
+        and not batches.drop_last
+        and loader.collate_fn is default_collate
+    )
 
 
 def _is_indexable(data: Any) -> bool:
