@@ -55,6 +55,30 @@ def test_an_obstacle_keeps_its_values_and_gets_a_gradient(name):
     assert (gradient != 0).double().mean() > (0.99 if name != "softmax" else 0.5)
 
 
+@pytest.mark.parametrize(
+    ("compare", "sign"),
+    [
+        (lambda x: x > 0.5, 1),
+        (lambda x: x >= 0.5, 1),
+        (lambda x: torch.greater(x, 0.5), 1),
+        (lambda x: x < 0.5, -1),
+        (lambda x: x.le(0.5), -1),
+        (lambda x: torch.less_equal(x, 0.5), -1),
+    ],
+)
+def test_a_comparison_has_the_slope_of_a_sigmoid(compare, sign):
+    x = torch.linspace(0.1, 0.9, 8).requires_grad_()
+    with StraightThrough():
+        numbers = compare(x).float()
+        chosen = torch.where(compare(x), 3.0, 1.0)
+        chosen_by_method = torch.full_like(x, 3.0).where(compare(x), torch.ones(()))
+    assert torch.equal(numbers, compare(x.detach()).float())
+    share = torch.sigmoid(10 * (x.detach() - 0.5))
+    slope = sign * 10 * share * (1 - share)
+    for value, height in ((numbers, 1), (chosen, 2), (chosen_by_method, 2)):
+        torch.testing.assert_close(torch.autograd.grad(value.sum(), x, retain_graph=True)[0], height * slope)
+
+
 def test_usual_networks_are_unchanged():
     x, y = pictures()
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10)).eval()

@@ -135,11 +135,18 @@ def test_differences_equal_a_count_by_hand(recipe, trained):
 
 
 def test_the_recipe_is_evaluated_at_both_checkpoints_and_a_variant_at_the_best(recipe, tmp_path):
-    frozen = ["norm=none", "ema=null", "lr=1e-9"]  # so that no later epoch is better than the first
-    for change in (frozen, [*frozen[:2], "lr=2e-9"]):
+    frozen = [
+        "norm=none",
+        "ema=null",
+        "lr=1e-9",
+        "monitor=20",
+        "monitor_attack=pgd1",
+    ]  # so that no later epoch is better than the first
+    for change in (frozen, ["lr=2e-9", *(setting for setting in frozen if "lr" not in setting)]):
         train(load_config(recipe, change), out=tmp_path, device="cpu")
     result = measured(recipe, tmp_path, overrides=frozen, variants=["lr=2e-9"])
     assert [list(row.accuracies) for row in result.rows] == [["best", "last"], ["best"]]
+    assert [row.alarms for row in result.rows] == [0, 0]
     assert [row.epochs for row in result.rows] == [{"best": 1, "last": 2}, {"best": 1}]
 
 

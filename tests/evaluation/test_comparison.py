@@ -67,6 +67,13 @@ def test_the_difference_is_paired_by_the_rows_of_the_images():
     assert [row.first for row in advnorm.compare(one, other).rows] == ["adv, clean", "adv, pgd"]
 
 
+def test_a_data_set_has_its_name_whatever_else_its_description_says():
+    sides = [evaluated([0, 1], data=words, adv=[1, 0]) for words in ("digits, image_size 8", "digits", "cifar10")]
+    assert advnorm.compare(sides[0], sides[1], attack="pgd").rows[0].images == 2
+    with raises_problem("conflict", "data"):
+        advnorm.compare(sides[0], sides[2], attack="pgd")
+
+
 @given(st.dictionaries(st.integers(0, 12), st.booleans(), min_size=1), st.data())
 def test_a_pair_consists_of_the_results_of_the_same_image(one, data):
     other = data.draw(st.dictionaries(st.integers(0, 12), st.booleans(), min_size=1))

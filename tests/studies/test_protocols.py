@@ -61,6 +61,20 @@ def test_the_authors_of_c_have_another_network_crop_selection_norm_and_likelihoo
     assert planned("C/table1", "imagenette/eps16/mat_cat_0.5").lr == 0.01
 
 
+def test_a_larger_batch_than_that_of_the_fast_protocol_stays():
+    cell = STUDIES.get("A/table3").cell("single/eps16")
+    large = replace(cell, config=replace(cell.config, batch_size=1024))
+    planned = plan_cell(large, "fast").config
+    assert (planned.batch_size, planned.lr) == (1024, cell.config.lr)
+
+
+def test_the_groups_of_a_second_pass_keep_their_size_in_larger_batches():
+    cell = STUDIES.get("B/table3").cell("apart/N128/eps0.1/n8")
+    planned = plan_cell(cell, "fast")
+    before, after = (one.config.second_pass.options["groups"] for one in (cell, planned))
+    assert before == 8 and cell.config.batch_size / before == planned.config.batch_size / after == 16
+
+
 @pytest.mark.parametrize(
     ("study", "cell", "protocol"),
     [

@@ -175,6 +175,17 @@ def test_a_mixture_of_branches_is_the_weighted_mean_of_their_tensors(norm):
             assert torch.allclose(value, expected, rtol=1e-6, atol=1e-7), name
 
 
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("norm", ["dual_bn", "sandwich_bn"])
+def test_parameters_of_a_branch_are_trained_or_frozen_as_before(norm, trained):
+    model = create_model("small_cnn", norm=norm).requires_grad_(trained)
+    for branch in ("adv", {"clean": 0.5, "adv": 0.5}):
+        with torch.no_grad():
+            without_graph = strip(model, branch)
+        for plain in (strip(model, branch), without_graph):
+            assert all(parameter.is_leaf and parameter.requires_grad is trained for parameter in plain.parameters())
+
+
 def test_a_mixture_of_branches_interpolates_a_dual_head_and_shares_nothing():
     model = create_model("small_cnn", norm="dual_bn")
     convert_head(model)

@@ -21,6 +21,7 @@ from advnorm.norms.routed_norm import RoutedNorm
 from advnorm.surgery.replace import move_hooks, replace_modules
 
 
+@torch.enable_grad()  # in a sandwich a parameter is a product, which is trained if its factors are
 def strip(
     model: nn.Module,
     route: str | Mapping[str, float] | None = None,
