@@ -60,6 +60,10 @@ def test_every_setting_with_three_values_has_a_law_with_the_others_fixed():
     assert sizes[0].formula == "ms = 0.1 · x^2.00" and steps.formula == "ms = 100 + 20 · x"
 
 
+def test_two_values_have_no_law_however_often_they_were_measured():
+    assert fit_laws([row(seconds, attack_steps=steps) for seconds, steps in ((0.1, 1), (0.2, 5), (0.21, 5))]) == []
+
+
 def test_in_a_grid_every_law_has_one_value_of_the_other_setting():
     sizes, steps = (8, 16, 32), (1, 5, 10)
     rows = [row(0.01 * size * (1 + count), batch_size=size, attack_steps=count) for size in sizes for count in steps]

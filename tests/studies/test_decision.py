@@ -71,6 +71,20 @@ def test_an_undecided_claim_says_what_would_decide():
     assert decide("x", both, MeasuredValues({})).verdict == "not run"
 
 
+@pytest.mark.parametrize("other", [49.6, 49.5, 49.4, 49.3, 49.2, 49.1])
+def test_the_seeds_that_would_decide_are_the_fewest(other):
+    values = measured(images=10_000_000, one=50.0, other=other)
+
+    def share(seeds):
+        one, two = (sample.resampled_means(key, seeds)[:RESAMPLES] for key, sample in values.samples.items())
+        return (one > two).mean()
+
+    fewest = next(seeds for seeds in range(2, 11) if share(seeds) >= 0.975)
+    assert share(1) < 0.975
+    expected = f"{fewest - 1} more seed{'s' if fewest > 2 else ''}"
+    assert decide("x", higher, values).needs == expected
+
+
 def test_numbers_of_one_network_without_an_interval_decide_nothing():
     values = measured(unit=None, images=None, one=5.0, other=1.0)
     (clause,) = (found := decide("x", higher, values)).clauses
