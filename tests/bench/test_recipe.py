@@ -109,7 +109,13 @@ def test_a_training_that_was_interrupted_resumes_and_has_no_wall_clock_time(reci
 
 def test_differences_equal_a_count_by_hand(recipe, trained):
     """Per image, the mean over two seeds; the interval of Agresti and Min."""
-    result = measured(recipe, trained, seeds=(0, 1), variants=[VARIANT])
+    compared = list[tuple[int, int]]()
+
+    def collect(result):
+        compared.extend(one.records for one in result.differences.values())
+
+    result = measured(recipe, trained, seeds=(0, 1), variants=[VARIANT], on_result=collect)
+    assert compared == [(1, 1), (2, 2)], "the seeds so far"
     assert [(row.variant, row.seed) for row in result.rows] == [
         ("recipe", 0),
         ("recipe", 1),

@@ -40,6 +40,19 @@ def test_a_slow_attack_is_saved_in_small_parts_with_the_same_result(sound, data,
     assert len(saved) == 1  # batches stay whole if an image depends on the others of its batch
 
 
+def test_an_adversarial_image_with_nan_logits_is_misclassified():
+    """PyTorch's argmax returns the class of a NaN, which may be the label."""
+
+    class NanBesideGrey(nn.Module):
+        def forward(self, x):
+            logits = torch.tensor([[1.0, 0.0]]).repeat(len(x), 1)
+            return logits.masked_fill((x != 0.5).flatten(1).any(1)[:, None], torch.nan)
+
+    grey = torch.full((6, 1, 4, 4), 0.5), torch.zeros(6, dtype=torch.long)
+    result = benchmark(NanBesideGrey(), grey, THREAT, "noise-binary")
+    assert result.clean["default"].all() and not result.robust["default"]["noise-binary"].any()
+
+
 def test_the_time_of_the_first_forward_which_loads_kernels_does_not_make_batches_small(sound, data, monkeypatch):
     class SlowAtFirst(nn.Sequential):
         batches = 0
