@@ -42,26 +42,8 @@ def recalibrate(
     batch_size = convert("batch_size", BatchSize, batch_size)
     norms = batch_norms(model)
     route = _resolve_route(norms, route)
-    banks = pair_banks(model, statistics=into or route, affine=route)
-    # The number of batches may differ between ranks, so that each rank computes its own moments.
-    fields = {"mode": "batch_frozen", "groups": 1, "perturbation": None, "likelihoods": None, "local": True}
-    plain = Scope(model, fields)
-    pooled: PooledMoments = {}
-    hooks = [norm.register_forward_pre_hook(partial(_pool, pooled, name)) for name, norm in norms.items()]
-    device, dtype = device_of(model), dtype_of(model)
-    samples = batches = 0
-    try:
-        with evaluating(model), running_eagerly(), banks, plain:
-            for images in _batches(data, batch_size):
-                samples, batches = samples + len(images), batches + 1
-                model(images.to(device, dtype))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if not samples:
-        raise ConfigError("empty", "{field} has no images", field="data", hint="an iterator may be used up already")
-    if not pooled:
-        raise ConfigError("empty", "no norm ran in the forward of the model", field="model")
+    with pair_banks(model, statistics=into or route, affine=route):
+        pooled, samples, batches = _collect_moments(model, norms, _batches(data, batch_size))
     for name, norm in norms.items():
         if name in pooled and norm.synchronized:
             packed = all_gather_rows(torch.cat(pooled[name], 1), norm.process_group)
@@ -95,6 +77,31 @@ def _resolve_route(norms: Mapping[str, RoutedNorm], route: str | None) -> str:
     if route is None and routed is not None:
         raise ConfigError("missing_route", f"{{field}} must be one of {', '.join(routed.domains)}", field="route")
     return plans[0].domains[0] if route is None else route
+
+
+def _collect_moments(
+    model: nn.Module, norms: Mapping[str, RoutedNorm], data: Iterable[Tensor]
+) -> tuple[PooledMoments, int, int]:
+    """Run the batches through the model; return the moments of each norm's input, and how many images and batches."""
+    # The number of batches may differ between ranks, so that each rank computes its own moments.
+    fields = {"mode": "batch_frozen", "groups": 1, "perturbation": None, "likelihoods": None, "local": True}
+    pooled: PooledMoments = {}
+    hooks = [norm.register_forward_pre_hook(partial(_pool, pooled, name)) for name, norm in norms.items()]
+    device, dtype = device_of(model), dtype_of(model)
+    samples = batches = 0
+    try:
+        with evaluating(model), running_eagerly(), Scope(model, fields):
+            for images in data:
+                samples, batches = samples + len(images), batches + 1
+                model(images.to(device, dtype))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not samples:
+        raise ConfigError("empty", "{field} has no images", field="data", hint="an iterator may be used up already")
+    if not pooled:
+        raise ConfigError("empty", "no norm ran in the forward of the model", field="model")
+    return pooled, samples, batches
 
 
 def _pool(pooled: PooledMoments, name: str, norm: RoutedNorm, inputs: tuple[Tensor, ...]) -> None:
