@@ -119,7 +119,7 @@ def test_an_attack_from_outside_gets_a_name_and_keeps_the_contract(monkeypatch):
 
     attack = attacks.get("grey7-level0.25", threat=LINF)
     assert attack == Grey(threat=LINF, steps=7, level=0.25) and "grey4" in attacks.list_attacks()
-    assert attacks.list_attacks("grey*") == ["grey4"]
+    assert attacks.list_attacks("grey*") == attacks.list_attacks("grey4") == attacks.list_attacks("grey") == ["grey4"]
     assert parse_name("grey")[1] == {"steps": 4}
     x, y = pictures()
     assert_inside(LINF, attack(SMALL, x, y), x)  # whatever a subclass returns

@@ -9,6 +9,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 from advnorm._core.errors import ConfigError, Problem, raise_problems, unknown_name
@@ -62,8 +63,9 @@ def count_options(*settings: str) -> dict[str, NameOption]:
 
 
 def list_attacks(pattern: str = "*") -> list[str]:
-    """One name per registered attack that :func:`get` accepts, filtered by a shell pattern."""
-    return [f"{name}{ATTACKS.get(name).steps or ''}" for name in ATTACKS.names(pattern)]
+    """One name per registered attack that :func:`get` accepts; a shell pattern matches with or without its steps."""
+    names = {name: f"{name}{ATTACKS.get(name).steps or ''}" for name in ATTACKS}
+    return [full for name, full in names.items() if fnmatchcase(name, pattern) or fnmatchcase(full, pattern)]
 
 
 def get(name: str, **settings: Any) -> Attack:

@@ -10,7 +10,8 @@ from rich.table import Table
 
 from advnorm._core.errors import ConfigError
 from advnorm.analysis import ANALYSES
-from advnorm.attacks import ATTACKS, list_attacks
+from advnorm.attacks import list_attacks
+from advnorm.attacks.names import parse_name
 from advnorm.data import DATASETS
 from advnorm.models import create_model, list_models
 from advnorm.norms import NORMS
@@ -44,10 +45,10 @@ def attacks(pattern: str) -> Table:
     """List attacks with their options; options are part of a name: ``pgd20-restarts5``."""
     caption = "a number after the name sets the steps; options follow after '-', for example pgd20-restarts5-cw"
     table = _table("attacks", "attack", "what it is", "options", "paper", caption=caption)
-    for name in _matching(ATTACKS.names(pattern), pattern, "attack"):
-        family = ATTACKS.get(name)
+    for name in _matching(list_attacks(pattern), pattern, "attack"):
+        family, _ = parse_name(name)
         options = ", ".join(f"{word}N" if option.parse else word for word, option in family.options.items())
-        table.add_row(list_attacks(name)[0], family.summary, options, family.paper)
+        table.add_row(name, family.summary, options, family.paper)
     return table
 
 
