@@ -213,6 +213,7 @@ def test_an_attack_on_the_cpu_starts_and_seeds_no_gpu(monkeypatch):
 
     model, (x, y) = plain_model(), pictures()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     for name in ("_lazy_init", "manual_seed_all"):
         monkeypatch.setattr(torch.cuda, name, touched)
     attacks.PGD(threat=LINF, steps=1)(model, x, y)
