@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass, replace
 from itertools import islice
 from pathlib import Path
 from types import NoneType, UnionType
@@ -20,25 +20,25 @@ MOST_PROBLEMS = 5
 Fraction = Annotated[float, Setting("A fraction.", "[0, 1]")]
 
 
-def read_record(path: Path, shape: Any, form: str | int, cure: str) -> dict[str, Any]:
-    """Read a JSON file of a format and a shape (a ``TypedDict`` or a dataclass); ``cure`` is the hint if it differs."""
+def read_record(path: Path, shape: Any, form: str | int, fix: str) -> dict[str, Any]:
+    """Read a JSON file of a format and a shape (a ``TypedDict`` or a dataclass); ``fix`` is the hint if it differs."""
     record = read_json(path)
-    check_record(record, shape, path, cure, form)
+    check_record(record, shape, path, fix, form)
     return record
 
 
-def check_record(record: Any, shape: Any, source: object, cure: str, form: str | int | None = None) -> None:
+def check_record(record: Any, shape: Any, source: object, fix: str, form: str | int | None = None) -> None:
     """Raise if data have another format or shape, or a digest that does not fit them."""
     found = record if isinstance(record, Mapping) else {}
     if form is not None and found.get("format") != form:
         author = f"advnorm {found['advnorm']}" if "advnorm" in found else "another version of advnorm"
         words = f"{source}, written by {author}, must have the format {form!r}"
-        raise ConfigError("not_supported", words, field=f"{source}: format", got=found.get("format"), hint=cure)
+        raise ConfigError("not_supported", words, field=f"{source}: format", got=found.get("format"), hint=fix)
     problems = list(islice(_problems(record, shape, ""), MOST_PROBLEMS))
     if not problems and found.get("digest") not in (None, _content(found)):
         message = "{field} does not fit the content: it was edited or damaged"
         problems.append(Problem(code="damaged_file", message=message, field="digest"))
-    raise_problems([_in_file(problem, source, cure) for problem in problems])
+    raise_problems([_in_file(problem, source, fix) for problem in problems])
 
 
 def with_digest(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,9 +51,9 @@ def _content(record: Mapping[str, Any]) -> str:
     return digest(json.dumps(content, sort_keys=True))
 
 
-def _in_file(problem: Problem, source: object, cure: str) -> Problem:
+def _in_file(problem: Problem, source: object, fix: str) -> Problem:
     where = f"{source}: {problem.field}" if problem.field else str(source)
-    return Problem(code=problem.code, message=problem.message, field=where, got=problem.got, hint=cure)
+    return replace(problem, field=where, hint=fix)
 
 
 def _problems(value: Any, hint: Any, where: str) -> Iterator[Problem]:
