@@ -16,10 +16,10 @@ from advnorm._core.settings import Setting
 from advnorm.attacks.apgd import VERIFY_EVERY, on_sphere
 from advnorm.attacks.base import Restarts, Steps
 from advnorm.attacks.geometry import threat_norm
-from advnorm.attacks.losses import label_margin
+from advnorm.attacks.losses import label_margin, misclassified
 from advnorm.attacks.names import NameOption, count_options, register_attack
 from advnorm.attacks.search import CandidateGrid, Search, SearchResult, ranked_targets, select_rows
-from advnorm.attacks.victim import VictimModel, misclassified
+from advnorm.attacks.victim import VictimModel
 from advnorm.threat import ThreatModel, per_image
 
 
