@@ -63,7 +63,7 @@ def study(
     Exit status: 0 done, 1 a cell failed, 75 stopped before the end. Examples:
     `advnorm study A/table3 --protocol fast --seeds 0 1 2 --data-dir data`, `advnorm study A/table3 --smoke`,
     `advnorm study A/table3/dual_bn/eps16 --protocol fast --data-dir data`,
-    `advnorm study 'E/*' --stand-in imagenette --data-dir data --max-minutes 25`
+    `advnorm study 'E/*' --stand-in imagenette --data-dir data --max-minutes 23`
     """
     import torch
 
