@@ -45,7 +45,7 @@ def test_the_share_of_adversarial_images_is_exact():
 
 def test_a_run_is_drawn_and_recorded(digits, tmp_path):
     target = digits.target("dual_bn", digits.x[:40], digits.y[:40])
-    found = ANALYSES.get("tradeoff").run(target, mixtures=3)
+    found = ANALYSES.get("tradeoff").run(target, attack="pgd10", mixtures=3)
     json_path, svg, png = found.save(tmp_path / "tradeoff")
     record = json.loads(json_path.read_text())
     assert record["attack"] == "pgd10" and len(record["rows"]) == 6 and svg.stat().st_size and png.stat().st_size

@@ -122,13 +122,13 @@ def mixed_images(x: Tensor, x_adv: Tensor, share: float) -> Tensor:
 def tradeoff_of_run(
     target: EvaluationTarget,
     *,
-    attacks: Annotated[str, Setting("Attack by name.")] = "pgd10",
+    attack: Annotated[str, Setting("Attack by name.")] = "pgd10",
     mixtures: Mixtures = 11,
 ) -> TradeOff:
     """Evaluate the mixtures of a run's branches on its test images."""
     device, how = device_of(target.model), {"threat": target.attack.threat, "seed": target.attack.seed}
-    attack = create_attack(attacks, device, **how)
+    built = create_attack(attack, device, **how)
     x_adv = craft_inputs(target, ("adv",))["adv"] if "adv" in branches(target.model) else target.images
-    data = (target.model, target.images, target.labels, attack)
-    found = tradeoff(*data, x_adv=x_adv, name=attacks, mixtures=mixtures, batch_size=target.batch_size)
+    data = (target.model, target.images, target.labels, built)
+    found = tradeoff(*data, x_adv=x_adv, name=attack, mixtures=mixtures, batch_size=target.batch_size)
     return found.under(target_conditions(target, **found.conditions))
