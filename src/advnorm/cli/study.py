@@ -6,7 +6,7 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,8 +17,9 @@ from advnorm.cli.command import INTEGERS, console, say
 from advnorm.cli.options import DataDir, Device
 
 if TYPE_CHECKING:
+    from advnorm.studies.run import Outcome
     from advnorm.studies.store import RecordStore
-    from advnorm.studies.study import Protocol, Study
+    from advnorm.studies.study import Cell, Protocol, Study
     from advnorm.studies.task import Task
 
 
@@ -65,17 +66,14 @@ def study(
     `advnorm study A/table3/dual_bn/eps16 --protocol fast --data-dir data`,
     `advnorm study 'E/*' --stand-in imagenette --data-dir data --max-minutes 23`
     """
-    import torch
-
     from advnorm._core.errors import raise_problems
     from advnorm._core.exit_codes import FAILED, PREEMPTED, Terminated
     from advnorm.cli.study_tables import study_table, task_table
-    from advnorm.studies.launch import launch, launch_problems
+    from advnorm.studies.launch import launch_problems
     from advnorm.studies.registry import find_all
     from advnorm.studies.results import evaluate_study, training_rates
-    from advnorm.studies.run import Outcome, TrainingStopped, find_blocking_problems, run_tasks
+    from advnorm.studies.run import TrainingStopped, find_blocking_problems
     from advnorm.studies.store import RecordStore
-    from advnorm.studies.task import list_tasks
 
     chosen = [found for name in dict.fromkeys(names) for found in find_all(name)]
     studies = list({found.name: found for found, _ in chosen}.values())
@@ -92,46 +90,23 @@ def study(
 
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) if protocol == "smoke" else out
-        tasks_by_study: dict[str, list[Task]] = {}
-        for found, cell in chosen:
-            tasks_by_study.setdefault(found.name, []).extend(
-                list_tasks(
-                    found,
-                    cell=cell and cell.name,
-                    seeds=seeds,
-                    protocol=protocol,
-                    out=out,
-                    data_dir=data_dir,
-                    device=device,
-                    strict_search=strict_search,
-                )
-            )
-        tasks = list(dict.fromkeys(task for several in tasks_by_study.values() for task in several))
-        problems = launch_problems(tasks, launcher=launcher, address=address, processes=processes)
-        raise_problems(problems, "cannot launch")
+        where: dict[str, Any] = {"out": out, "data_dir": data_dir, "device": device}
+        tasks_by_study = _list_tasks(chosen, seeds=seeds, protocol=protocol, strict_search=strict_search, **where)
+        tasks = [task for several in tasks_by_study.values() for task in several]
+        pool: dict[str, Any] = {"launcher": launcher, "address": address, "processes": processes}
+        raise_problems(launch_problems(tasks, **pool), "cannot launch")
         store = RecordStore(out)
         if not dry_run:
             problems = find_blocking_problems(tasks, store)
             raise_problems(problems, "no cell can be run (--dry-run shows existing records)")
         for found in studies:
-            own = list(dict.fromkeys(tasks_by_study[found.name]))  # a study and its cell may both be named
-            console.print(task_table(own, store, training_rates(found, store)))
+            console.print(task_table(tasks_by_study[found.name], store, training_rates(found, store)))
         if existing := _describe_existing(tasks, store):
             say(existing, style="dim")
-        one_process = launcher == "local" and processes == 1 and torch.cuda.device_count() < 2
         try:
             with _terminated_after(max_minutes):
-                if one_process and not dry_run:
-                    run_tasks(tasks, store=store, on_outcome=print_outcome, progress=protocol != "smoke")
-                elif not dry_run:
-                    launch(
-                        tasks,
-                        store=store,
-                        launcher=launcher,  # pyright: ignore[reportArgumentType]  # validated above
-                        address=address,
-                        processes=processes,
-                        on_outcome=print_outcome,
-                    )
+                if not dry_run:
+                    _run(tasks, store, pool, on_outcome=print_outcome, progress=protocol != "smoke")
         except (TrainingStopped, Terminated) as stopped:
             say(stopped if isinstance(stopped, TrainingStopped) else "stopped; run the same command to resume")
             left = [task for task in tasks if store.state(task) != "done"]
@@ -144,6 +119,37 @@ def study(
         if not dry_run or values:
             console.print(study_table(found, values, protocol, conclusion=conclusion, width=console.width))
     return FAILED if failed else 0
+
+
+def _list_tasks(chosen: Sequence[tuple[Study, Cell | None]], **settings: Any) -> dict[str, list[Task]]:
+    """Return the tasks of studies and cells by study, each once: a study and its cell may both be named."""
+    from advnorm.studies.task import list_tasks
+
+    found: dict[str, dict[Task, None]] = {}
+    for study, cell in chosen:
+        tasks = list_tasks(study, cell=cell and cell.name, **settings)
+        found.setdefault(study.name, {}).update(dict.fromkeys(tasks))
+    return {name: list(tasks) for name, tasks in found.items()}
+
+
+def _run(
+    tasks: Sequence[Task],
+    store: RecordStore,
+    pool: Mapping[str, Any],
+    *,
+    on_outcome: Callable[[Outcome], None],
+    progress: bool,
+) -> None:
+    """Run tasks in this process, which shows their progress, or in several."""
+    import torch
+
+    from advnorm.studies.launch import launch
+    from advnorm.studies.run import run_tasks
+
+    if pool["launcher"] == "local" and pool["processes"] == 1 and torch.cuda.device_count() < 2:
+        run_tasks(tasks, store=store, on_outcome=on_outcome, progress=progress)
+    else:
+        launch(tasks, store=store, on_outcome=on_outcome, **pool)
 
 
 @contextmanager
