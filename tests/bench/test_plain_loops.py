@@ -17,6 +17,7 @@ from advnorm.training.journal import Journal
 from advnorm.training.loop import TrainingLoop
 from advnorm.training.ranks import Ranks
 from advnorm.training.run import Run
+from support.plain_loop_ranks import train_rank
 
 CPU = Ranks(device=torch.device("cpu"))
 #: Without random starts and augmentation, and with one norm for both domains, every loop computes the same numbers.
@@ -94,6 +95,17 @@ def test_compiled_loops_train_like_the_eager_steps():
     losses, _ = plain_losses(SAME, batches(SAME), careful=True, compiled=True)
     ours, _ = engine_losses(SAME, batches(SAME), compiled=True)
     assert losses == pytest.approx(expected, rel=1e-4) and ours == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+def test_processes_train_the_same_weights_with_their_own_images(tmp_path):
+    torch.multiprocessing.spawn(train_rank, (str(tmp_path),), nprocs=2)
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1))
+    assert len(first["images"]) == 2 * 4 and not torch.equal(first["images"], second["images"])
+    assert not torch.equal(first["weights"]["conv2.weight"], first["before"])
+    for name, value in first["weights"].items():
+        torch.testing.assert_close(second["weights"][name], value, rtol=0, atol=0)
 
 
 @pytest.mark.slow

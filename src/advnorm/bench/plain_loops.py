@@ -101,9 +101,11 @@ class PlainLoop:
         if compiled:
             self.training = CompiledFunction(self.training, "the training network of the plain loop", log)
             self.attacked = CompiledFunction(self.attacked, "the attacked network of the plain loop", log)
-        images = data.images[: 16 * config.batch_size].to(device).float() / 255
+        images = data.images[: 16 * config.batch_size].to(device)
+        images = images.float() / 255 if images.dtype == torch.uint8 else images.float()
         self.images = images.contiguous(memory_format=self.layout)
         self.labels = data.labels[: len(images)].to(device)
+        torch.manual_seed(config.seed + ranks.rank)  # each process draws images of its own
 
     def run(self, steps: int) -> None:
         """Train with random batches."""
