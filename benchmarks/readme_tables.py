@@ -288,7 +288,7 @@ def growth():
         order=lambda row: (row["model"], row["attack_steps"], row["batch_size"]),
         laws=True,
     )
-    return f"{on_gpu}\n\n{trained(training('growth_cpu.json'), laws=True)}"
+    return f"{on_gpu}\n\n{trained(training('growth_cpu*.json'), laws=True)}"
 
 
 def epochs():

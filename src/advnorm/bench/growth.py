@@ -53,16 +53,15 @@ def fit_laws(rows: Sequence[Mapping[str, Any]]) -> list[Law]:
 
     Rows are those of a record of ``advnorm bench train``, also of an older one.
     """
-    points = [(_conditions(row), row) for row in rows]
-    axes = dict.fromkeys(name for conditions, _ in points for name, value in conditions.items() if _is_number(value))
+    axes = dict.fromkeys(name for row in rows for name, value in _conditions(row).items() if _is_number(value))
     laws = []
-    for axis in axes:
+    for axis in (*axes, "depth"):
         lines: dict[str, list[tuple[float, Mapping[str, Any]]]] = {}
-        for conditions, row in points:
-            if _is_number(conditions.get(axis)):
-                x = conditions.pop(axis)
+        for row in rows:
+            conditions = _with_depth(_conditions(row)) if axis == "depth" else _conditions(row)
+            x = conditions.pop(axis, None)
+            if _is_number(x):
                 lines.setdefault(json.dumps(conditions, sort_keys=True), []).append((x, row))
-                conditions[axis] = x
         for fixed, line in lines.items():
             if len({x for x, _ in line}) >= VALUES:
                 laws += _fit_line(axis, json.loads(fixed), line)
@@ -100,14 +99,18 @@ def fit(x: Sequence[float], y: Sequence[float], form: Literal["power", "affine"]
 
 
 def _conditions(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a row was measured with; a number in the model's name is its depth."""
+    """What a row was measured with; older rows have images of 32 pixels."""
     settings = {name: row[name] for name in _SETTINGS if name in row}
-    conditions = {"image_size": 32, **settings, **row.get("settings", {})}  # older rows have images of 32 pixels
-    number = re.search(r"(?<=[a-z_])\d+", row["model"])
-    if number is not None:
-        conditions["model"] = f"{row['model'][: number.start()]}N{row['model'][number.end() :]}"
-        conditions["depth"] = int(number[0])
-    return conditions
+    return {"image_size": 32, **settings, **row.get("settings", {})}
+
+
+def _with_depth(conditions: dict[str, Any]) -> dict[str, Any]:
+    """Replace the first number in the model's name by N; it is the depth."""
+    model = conditions["model"]
+    number = re.search(r"(?<=[a-z_])\d+", model)
+    if number is None:
+        return conditions
+    return {**conditions, "model": f"{model[: number.start()]}N{model[number.end() :]}", "depth": int(number[0])}
 
 
 def _is_number(value: Any) -> bool:
