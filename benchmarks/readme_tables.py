@@ -211,14 +211,16 @@ def trained(records, modes=(*REFERENCES, "eager", "compiled"), order=None, laws=
     """Training by the engine and by plain loops: a table for each machine and way to measure."""
     tables = {}
     for record in records:
-        rows, notes = tables.setdefault(f"{conditions(record)}, median over {record['steps']} steps", ([], []))
+        where = f"{conditions(record)}, median over {record['steps']} steps"
+        rows, notes, own = tables.setdefault(where, ([], [], []))
         rows += [row for row in record["rows"] if row["mode"] in modes]
         notes += record["notes"]
+        own.append({**record, "rows": [row for row in record["rows"] if row["mode"] in modes]})
     blocks = []
-    for where, (rows, notes) in tables.items():
+    for where, (rows, notes, own) in tables.items():
         rows = sorted(rows, key=order) if order else rows
         said = [f"{where}, {_peaks(rows)}.", *dict.fromkeys(notes)]
-        blocks.append("\n".join([*_training(rows), "", *said, *(growth_laws(rows) if laws else ())]))
+        blocks.append("\n".join([*_training(rows), "", *said, *(growth_laws(own) if laws else ())]))
     return "\n\n".join(blocks)
 
 
@@ -249,7 +251,7 @@ def _training(rows):
         **{name: lambda row, name=name: row.get("settings", {}).get(name, "–") or "none" for name in settings},
         "processes": lambda row: row["processes"],
         "images/s": lambda row: f"{row['images_per_second']:,.0f}",
-        "an epoch": lambda row: f"{row['epoch_seconds']:.2f} s",
+        "an epoch": lambda row: f"{row['epoch_seconds']:,.{2 if row['epoch_seconds'] < 1000 else 0}f} s",
         "of peak": lambda row: f"{row['share_of_peak']:.0%}",
         "memory": lambda row: "–" if row["memory"] is None else f"{row['memory'] / 2**30:.1f} GiB",
         **{f"× {name}": lambda row, name=name: _ratio(speedups(row).get(name)) for name in references},
@@ -267,13 +269,18 @@ def _ratio(value):
     return "–" if value is None else f"{value:.2f}"
 
 
-def growth_laws(rows):
-    """The fitted laws of rows, as a table."""
-    from advnorm.bench.growth import fit_laws
+def growth_laws(records):
+    """The fitted laws, as a table. Older records have none of their own: theirs are fitted to all of them together."""
+    from advnorm.bench.growth import Law, fit_laws
 
+    laws = fit_laws([row for record in records if "laws" not in record for row in record["rows"]])
+    for record in records:
+        modes = {row["mode"] for row in record["rows"]}
+        laws += [Law(**law) for law in record.get("laws", ()) if law["fixed"]["mode"] in modes]
     lines = []
-    for law in fit_laws(rows):
-        fixed = ", ".join(f"{name} {value}" for name, value in law.fixed.items() if name not in ("image_size", "mode"))
+    for law in laws:
+        usual = {"mode": law.fixed["mode"], "image_size": 32, "processes": 1}
+        fixed = ", ".join(f"{name} {value}" for name, value in law.fixed.items() if usual.get(name) != value)
         values = ", ".join(f"{value:g}" for value in law.values)
         lines.append(f"| {law.axis} | {values} | {law.formula} | {law.error:.1%} | {fixed} |")
     head = ["", "| setting x | values | fitted law | largest error | with |", "|---" * 5 + "|"]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+
+from advnorm.bench.growth import fit_laws
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,6 +39,7 @@ def record(*rows: dict) -> dict:
     return {"config": config, "device": "NVIDIA H200", "steps": 50, "rows": rows, "laws": [], "notes": []}
 
 
+OLD = (("growth", "_batch"), ("train", ""))
 NEW = record(
     row("plain", 36.0, speedups={"plain": 1.0, "careful_compiled": 0.25}),
     row("careful_compiled", 9.0, speedups={"plain": 4.0, "careful_compiled": 1.0}),
@@ -81,9 +85,10 @@ def test_settings_sizes_and_costs_are_columns_if_rows_differ_in_them(tables):
     assert len(cells(tables.epochs())) == 3  # a head and one row: hybrid PGD-10 alone
 
 
-def test_older_records_share_a_table_and_its_laws_with_new_ones(tables):
-    old = json.loads((ROOT / "results" / "bench" / "growth_h200_batch.json").read_text())
-    new = [row("compiled", 5.0, batch_size=512), row("compiled", 4.0, batch_size=2048)]
-    text = tables.trained([old, record(*new)], laws=True)
-    assert text.count("| network |") == 1 and "| batch_size | 256, 512, 1024, 2048 | ms = " in text
-    assert text.index("median over 50 steps") < text.index("| setting x |")
+def test_older_records_share_a_law_and_new_ones_have_their_own(tables):
+    old = [json.loads((ROOT / "results" / "bench" / f"{name}_h200{end}.json").read_text()) for name, end in OLD]
+    new = record(*(row("compiled", seconds, batch_size=size) for size, seconds in ((64, 8.0), (128, 7.0), (2048, 4.0))))
+    new["laws"] = [asdict(law) for law in fit_laws(new["rows"])]
+    text = tables.trained([*old, new], modes=("compiled",), laws=True)
+    assert text.count("| network |") == 1 and text.index("median over 50 steps") < text.index("| setting x |")
+    assert "| batch_size | 128, 256, 512, 1024 | ms = " in text and "| batch_size | 64, 128, 2048 | ms = " in text
