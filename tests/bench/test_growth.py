@@ -76,6 +76,12 @@ def test_in_a_grid_every_law_has_one_value_of_the_other_setting():
     assert along["attack_steps"] == [(size, pytest.approx(0.01 * size), pytest.approx(0.01 * size)) for size in sizes]
 
 
+def test_settings_that_are_no_sizes_have_no_law():
+    seeds = [row(1.0, settings={"seed": seed, "eps": 0.1 * seed, "data.bias": seed - 1}) for seed in range(3)]
+    zero = [row(1.0, settings={"model.width": width}) for width in (0, 1, 2)]
+    assert fit_laws([*seeds, *zero]) == []
+
+
 def test_the_first_number_in_a_name_is_the_depth():
     names = {"wrn_10_2": 10, "wrn_16_2": 16, "wrn_28_2": 28}
     [law] = fit_laws([row(0.01 * depth, model=name) for name, depth in names.items()])

@@ -14,8 +14,6 @@ import numpy as np
 VALUES = 3
 #: The settings of a row; others are in ``settings``.
 _SETTINGS = ("model", "mode", "batch_size", "attack_steps", "image_size", "processes")
-
-
 #: Seconds of a step; bytes of memory.
 Quantity = Literal["seconds", "memory"]
 
@@ -36,9 +34,6 @@ class Law:
     values: tuple[float, ...]  # of the setting
     fixed: dict[str, Any]  # the other settings
 
-    def __call__(self, x: float) -> float:
-        return self.a * x**self.b if self.form == "power" else self.a + self.b * x
-
     @property
     def formula(self) -> str:
         """The law in milliseconds of a step or GiB of memory, with the setting as x."""
@@ -49,18 +44,19 @@ class Law:
 
 
 def fit_laws(rows: Sequence[Mapping[str, Any]]) -> list[Law]:
-    """Fit a law to time and memory along each numeric setting in which rows differ and everything else is equal.
+    """Fit a law to time and memory along each size in which rows differ and everything else is equal.
 
+    Sizes are the numbers of a row and positive numeric options of the model and of the data.
     Rows are those of a record of ``advnorm bench train``, also of an older one.
     """
-    axes = dict.fromkeys(name for row in rows for name, value in _conditions(row).items() if _is_number(value))
+    names = dict.fromkeys(name for row in rows for name in _conditions(row))
     laws = []
-    for axis in (*axes, "depth"):
+    for axis in (*(name for name in names if name in _SETTINGS or name.startswith(("model.", "data."))), "depth"):
         lines: dict[str, list[tuple[float, Mapping[str, Any]]]] = {}
         for row in rows:
             conditions = _with_depth(_conditions(row)) if axis == "depth" else _conditions(row)
             x = conditions.pop(axis, None)
-            if _is_number(x):
+            if _is_size(x):
                 lines.setdefault(json.dumps(conditions, sort_keys=True), []).append((x, row))
         for fixed, line in lines.items():
             if len({x for x, _ in line}) >= VALUES:
@@ -78,7 +74,7 @@ def _fit_line(axis: str, fixed: dict[str, Any], line: Sequence[tuple[float, Mapp
     }
     values, laws = tuple(x for x, _ in line), []
     for quantity, found in measured.items():
-        if None not in found:
+        if all(map(_is_size, found)):
             a, b, error = fit(values, found, form)
             law = Law(quantity=quantity, axis=axis, form=form, a=a, b=b, error=error, values=values, fixed=fixed)
             laws.append(law)
@@ -113,5 +109,5 @@ def _with_depth(conditions: dict[str, Any]) -> dict[str, Any]:
     return {**conditions, "model": f"{model[: number.start()]}N{model[number.end() :]}", "depth": int(number[0])}
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
