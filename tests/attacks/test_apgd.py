@@ -405,3 +405,19 @@ def test_an_ascent_that_starts_at_nan_continues_from_the_first_finite_value(linf
     grid, rule = CandidateGrid(victim, linf.threat, x, y), _Dense(linf.threat, 10, 0.75)
     best = _ascend(rows, x, measure=measure, victim=victim, grid=grid, rule=rule, counts=False)
     assert (cross_entropy(linf.model(best), y) > cross_entropy(linf.model(x), y)).all()
+
+
+def test_every_step_draws_new_points_around_the_image_for_its_mean_gradient():
+    model = Waves(8)
+    x, y = model.images(3)
+    victim = Watched(model)
+    attack = APGD(threat=ThreatModel(eps=0.1), steps=2, samples=2, smoothing=0.2)
+    x = x.clamp(0.2, 0.8)  # no point is clipped
+    attack.search(victim, x, y, noise_for(x))
+    around = np.stack(victim.points).reshape(3, 2, 3, 8)  # step, sample, image
+    centres = (around.max(1) + around.min(1)) / 2
+    shapes = around[:, 0] - around[:, 1]
+    assert np.abs(centres - x.flatten(1).numpy()).max() <= 0.1 * 1.2 + 1e-6
+    assert np.abs(shapes).max() <= 2 * 0.2 * 0.1 + 1e-6
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert (np.abs(shapes[one] - shapes[other]).max(1) > 1e-3).all()

@@ -333,3 +333,19 @@ def test_a_misclassified_image_has_distance_zero(linf):
         found = attack.search(VictimModel(predict), x, y, attack.noise(torch.arange(12)))
     assert wrong[:5].all() and not wrong.all()
     assert (found.distance == 0).tolist() == wrong.tolist()
+
+
+def test_the_strict_forward_decides_whether_the_nearest_image_of_a_surrogate_fools_the_model(linf):
+    """A surrogate that makes the label lose everywhere, while the model itself classifies every image correctly."""
+    x, y = linf.first(10)
+    attack = FAB(threat=ThreatModel(eps=0.5), steps=4, targets=2, minimal=True)
+
+    def right(images: Tensor) -> Tensor:
+        return nn.functional.one_hot(y[:1].expand(len(images)), 10).float()
+
+    with attacks.predicting(linf.model) as surrogate:
+        alone = x[:1], y[:1], attack.noise(torch.arange(1))
+        lost = attack.search(VictimModel(surrogate), *alone)
+        kept = attack.search(VictimModel(right, search_predict=surrogate), *alone)
+    assert lost.fooled.all() and lost.distance is not None and lost.distance.isfinite().all()
+    assert not kept.fooled.any() and kept.distance is not None and kept.distance.isinf().all()

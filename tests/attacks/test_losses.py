@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from advnorm.attacks import APGD, FGSM, PGD
-from advnorm.attacks.losses import LOSSES, cross_entropy, kl_to_clean, published_cross_entropy
+from advnorm.attacks.losses import LOSSES, cross_entropy, kl_to_clean, misclassified, published_cross_entropy
 from advnorm.threat import ThreatModel
 from support.confident import DEVICES, confident_network, exact_direction, margins
 
@@ -103,3 +103,9 @@ def test_autoattack_keeps_the_published_cross_entropy(logits):
     value = APGD(threat=ThreatModel(eps=0.1), loss="ce")._value(CLASSES)
     assert torch.equal(value(z, y, y), F.cross_entropy(z, y, reduction="none"))
     assert LOSSES["ce"].untargeted is cross_entropy
+
+
+def test_a_nan_logit_counts_as_a_misclassification():
+    """PyTorch's argmax returns the class of a NaN, which may be the label."""
+    z = torch.tensor([[torch.nan, 0.0], [0.0, torch.nan], [1.0, 0.0], [0.0, 1.0]])
+    assert misclassified(z, torch.zeros(4, dtype=torch.long)).tolist() == [True, True, False, True]

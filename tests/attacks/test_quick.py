@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from advnorm import attacks
-from advnorm.attacks import AutoAttack, Quick
+from advnorm.attacks import APGD, AutoAttack, Quick
 from advnorm.attacks.autoattack.record import CascadeRecord, CascadeResult
 from advnorm.evaluation import benchmark
 from support.autoattack_models import Double, Wrapped, same
@@ -123,3 +123,18 @@ def test_an_evaluation_reports_that_it_is_quick_and_resumes_after_an_interruptio
     assert added[: len(before)] == before and "first" not in added[len(before) :] and "targets" in added[len(before) :]
     assert torch.equal(resumed.robust["default"]["quick"], whole.robust["default"]["quick"])
     assert resumed.record()["stages"] == whole.record()["stages"]
+
+
+def test_the_boundary_is_sought_from_the_best_point_of_the_stages_before(linf, monkeypatch):
+    x, y = linf.first(20)
+    attack, search = Quick(threat=linf.threat, steps=6, near=1), APGD.search
+    started = list[tuple[int, bool]]()
+
+    def watched(self, victim, x, y, noise, *, start=None):
+        started.append((self.steps, start is not None and not torch.equal(start, x)))
+        return search(self, victim, x, y, noise, start=start)
+
+    monkeypatch.setattr(APGD, "search", watched)
+    attack.evaluate(linf.model, x, y)
+    assert {steps for steps, continued in started if continued} == {12}, "the stage `boundary` takes 2 · 6 steps"
+    assert all(continued for steps, continued in started if steps == 12)

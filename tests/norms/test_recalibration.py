@@ -250,3 +250,12 @@ def test_recalibration_counts_its_batches():
     x = images({"clean": 4})
     recalibrate(model, [x, x, x], route="adv")
     assert {int(m.num_batches_tracked_adv) for m in routed_modules(model).values()} == {3}
+
+
+def test_recalibration_converts_the_images_to_the_dtype_of_the_model():
+    data = [batch.float() for batch in odd_batches()]
+    found, expected = network("dual_bn"), network("dual_bn")
+    assert next(found.parameters()).dtype == torch.float64
+    recalibrate(found, data, route="adv")
+    recalibrate(expected, [batch.double() for batch in data], route="adv")
+    assert changed(found, snapshot(expected)) == set()

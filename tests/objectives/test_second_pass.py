@@ -200,6 +200,27 @@ def watched(norm: str, **options: Any) -> Watched:
     return model
 
 
+class Counting(nn.Module):
+    """Counts its forwards in place in one buffer, and puts a new tensor into another one."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("in_place", torch.zeros(()))
+        self.register_buffer("replaced", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.in_place += 1
+        self.replaced = self.replaced + 1
+        return self.inner(x)
+
+
+def test_other_buffers_keep_the_values_of_the_first_pass():
+    model = Counting(tiny("bn"))
+    advnorm.objectives.SAM(Standard(model))(X, Y).loss.backward()
+    assert (model.in_place.item(), model.replaced.item()) == (1, 1)
+
+
 def test_every_registered_second_pass_is_covered_here():
     assert set(PASSES) == set(SECOND_PASSES.names())
 

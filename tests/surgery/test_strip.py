@@ -89,6 +89,14 @@ def test_a_stripped_branch_runs_in_onnx(name, tmp_path):
     torch.testing.assert_close(torch.from_numpy(got), plain(X), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["bn", "dual_bn", "cross_bn", "gmm_bn", "sandwich_bn", "dual_affine_gn", "rms"])
+def test_a_stripped_branch_has_the_same_outputs_at_any_eps(name):
+    model = disturb(create_model("small_cnn", norm=name, norm_options={"eps": 0.3})).eval()
+    for branch in ("clean", "adv"):
+        with route(model, branch):
+            torch.testing.assert_close(strip(model, branch)(X), model(X))
+
+
 def test_strip_unwraps():
     model = net().eval()
     convert_norm(model, "dual_bn")
