@@ -498,9 +498,13 @@ def surgery():
 AUDIT_PARTS = {"fitted": "thresholds", "held_out": "held out", "blind": "blind"}
 
 
-def audited(name, part):
-    """The verdict on each classifier of a record, and the score of one part of the gallery."""
+def audited(name, part, earlier=None):
+    """The verdict on each classifier of a record, and the score of one part of the gallery.
+
+    ``earlier``: the record of the run before, of which the worst case is shown too.
+    """
     record = json.loads((RECORDS / f"{name}.json").read_text())
+    before = json.loads((RECORDS / f"{earlier}.json").read_text()) if earlier else None
     lines = [f"| {AUDIT_PARTS[part]} | called real | false | inconclusive | none |", "|---|---|---|---|---|"]
     found = record["scores"][part]
     lines += [f"| {truth} | {' | '.join(map(str, counts.values()))} |" for truth, counts in found["matrix"].items()]
@@ -510,15 +514,24 @@ def audited(name, part):
         f"Precision of *false* {found['precision']:.0%}, recall {found['recall']:.0%}. {len(record['rows'])} "
         f"classifiers of {record['data']}, {record['images']} images, budget `{record['budget']}`, "
         f"{mean:.0f} s per audit on {record['device']}.",
+    ]
+    if before:
+        first = before["scores"][part]
+        lines.append(f"First run: precision {first['precision']:.0%}, recall {first['recall']:.0%}.")
+    lines += [
         "",
-        "| classifier | part | truth | verdict | clean | PGD-10 | worst case | known |",
-        "|---|---|---|---|---|---|---|---|",
+        "| classifier | part | truth | verdict | clean | PGD-10 "
+        f"|{' first worst case |' * bool(before)} worst case | known |",
+        "|---|---|---|---|---|---|---|---|" + "---|" * bool(before),
     ]
     for name, row in record["rows"].items():
         # Records from before the blind part have a flag.
         own = row["part"] if "part" in row else "held_out" if row["held_out"] else "fitted"
-        numbers = (f"{100 * row[key]:.1f}" for key in ("clean", "pgd10", "worst_case", "known"))
-        lines.append(f"| `{name}` | {AUDIT_PARTS[own]} | {row['truth']} | {row['verdict']} | {' | '.join(numbers)} |")
+        shares = [row["clean"], row["pgd10"], row["worst_case"], row["known"]]
+        if before:
+            shares.insert(2, before["rows"][name]["worst_case"])
+        numbers = " | ".join(f"{100 * share:.1f}" for share in shares)
+        lines.append(f"| `{name}` | {AUDIT_PARTS[own]} | {row['truth']} | {row['verdict']} | {numbers} |")
     return "\n".join(lines)
 
 
@@ -540,7 +553,7 @@ PAGES = {
     },
     "docs/guides/audit.md": {
         "audit": lambda: audited("audit", "held_out"),
-        "audit-blind": lambda: audited("audit_blind", "blind"),
+        "audit-blind": lambda: audited("audit_blind", "blind", earlier="audit_blind_first"),
     },
     "docs/guides/recipes.md": {"recipe-costs": recipe_costs},
     "docs/guides/analyze_statistics.md": {"distances": distances},
