@@ -52,6 +52,7 @@ def test_errors_are_of_the_builtin_kinds_too():
 def test_a_hint_names_the_nearest_name_or_all_of_them():
     assert did_you_mean("DUALBN", ["bn", "dual_bn"]) == ", did you mean 'dual_bn'?"
     assert did_you_mean("xyz", ["bn"]) == "; allowed: 'bn'" and did_you_mean("x", []) == "; allowed: nothing"
+    assert did_you_mean("x", [f"network{place}" for place in range(1000)]).endswith("'network39' and 960 more")
 
 
 def test_values_are_shown_short():

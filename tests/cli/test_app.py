@@ -64,3 +64,13 @@ def test_the_help_of_a_verb_shows_examples_in_lines_of_their_own(verb):
     lines = [line.strip() for line in invoke(*verb, "--help").output.splitlines()]
     assert any(line.startswith(("$ advnorm " + " ".join(verb), "$ advnorm --import")) for line in lines)
     assert not any("`" in line for line in lines)
+
+
+@pytest.mark.parametrize("verb", verbs(), ids=" ".join)
+def test_the_help_of_a_verb_shows_every_option_in_full(verb):
+    command = typer.main.get_command(advnorm.cli.app.app)
+    for name in verb:
+        command = command.commands[name]
+    shown = invoke(*verb, "--help", width=80).output
+    names = [name for option in command.params for name in option.opts if name.startswith("--")]
+    assert [name for name in names if f" {name} " not in shown] == []

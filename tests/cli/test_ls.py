@@ -50,3 +50,16 @@ def test_show_rejects_overrides_of_a_whole_study():
         invoke("show", "A/table3", "--set", "epochs=1")
     assert invoke("show", "A/table3").exit_code == 0
     assert "epochs" in invoke("show", "A/table3/dual_bn/eps16", "--set", "epochs=1").output
+
+
+def test_show_prints_values_as_set_takes_them():
+    settings = {}
+    for line in invoke("show", width=200).output.splitlines():
+        if line.startswith("│"):
+            key, value = (cell.strip() for cell in line.strip("│").split("│"))
+            settings[key] = value
+    assert settings["ema"] == "none" and settings["recompute"] == "false" and settings["milestones"] == "[]"
+    given = [f"{key}={value}" for key, value in settings.items() if not key.startswith("objective")]
+    assert advnorm.Config().with_overrides(given) == advnorm.Config()
+    with raises_problem("unknown_name", "A"):
+        invoke("show", "A")

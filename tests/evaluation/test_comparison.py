@@ -134,6 +134,15 @@ def test_the_command_prints_and_writes_the_comparison(dual, data, tmp_path):
         invoke("compare", one, two, one)
     with raises_problem("conflict", "route"):
         invoke("compare", one, "--route", "clean", "adv", "adv")
+    with raises_problem("wrong_type", "records") as caught:
+        invoke("compare", tmp_path, one)
+    assert "advnorm evaluate" in caught.value.problems[0].hint
+    with raises_problem("not_supported") as caught:  # a comparison is no evaluation, and must not be deleted
+        invoke("compare", tmp_path / "c.json", one)
+    assert "delete" not in caught.value.problems[0].hint
+    with raises_problem("unknown_name", "attack") as caught:
+        invoke("compare", one, two, "--attack", "pgd3")
+    assert len(caught.value.problems) == 1
 
 
 def test_a_cell_without_results_per_image_is_rejected(tmp_path):

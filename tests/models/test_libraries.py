@@ -87,6 +87,7 @@ def test_a_folder_of_transformers_is_read_with_its_weights(tmp_path):
     [
         (("timm:efficientnet_b00",), {}, "unknown_name", "model"),
         (("torchvision:resnet19",), {}, "unknown_name", "model"),
+        (("torchvison:resnet18",), {}, "unknown_name", "model"),
         (("transformers:vitt",), {}, "unknown_name", "model"),
         (("transformers:nowhere/config.json",), {}, "not_readable", "model"),
         (("timm:test_resnet",), {"img_size": 32}, "not_supported", "model"),

@@ -144,6 +144,11 @@ def test_an_unknown_objective_suggests_the_nearest():
         OBJECTIVES.get("hibrid")
 
 
+def test_the_output_of_a_step_prints_on_one_line():
+    printed = repr(OBJECTIVES.get("hybrid")(tiny("dual_bn"), pgd())(X, Y))
+    assert "adv_ce" in printed and "'clean': (4, " in printed and "tensor" not in printed and "\n" not in printed
+
+
 def test_the_problems_of_a_combination_are_known_without_a_model():
     for name, norm, options in (
         ("hybrid", "gmm_bn", {"layout": "sequential"}),

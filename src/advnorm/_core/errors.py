@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+#: Maximum number of names in the list of allowed ones; timm has more than a thousand.
+MOST_NAMES = 40
+
 
 class NOTHING:
     """Stands for "no value was received", since ``None`` is a value."""
@@ -111,7 +114,9 @@ def did_you_mean(name: object, allowed: Iterable[str]) -> str:
     close = difflib.get_close_matches(str(name).lower(), folded, n=1, cutoff=0.6)
     if close:
         return f", did you mean {folded[close[0]]!r}?"
-    return f"; allowed: {', '.join(map(repr, allowed)) or 'nothing'}"
+    names = ", ".join(map(repr, allowed[:MOST_NAMES])) or "nothing"
+    more = len(allowed) - MOST_NAMES
+    return f"; allowed: {names}{f' and {more} more' if more > 0 else ''}"
 
 
 def shown(value: object) -> str:

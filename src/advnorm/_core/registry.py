@@ -87,8 +87,12 @@ class Registry(Generic[T]):
     def get(self, name: str) -> T:
         """Return the entry called ``name``; the error for an unknown name suggests the nearest one."""
         if not Registry.__contains__(self, name):
-            raise ConfigError.listing([unknown_name(self.kind, name, self._entries)])
+            raise ConfigError.listing([unknown_name(self.kind, name, self.suggestions())])
         return self._entries[name]
+
+    def suggestions(self) -> list[str]:
+        """The names that the error for an unknown name can suggest."""
+        return list(self)
 
     def names(self, pattern: str = "*") -> list[str]:
         """Registered names that match a shell pattern."""

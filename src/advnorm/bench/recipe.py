@@ -183,14 +183,14 @@ def plan_variants(file: Path | str, overrides: Sequence[str], variants: Sequence
         problems.append(Problem(code="conflict", message=message, field="name", got=recipe.name, hint="omit the name"))
     for text in variants:
         changes = text.split()
-        with collect_problems(found := list[Problem](), f"variant {text!r}"):
+        with collect_problems(found := list[Problem]()):
             load_config(file, changes)  # a setting that it sets twice
             merged = {change.partition("=")[0]: change for change in (*overrides, *changes)}
             config = load_config(file, list(merged.values()))
             if any(config.digest == other.config.digest for other in planned):
-                raise ConfigError("conflict", "it is the same training as the recipe or another variant")
+                raise ConfigError("conflict", "the settings give the same training as the recipe or another variant")
             planned.append(RecipeVariant(name=" ".join(changes), overrides=tuple(merged.values()), config=config))
-        problems += found
+        problems += [replace(problem, message=f"variant {text!r}: {problem.message}") for problem in found]
     raise_problems(problems, "bad variants")
     return planned
 

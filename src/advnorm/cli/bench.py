@@ -129,8 +129,8 @@ def bench_recipe(
 ) -> None:
     """Measure a recipe: seconds from the start of each training's process, and accuracy under the whole AutoAttack.
 
-    Each seed is trained by `advnorm train` in a process of its own that compiles everything anew. The table of variants
-    shows what each ingredient buys. The same command resumes.
+    Each seed is trained by `advnorm train` in a process of its own that compiles everything itself. The table of
+    variants shows what each ingredient buys. The same command resumes.
     Examples: `advnorm bench recipe recipes/speedrun.yaml --data-dir data --json speedrun.json`,
     `advnorm bench recipe recipes/trades_awp.yaml --data-dir data --variant second_pass=null
     'schedule=one_cycle milestones=[] gamma=0.1 warmup_epochs=0'`

@@ -18,6 +18,7 @@ from advnorm.bench.quick import QuickBenchmark
 from advnorm.bench.recipe import RECIPE, RecipeBenchmark
 from advnorm.bench.surgery import OUTCOMES, SurgeryBenchmark
 from advnorm.evaluation.gallery import Part
+from advnorm.evaluation.results import label_of
 from advnorm.evaluation.statistics import format_accuracy
 
 #: Style of a narrow table.
@@ -165,10 +166,12 @@ def recipe_tables(result: RecipeBenchmark) -> Group:
             _seconds(row["seconds"]),
             seconds,
         )
+    chosen = " or ".join(sorted({label_of(route) for route in result.branch.values()}))
     notes = [
         f"{result.threat}, {result.data}, {result.images:,} test images, {result.device}; percent with 95 % intervals",
         "s: from the start of the process to its end; training: without validation and checkpoints",
-        f"points, − s: {result.recipe} minus variant; points under AutoAttack, paired by image",
+        f"points, − s: {result.recipe} minus variant, in points under AutoAttack (paired by image) and in seconds",
+        f"medians: {next(iter(result.rows[0].accuracies))} checkpoint; branch: {chosen}",
         *(f"interrupted, so without a wall-clock time: {row.run}" for row in result.rows if row.seconds is None),
         *(f"{row.alarms} warnings of the monitor: {row.run}" for row in result.rows if row.alarms),
     ]

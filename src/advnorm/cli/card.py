@@ -33,7 +33,7 @@ def card(
 def push(
     folder: Annotated[Path, typer.Argument(help="Folder of `advnorm card` or `advnorm.save_pretrained`.")],
     repo: Annotated[str, typer.Argument(help="USER/NAME on the Hugging Face Hub.")],
-    private: Annotated[bool, typer.Option(help="Create a private repository.")] = False,
+    private: Annotated[bool, typer.Option("--private", help="Create a private repository.")] = False,
 ) -> None:
     """Upload a saved model to the Hugging Face Hub: its card, its configuration and its weights.
 

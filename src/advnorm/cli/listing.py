@@ -87,7 +87,9 @@ def datasets(pattern: str) -> Table:
 
 def analyses(pattern: str) -> Table:
     """List analyses with their options and papers."""
-    caption = "NS: normalization statistics, AP: affine parameters; the papers A to E are named in the README"
+    caption = (
+        "NS: normalization statistics, AP: affine parameters; advnorm ls studies lists the tables of papers A to E"
+    )
     table = _table("analyses", "analysis", "what it shows", "runs", "--set", "paper", caption=caption)
     table.columns[0].no_wrap = True
     for name in _matching(ANALYSES.names(pattern), pattern, "analysis"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from advnorm.cli.command import console
 from advnorm.cli.options import Overrides, Source
 
@@ -28,8 +30,13 @@ def show(source: Source = None, overrides: Overrides = None) -> None:
         name = config.run_name
         table = Table("setting", "value", title=name, title_justify="left", min_width=len(name))
         for key, value, is_default in explain(config):
-            table.add_row(key, str(value), style="dim" if is_default else "bold")
+            table.add_row(key, _as_typed(value), style="dim" if is_default else "bold")
         table.caption, table.caption_justify = "bold: set here; the others are defaults", "left"
         console.print(table)
     if study is not None:
         console.print(study_table(study, cell=cell and cell.name, width=console.width))
+
+
+def _as_typed(value: Any) -> str:
+    """A value as ``--set`` takes it."""
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)

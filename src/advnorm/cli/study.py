@@ -40,12 +40,17 @@ def study(
         str | None, typer.Option(help="imagenette: at 128 pixels instead of ImageNet, 15 epochs (C, D, E).")
     ] = None,
     strict_search: Annotated[
-        bool, typer.Option(help="AutoAttack also searches in float32. Default: in bf16 on a GPU; float32 decides.")
+        bool,
+        typer.Option(
+            "--strict-search", help="AutoAttack also searches in float32. Default: in bf16 on a GPU; float32 decides."
+        ),
     ] = False,
     smoke: Annotated[
-        bool, typer.Option(help="Run two steps on synthetic images, to check that every part works.")
+        bool, typer.Option("--smoke", help="Run two steps on synthetic images, to check that every part works.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option(help="Show the cells, existing records and the estimated cost.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the cells, existing records and the estimated cost.")
+    ] = False,
     out: Annotated[
         Path, typer.Option(help="Folder for runs and records. The same command resumes an interrupted study.")
     ] = Path("results"),

@@ -48,7 +48,8 @@ def task_table(todo: Sequence[Task], store: RecordStore, rates: Mapping[str, flo
             left[f"{config.digest} {task.seed}"] = flops
         pflop = "–" if flops is None else f"{flops / 1e15:.3g}"
         table.add_row(task.cell, str(task.seed), task.protocol, state if other is None else f"done, for {other}", pflop)
-    return Group(table, Text(_cost(list(left.values()), rates or {}), style="dim"))
+    cost = "" if all(task.protocol == "smoke" for task in todo) else _cost(list(left.values()), rates or {})
+    return Group(table, *([Text(cost, style="dim")] if cost else []))
 
 
 def _cost(left: Sequence[float | None], rates: Mapping[str, float]) -> str:

@@ -31,13 +31,15 @@ def train(
     out: Annotated[Path, typer.Option(help="Parent folder of the run's folder.")] = Path("runs"),
     data_dir: DataDir = None,
     device: Device = None,
-    download: Annotated[bool, typer.Option(help="Download a missing data set from its official address.")] = False,
+    download: Annotated[
+        bool, typer.Option("--download", help="Download a missing data set from its official address.")
+    ] = False,
     workers: Annotated[int | None, typer.Option(min=0, help="Number of processes that decode image files.")] = None,
     max_minutes: Annotated[
         float | None, typer.Option(help="Stop at a checkpoint after this many minutes (exit status 75).")
     ] = None,
     checkpoint_minutes: Annotated[float, typer.Option(help="Minutes between checkpoints within an epoch.")] = 10,
-    tensorboard: Annotated[bool, typer.Option(help="Also write TensorBoard events.")] = False,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard events.")] = False,
 ) -> int:
     """Train a network, or one for each seed and each combination of a sweep. The same command resumes.
 
@@ -124,6 +126,7 @@ def resolve_config(source: str | None, overrides: Sequence[str]) -> Config:
     """Return the configuration of a file or of a cell such as ``A/table3/dual_bn/eps16``; by default, ``Config()``."""
     from advnorm._core.errors import ConfigError
     from advnorm.config import Config, load_config
+    from advnorm.config.files import READERS
 
     if source is None:
         return Config().with_overrides(overrides)
@@ -134,4 +137,8 @@ def resolve_config(source: str | None, overrides: Sequence[str]) -> Config:
         from advnorm.studies import get
 
         return get(source).with_overrides(overrides)
+    if Path(source).suffix not in READERS:
+        words = f"{source} is neither a file that ends in {', '.join(READERS)} nor a cell of a study"
+        hint = "advnorm ls studies lists the studies; a setting is written --set KEY=VALUE"
+        raise ConfigError("unknown_name", words, field=source, hint=hint)
     return load_config(source, overrides)

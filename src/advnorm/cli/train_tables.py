@@ -32,10 +32,13 @@ def train_tables(result: TrainBenchmark) -> Group:
         tables += _tables(result, [row for row in result.rows if row.model == model])
     tables += [_parts(row) for row in result.rows if row.parts is not None]
     peak_of = {row.processes: row.peak_tflops for row in result.rows}
-    peaks = ", ".join(f"{peak:.3g} in each of {count} process(es)" for count, peak in peak_of.items())
+    peaks = ", ".join(
+        f"{peak:.3g} TFLOP/s" + (f" in each of {count} processes" if count > 1 else "")
+        for count, peak in peak_of.items()
+    )
     caption = [
         f"median over {result.steps} steps; batch: all processes together; epoch: 50,000 images; peak: "
-        f"{peaks} TFLOP/s for a large matrix product in this run; memory: per process; "
+        f"{peaks} for a large matrix product in this run; memory: per process; "
         "start: building, compiling, capturing and the first steps"
     ]
     if any(row.first_step for row in result.rows):

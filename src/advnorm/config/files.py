@@ -26,13 +26,14 @@ def load_config(source: str | Path, overrides: Sequence[str] = ()) -> Config:
     try:
         return Config.from_dict(READERS[path.suffix](path), overrides)
     except ConfigError as error:
-        heading = f"{path}: {error.heading}" if error.heading else str(path)
+        headings = [str(path)] if error.code != "missing_file" else []  # its message names the file
+        heading = ": ".join([*headings, *([error.heading] if error.heading else [])])
         raise ConfigError.listing(error.problems, heading) from error.__cause__
 
 
 def _read_text(path: Path) -> str:
     try:
-        return read_bytes(path).decode()
+        return read_bytes(path, hint="give its path from the current folder, or the full path").decode()
     except UnicodeDecodeError:
         raise ConfigError("damaged_file", "the file is not valid UTF-8", field=str(path)) from None
 

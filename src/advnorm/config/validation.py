@@ -106,7 +106,7 @@ class _Checks:
                 self.problems += found
                 self.invalid.update(problem.field for problem in found)
             elif self.valid(label) and named is not None and named.name not in registry:
-                names = [*registry, "none"] if label in ("regularizer", "second_pass") else registry
+                names = registry.suggestions() + (["none"] if label in ("regularizer", "second_pass") else [])
                 self.problems.append(unknown_name(registry.kind, named.name, names, field=label))
                 self.invalid.add(label)
         if self.valid("data") and "train" not in DATASETS.get(resolve_source(s.data.name)[0]).splits:
@@ -269,7 +269,7 @@ class _Checks:
         }
         for name, (others, used, owner) in needs.items():
             if self.valid(name, *others) and not used and getattr(s, name) != getattr(TrainingSettings, name):
-                self.reject(name, f"{{field}} belongs to {owner} and has no effect here", "leave it out")
+                self.reject(name, f"{{field}} has an effect only with {owner}", f"set that too, or leave {name} out")
 
     def check_validation_images(self) -> None:
         s = self.settings

@@ -63,7 +63,7 @@ class Comparison:
         """Return a table for the terminal."""
         from rich.table import Table
 
-        title = f"paired difference on {self.rows[0].images} common images, percent"
+        title = f"branch and attack of each side; paired difference on {self.rows[0].images} common images, percent"
         table = Table(title=title, title_justify="left", caption=METHOD, caption_justify="left")
         for label in ("first", "second", "accuracies", "", "difference", "p"):
             table.add_column(label, justify="left" if label in ("first", "second") else "right")
@@ -116,6 +116,10 @@ def _load_side(side: Evaluated | Sequence[Evaluated]) -> list[_Outcomes]:
 def _load(one: Evaluated) -> _Outcomes:
     """Return the results per image of an evaluation or of a study's cell, after the checks of its loader."""
     if not isinstance(one, BenchmarkResult):
+        if Path(one).is_dir():
+            records = ", ".join(sorted(path.name for path in Path(one).glob("evaluation-*.json")))
+            hint = f"name a record in it: {records}" if records else f"advnorm evaluate {one} writes a record into it"
+            raise ConfigError("wrong_type", f"{one} is a folder", field="records", hint=hint)
         record = read_json(Path(one))
         if record.get("format") == CELL_FORMAT:
             return read_cell_outcomes(record, one)
@@ -150,7 +154,7 @@ def _pairs(
         for side, route in zip(sides, routes)
         if route is not None and route not in side
     ]
-    raise_problems(problems)
+    raise_problems(dict.fromkeys(problems))
     if routes == (None, None):
         one_each = len(first) == len(second) == 1  # their names may differ: "default" and "shared"
         common = (
@@ -167,7 +171,7 @@ def _pairs(
             found += [((one, name), (other, name)) for name in known[0] if name in known[1]]
             continue
         problems = [unknown_name("attack", name, side) for name, side in zip(attacks, known) if name not in side]
-        raise_problems(problems)
+        raise_problems(dict.fromkeys(problems))
         found.append(((one, str(attacks[0])), (other, str(attacks[1]))))
     if not found:
         raise ConfigError("empty", "the evaluations have no route and attack in common", field="route")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 INTERVALS = "percent, in brackets Wilson's 95 % confidence interval"
 #: Columns of a table that is printed without a terminal.
 TEXT_WIDTH = 160
-#: What to do with a record that cannot be used.
+#: What to do with an existing file in the place of a record that is to be written.
 CURE = "delete it to start again, or choose another file"
 
 
@@ -58,6 +58,8 @@ class BenchmarkResult:
     FORMAT: ClassVar[str] = "advnorm.benchmark/2"
     #: Formats that can be read. Version 1 has strings of 0 and 1.
     FORMATS: ClassVar[tuple[str, ...]] = (FORMAT, "advnorm.benchmark/1")
+    #: What to do with a file that is no such record; it may be a record of something else, to be kept.
+    READ_CURE: ClassVar[str] = "name a record that advnorm evaluate wrote"
     SHAPE: ClassVar[type] = BenchmarkRecord
 
     threat: ThreatModel
@@ -167,12 +169,12 @@ class BenchmarkResult:
     def from_record(cls, record: Mapping[str, Any], source: object = "the record") -> BenchmarkResult:
         """Rebuild the result of :meth:`record`; ``source`` names the record in errors."""
         form = record.get("format") if isinstance(record, Mapping) else None
-        check_record(record, cls.SHAPE, source, CURE, form if form in cls.FORMATS else cls.FORMAT)
+        check_record(record, cls.SHAPE, source, cls.READ_CURE, form if form in cls.FORMATS else cls.FORMAT)
         try:
             rows, robust = read_outcomes(record)
         except (ConfigError, LookupError, TypeError, ValueError) as error:
             message = "{field} must have a bit for each image of each attack, and of clean"
-            raise ConfigError("damaged_file", message, field=f"{source}: outcomes", hint=CURE) from error
+            raise ConfigError("damaged_file", message, field=f"{source}: outcomes", hint=cls.READ_CURE) from error
         known = ("format", "accuracy", "threat", "attacks", "routes", "images", "warnings", "seconds", "verdicts")
         known += ("rows", "outcomes")
         seconds = {DEFAULT_ROUTE if key == OLD_DEFAULT_ROUTE else key: row for key, row in record["seconds"].items()}

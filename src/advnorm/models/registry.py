@@ -15,7 +15,14 @@ from advnorm._core.errors import Problem, SurgeryError, collect_problems, raise_
 from advnorm._core.registry import Registry, keywords
 from advnorm._core.settings import Setting, convert_options
 from advnorm.models.layers import ACTIVATIONS, LayerFactory
-from advnorm.models.libraries import LIBRARY_OPTIONS, build_library_model, input_statistics, split_name, validate_name
+from advnorm.models.libraries import (
+    LIBRARIES,
+    LIBRARY_OPTIONS,
+    build_library_model,
+    input_statistics,
+    split_name,
+    validate_name,
+)
 from advnorm.models.normalized import channel_problems, channel_values
 from advnorm.norms import list_norms, make_norm
 from advnorm.norms.factory import NormNames, make_plans
@@ -61,6 +68,9 @@ class ModelRegistry(Registry[ModelSpec]):
         mean, std = input_statistics(name)
         build = partial(build_library_model, name=name)
         return ModelSpec(build, mean=mean, std=std, options=LIBRARY_OPTIONS, excluded=("width", "activation"))
+
+    def suggestions(self) -> list[str]:
+        return [*super().suggestions(), *(f"{library}:NAME" for library in LIBRARIES)]
 
     def __contains__(self, name: object) -> bool:
         return split_name(name) is not None or super().__contains__(name)
@@ -112,7 +122,7 @@ def create_model(
     if norm is None and not library:
         norm = "bn" if spec is None or spec.has_norm else "none"
     norm_options = dict(norm_options or {})
-    problems = [] if spec else [unknown_name("model", name, MODELS)]
+    problems = [] if spec else [unknown_name("model", name, MODELS.suggestions())]
     sizes: dict[str, Any] = {"num_classes": num_classes, "in_channels": in_channels, "width": width}
     sizes = {name: int(v) if isinstance(v, Integral) and not isinstance(v, bool) else v for name, v in sizes.items()}
     problems += convert_options("", inspect.signature(create_model, eval_str=True).parameters, sizes)[1]

@@ -71,3 +71,9 @@ class ObjectiveOutput(NamedTuple):
     logits: dict[str, Tensor]
     terms: dict[str, Tensor]
     labels: dict[str, Tensor]
+
+    def __repr__(self) -> str:
+        """Numbers, and shapes instead of logits, so that a printed step fits on a few lines."""
+        terms = {name: round(float(value), 4) for name, value in self.terms.items()}
+        shapes = {domain: tuple(values.shape) for domain, values in self.logits.items()}
+        return f"{type(self).__name__}(loss={float(self.loss.detach()):.4f}, terms={terms}, logits={shapes})"
