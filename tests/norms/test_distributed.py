@@ -142,6 +142,16 @@ def test_a_synchronized_norm_communicates_once_for_batch_statistics_and_else_nev
             assert calls == (0 if key.endswith(("running", "unsynchronized")) else 1), key
 
 
+def test_domains_on_different_ranks_give_each_other_their_moments(ranks):
+    norm = norm_ranks.crossed_norm(sync=False)
+    with route(norm, {"clean": 3, "adv": 3}):
+        y = norm(torch.cat([half(0), half(1)])).detach()
+    for result, expected in zip(seen(ranks, "crossed_without_forwarded"), y.chunk(WORLD), strict=True):
+        torch.testing.assert_close(result["y"], expected, rtol=1e-9, atol=1e-11)
+        for name, buffer in norm.named_buffers():
+            torch.testing.assert_close(result["buffers"][name], buffer, rtol=1e-9, atol=1e-11, msg=name)
+
+
 def test_synchronized_norms_are_recalibrated_by_the_batches_of_all_ranks(ranks):
     model = small_network(sync=False)
     recalibrate(model, [batch for share in shares_of_data() for batch in share], route="adv")

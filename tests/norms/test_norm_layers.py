@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from advnorm.norms import route, statistics, zero_perturbation
-from advnorm.norms.norm_layers import override, without_updates
+from advnorm.norms import make_norm, route, statistics, zero_perturbation
+from advnorm.norms.norm_layers import batch_norms, override, without_updates
 from support.norm_cases import images, network, scope_states
 from support.norm_oracles import MODES, changed, randomized, snapshot
+from support.problems import raises_problem
 
 
 @pytest.mark.parametrize("mode", [None, *MODES])
@@ -62,3 +63,10 @@ def test_a_second_pass_as_sam_and_apart_make_it_leaves_no_trace():
         model(x).square().sum().backward()
     assert changed(model, before) == set()
     assert model[1].num_batches_tracked == 1
+
+
+def test_the_batch_norms_of_a_model_are_its_norms_with_statistics_banks():
+    model = nn.ModuleDict({name: make_norm(name, 4) for name in ("dual_bn", "dual_affine_ln", "gmm_bn", "rms", "none")})
+    assert list(batch_norms(model)) == ["dual_bn", "gmm_bn"]
+    with raises_problem("no_statistics_bank", "model"):
+        batch_norms(nn.ModuleDict({"ln": make_norm("dual_affine_ln", 4)}))

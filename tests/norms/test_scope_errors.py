@@ -177,3 +177,11 @@ def test_messages_are_one_paragraph_without_dumps():
         message = str(caught.value)
         assert len(message) < 600, message
         assert not re.search(r"\n|<function|object at 0x", message), message
+
+
+@pytest.mark.parametrize("forwarded", [7, 10])
+def test_more_forwarded_samples_than_the_batch_has_are_rejected(forwarded):
+    norm, x = make_norm("cross_bn", 3), torch.rand(6, 3, 2, 2)
+    scope = route(norm, "adv", forwarded={"clean": forwarded})
+    with rejects("wrong_route", "route", RouteError, unchanged=norm), scope:
+        norm(x)

@@ -465,3 +465,13 @@ def test_every_registered_objective_lowers_its_loss_by_gradient_descent(name):
 def test_the_names_of_the_objectives():
     assert set(list_objectives()) >= {"standard", "classical", "hybrid", "cross", "trades", "alp", "kl"}
     assert all(OBJECTIVES.get(name).summary and OBJECTIVES.get(name).paper for name in list_objectives())
+
+
+@pytest.mark.parametrize(
+    ("share", "clean", "trained"),
+    [(1.0, 8, ("clean", "adv")), (0.25, 2, ("clean", "adv")), (0.01, 1, ("clean", "adv")), (0.0, 0, ("adv",))],
+)
+def test_the_share_of_clean_images_says_what_a_step_trains(share, clean, trained):
+    objective = OBJECTIVES.get("hybrid")(tiny("dual_bn"), Given(), clean_share=share)
+    assert objective.images_per_domain(8) == {"clean": clean, "adv": 8}
+    assert objective.trained_domains() == trained

@@ -260,6 +260,18 @@ def collectives_per_forward(rank: int) -> dict[str, int]:
     return found
 
 
+def crossed_norm(*, sync: bool) -> nn.Module:
+    return randomized(make_norm("cross_bn", 3, sync=sync).double())
+
+
+def crossed_without_forwarded(rank: int) -> dict[str, Any]:
+    """Every rank has the images of one domain, and none is forwarded."""
+    norm = crossed_norm(sync=True)
+    with route(norm, {"clean": 3 - 3 * rank, "adv": 3 * rank}):
+        y = norm(half(rank))
+    return {"y": y.detach(), "buffers": dict(norm.named_buffers())}
+
+
 def recalibrated(rank: int) -> dict[str, Any]:
     """Ranks with another number of batches each."""
     model = small_network(sync=True)
@@ -279,6 +291,7 @@ SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
         concatenated_with_defaults,
         one_route_with_find_unused,
         collectives_per_forward,
+        crossed_without_forwarded,
         recalibrated,
         # Failures last: they leave a reducer in the middle of its work.
         one_route_with_defaults,
