@@ -95,7 +95,7 @@ def test_a_training_of_another_protocol_runs(study, cell, protocol, tmp_path):
 def test_every_cell_of_paper_e_fits_the_stand_in():
     for planned in E_CELLS.values():
         config = planned.config
-        assert config.data == Named("imagenette", image_size=128) and config.epochs <= 15
+        assert config.data == Named("imagenette", image_size=128, resize=128) and config.epochs <= 15
         assert config.batch_size <= 512 and config.schedule == "one_cycle"
         assert all(one.options["limit"] == 500 for one in planned.measures if one.name == "benchmark")
     by_depth = [

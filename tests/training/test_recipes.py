@@ -16,11 +16,7 @@ from support.small_runs import train
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 SMALL = [
-    "data.name=synthetic",
-    "data.size=24",
-    "data.classes=10",
-    "data.image_size=32",
-    "data.channels=3",
+    "data={name: synthetic, size: 24, classes: 10, image_size: 32, channels: 3}",
     "held_out=8",
     "batch_size=8",
     "epochs=1",

@@ -55,7 +55,7 @@ def on_imagenette(cell: Cell, *, networks: Mapping[str, Named] | None = None, sm
     if config.data.name not in ("imagenet", "imagenette"):
         return fast(cell)
     model = (networks or {}).get(config.model.name, config.model)
-    data = Named("imagenette", image_size=STAND_IN_PIXELS)
+    data = Named("imagenette", image_size=STAND_IN_PIXELS, resize=STAND_IN_PIXELS)
     planned = shorten(
         replace(cell, config=replace(config, model=model, data=data)),
         epochs=STAND_IN_EPOCHS,
