@@ -25,14 +25,14 @@ SMALL = [
     "second_pass_warmup_epochs=0",
     "validate_every=1",
     "attack.steps=1",
-    "model.width=0.125",
 ]
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_valid_and_trains_two_steps(path, tmp_path):
     recipe = load_config(path)
-    run = train(load_config(path, [*SMALL, f"monitor={min(4, recipe.monitor)}"]), tmp_path)
+    small = SMALL if recipe.model.name.startswith("timm:") else [*SMALL, "model.width=0.125"]
+    run = train(load_config(path, [*small, f"monitor={min(4, recipe.monitor)}"]), tmp_path)
     (row,) = run.metrics()
     assert row["step"] == 2 and torch.tensor(row["loss"]).isfinite()
     assert run.config.objective == recipe.objective and run.config.norm == recipe.norm
