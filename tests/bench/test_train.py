@@ -110,7 +110,7 @@ def check_rows_of_one_and_two_processes(result: TrainBenchmark) -> None:
     assert one.peak_tflops != two.peak_tflops
     assert all(row.share_of_peak == pytest.approx(row.tflops / row.peak_tflops / row.processes) for row in (one, two))
     text = " ".join(" ".join(lines(result)).split())
-    assert f"{one.peak_tflops:.3g} in each of 1 process(es), {two.peak_tflops:.3g} in each of 2 process(es)" in text
+    assert f"{one.peak_tflops:.3g} TFLOP/s, {two.peak_tflops:.3g} TFLOP/s in each of 2 processes" in text
 
 
 def test_each_number_of_processes_has_rows_with_its_own_peak(monkeypatch):
