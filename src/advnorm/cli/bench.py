@@ -12,7 +12,9 @@ import typer
 from advnorm.cli.command import INTEGERS, KEY_VALUE, command, console, own_code, say
 from advnorm.cli.options import DataDir, Device, JsonCopy, Limit, Overrides, Seed
 
-app = typer.Typer(no_args_is_help=True, help="Measure speed and memory against a plain reference in the same run.")
+app = typer.Typer(
+    no_args_is_help=True, help="Measure speed, memory, the accuracy of attacks, and the errors of the audit."
+)
 
 
 @command(app, "norms", computes=False)
@@ -127,7 +129,7 @@ def bench_recipe(
     device: Device = None,
     json: JsonCopy = None,
 ) -> None:
-    """Measure a recipe: seconds from the start of each training's process, and accuracy under the whole AutoAttack.
+    """Measure a recipe: wall-clock time of each training, and accuracy under the whole AutoAttack.
 
     Each seed is trained by `advnorm train` in a process of its own that compiles everything itself. The table of
     variants shows what each ingredient buys. The same command resumes.

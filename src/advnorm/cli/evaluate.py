@@ -25,8 +25,8 @@ def evaluate(
     targets: Annotated[
         list[str],
         typer.Argument(
-            help="Folder of a run, of runs or of a saved model, module:function that returns a model, "
-            "or timm:NAME with --weights. Several."
+            help="One or several: folder of a run, of runs or of a saved model, module:function that returns a model, "
+            "or timm:NAME with --weights."
         ),
     ],
     options: EvaluateOptions,
@@ -98,9 +98,9 @@ def evaluate(
 
 
 def _select_targets(targets: list[str], options: EvaluateOptions, problems: list[Problem]) -> list[str]:
-    """Return the targets; of several, those that can be evaluated, since ``runs/*`` may name other folders and pages.
+    """Return the targets that can be evaluated: a pattern such as ``runs/*`` may match other folders and files.
 
-    Problems of several targets, and the ``problems`` so far, are raised before the first of them is evaluated.
+    Raise the problems of several targets, and the ``problems`` so far, before the first evaluation.
     """
     from advnorm._core.errors import Problem, raise_problems
 
@@ -136,7 +136,7 @@ def _runs_in(target: str) -> list[str]:
 
 
 def default_record(verb: str, target: EvaluationTarget, options: EvaluateOptions, *choices: Any) -> Path | None:
-    """The file in the folder of a run for the record of these weights with these settings; None without a run."""
+    """The record's file in the folder of the run, named by weights and settings; None if the target has no folder."""
     from advnorm._core.records import digest, model_fingerprint
 
     if target.folder is None:
@@ -148,9 +148,9 @@ def default_record(verb: str, target: EvaluationTarget, options: EvaluateOptions
 
 
 def open_target(name: str, options: EvaluateOptions, problems: list[Problem]) -> EvaluationTarget:
-    """Open what ``evaluate`` and ``audit`` evaluate: a run, a saved model, or a model of a library or the user's code.
+    """Open the target of ``evaluate`` and ``audit``: a run, a saved model, a library's network or the user's own model.
 
-    Options replace the run's own settings. One error lists everything that is wrong, with the ``problems`` so far.
+    Options replace the run's own settings. One error lists all problems, including the ``problems`` so far.
     """
     from advnorm._core.errors import Problem, collect_problems, raise_problems
     from advnorm._core.records import writable_problems
@@ -192,9 +192,9 @@ def _open_run(folder: str, options: EvaluateOptions) -> EvaluationTarget:
 
 
 def _open_model(name: str, options: EvaluateOptions) -> EvaluationTarget:
-    """Open a saved model, or one of a library or of the user's own code.
+    """Open a saved model, a library's network or the user's own model.
 
-    Data and threat default to those of its training.
+    By default, data and threat are those of the training of a saved model.
     """
     from advnorm._core.errors import ConfigError, collect_problems, raise_problems
     from advnorm.attacks import PGD
@@ -286,7 +286,7 @@ def settings(options: EvaluateOptions, record: Path | None) -> dict[str, Any]:
 
 @contextmanager
 def printing_result(record: Path | None, show: Callable[[Any], object]) -> Iterator[Callable[[Any], object]]:
-    """Scope: shows a result and prints where its record is.
+    """Scope: yield ``show``, and print the path of the record at the end.
 
     A result whose record cannot be written is shown before the error, because it may have taken days.
     """
@@ -304,7 +304,7 @@ def printing_result(record: Path | None, show: Callable[[Any], object]) -> Itera
 
 
 def faster_search(attacks: Sequence[str], device: torch.device) -> str | None:
-    """Return a hint at the bf16 search of a cascade, if one of the attacks would gain from it."""
+    """Return a hint to use the bf16 search if an attack would be faster with it, else None."""
     from advnorm.attacks.autoattack import CascadeAttack
     from advnorm.attacks.names import parse_name
 

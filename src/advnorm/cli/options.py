@@ -41,15 +41,15 @@ class EvaluateOptions:
     weights: Annotated[
         str | None,
         typer.Option(
-            help="Weights of the model: a .safetensors or .pt file. FILE:ema or FILE:adv takes one of several sets."
+            help="Weights of the model: a .safetensors or .pt file. FILE:ema or FILE:adv selects one of several sets."
         ),
     ] = None
     mean: Annotated[
         list[float] | None,
-        typer.Option(metavar=NUMBERS, help="Mean that the model expects to be subtracted, one or one per channel."),
+        typer.Option(metavar=NUMBERS, help="Mean to subtract from the images: one number, or one per channel."),
     ] = None
     std: Annotated[
-        list[float] | None, typer.Option(metavar=NUMBERS, help="Standard deviation that it expects to be divided by.")
+        list[float] | None, typer.Option(metavar=NUMBERS, help="Standard deviation to divide the images by.")
     ] = None
     checkpoint: Checkpoint = None
     data: Annotated[
@@ -60,7 +60,7 @@ class EvaluateOptions:
         ),
     ] = None
     image_size: Annotated[
-        int | None, typer.Option(min=1, help="Side to which the images of --data are resized, if they are files.")
+        int | None, typer.Option(min=1, help="Side length to which image files of --data are resized.")
     ] = None
     data_dir: DataDir = None
     eps: Annotated[
@@ -80,6 +80,6 @@ class EvaluateOptions:
     json: Annotated[
         Path | None,
         typer.Option(
-            help="JSON file for the result. The same command resumes or reads it. Default for a run: its own."
+            help="JSON file for the result. The same command resumes or reads it. Default for a run: in its folder."
         ),
     ] = None

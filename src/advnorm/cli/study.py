@@ -66,7 +66,7 @@ def study(
 ) -> int:
     """Run every cell of tables or figures and print our numbers beside the paper's.
 
-    Exit status: 0 done, 1 a cell failed, 75 stopped before the end. Examples:
+    Exit status: 0 done, 1 a cell failed, 2 error, 75 stopped before the end. Examples:
     `advnorm study A/table3 --protocol fast --seeds 0 1 2 --data-dir data`, `advnorm study A/table3 --smoke`,
     `advnorm study A/table3/dual_bn/eps16 --protocol fast --data-dir data`,
     `advnorm study 'E/*' --stand-in imagenette --data-dir data --max-minutes 23`
@@ -127,7 +127,7 @@ def study(
 
 
 def _list_tasks(chosen: Sequence[tuple[Study, Cell | None]], **settings: Any) -> dict[str, list[Task]]:
-    """Return the tasks of studies and cells by study, each once: a study and its cell may both be named."""
+    """Return the tasks by study, without duplicates: the user may name a study and also one of its cells."""
     from advnorm.studies.task import list_tasks
 
     found: dict[str, dict[Task, None]] = {}
@@ -159,7 +159,7 @@ def _run(
 
 @contextmanager
 def _terminated_after(minutes: float | None) -> Iterator[None]:
-    """Scope: this process gets SIGTERM after a time, as from a scheduler, and stops where it can resume."""
+    """Scope: send SIGTERM to this process after a time, so that it stops where it can resume."""
     if minutes is None:
         yield
         return
@@ -195,7 +195,7 @@ def _choose_protocol(studies: Sequence[Study], protocol: str | None, stand_in: s
 
 
 def _describe_existing(tasks: Sequence[Task], store: RecordStore) -> str:
-    """Describe how many cells have records, and on which devices they were measured; empty if there are none."""
+    """Describe the number of cells with records and their devices; empty if no cell has one."""
     found = [record for task in tasks if isinstance(record := store.find(task), dict)]
     if not found:
         return ""

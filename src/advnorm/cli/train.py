@@ -22,11 +22,15 @@ if TYPE_CHECKING:
 def train(
     source: Source = None,
     overrides: Overrides = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of weights, batches and noise. Default: the file's.")] = None,
-    seeds: Annotated[list[int] | None, typer.Option(metavar=INTEGERS, help="A run for each seed.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of weights, batches and noise. Default: that of the configuration.")
+    ] = None,
+    seeds: Annotated[list[int] | None, typer.Option(metavar=INTEGERS, help="Train a run for each seed.")] = None,
     sweep: Annotated[
         list[str] | None,
-        typer.Option(metavar=KEY_VALUE, help="A run for each value: --sweep norm=bn,dual_bn eps=8/255,16/255."),
+        typer.Option(
+            metavar=KEY_VALUE, help="Train a run for each value: --sweep norm=bn,dual_bn eps=8/255,16/255."
+        ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Parent folder of the run's folder.")] = Path("runs"),
     data_dir: DataDir = None,
@@ -41,7 +45,7 @@ def train(
     checkpoint_minutes: Annotated[float, typer.Option(help="Minutes between checkpoints within an epoch.")] = 10,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard events.")] = False,
 ) -> int:
-    """Train a network, or one for each seed and each combination of a sweep. The same command resumes.
+    """Train a network, or several: one for each seed and each combination of a sweep. The same command resumes.
 
     Exit status: 0 finished, 1 one of several runs failed, 2 error, 75 stopped before the end, 130 Ctrl-C.
     Examples: `advnorm train --set norm=dual_bn eps=0.2`,

@@ -42,12 +42,12 @@ def train(
 ) -> Run:
     """Train a configuration in a subfolder of ``out``; the same call resumes from the last checkpoint.
 
-    A resumed run ends with the same bits as an uninterrupted one, on the same device and with as many processes and CPU
-    threads.
+    A resumed run ends with the same bits as an uninterrupted one, on the same device (CUDA: with ``deterministic``)
+    and with as many processes and CPU threads.
 
     Args:
         seed: Replaces the seed of the configuration.
-        out: Gets one folder per configuration and seed. Nothing is written before all checks have passed.
+        out: Parent of one folder per configuration and seed. Nothing is written before all checks have passed.
         data: Training images instead of the configuration's: a ``torch.utils.data.Dataset``, two tensors, or what
             ``advnorm.data.load`` returns. Images are in [0, 1]. All are read into memory.
         data_dir: Folder that contains the data set.
@@ -55,11 +55,11 @@ def train(
         download: Fetch a missing data set.
         workers: Processes that decode image files; by default one per core, 4 at most.
         max_minutes: Stop at a checkpoint after this time. SIGTERM does the same; then ``run.finished`` is False.
-            Ctrl-C stops at a checkpoint and raises ``KeyboardInterrupt``; a second one stops at once. SIGTERM after the
-            last step is sent to the process again, for the caller's handler.
-        checkpoint_minutes: Time between checkpoints within an epoch. The end of an epoch writes one if the last is half
-            a minute old, or as old as this.
-        progress: Show a bar on a terminal, else a line per epoch and one in half a minute.
+            Ctrl-C stops at a checkpoint and raises ``KeyboardInterrupt``; a second one stops at once. If SIGTERM comes
+            after the last step, the process sends it to itself again, for the caller's handler.
+        checkpoint_minutes: Time between checkpoints within an epoch. The end of an epoch writes one if the last one is
+            at least this old, or half a minute.
+        progress: Show a bar on a terminal, else a line per epoch and one every half a minute.
         tensorboard: Write TensorBoard events.
 
     Under ``torchrun`` every process calls this, and all of them must see ``out``.

@@ -1,4 +1,4 @@
-"""The training loop: an objective, an optimizer and a loader. A killed run resumes and ends with the same bits."""
+"""The training loop: an objective, an optimizer and a loader. A killed run resumes from its last checkpoint."""
 
 from __future__ import annotations
 

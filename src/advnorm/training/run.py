@@ -59,9 +59,9 @@ class RunRecord(RunDescription):
 class Run:
     """The folder of a training run.
 
-    ``config.yaml`` and ``run.json`` describe it. ``metrics.jsonl`` has a line per epoch, with the same bits after a
-    resume. ``log.txt`` and ``timing.jsonl`` hold events and times. ``checkpoints`` holds the state. A finished run
-    has a ``record.json``. The training process holds ``.lock``.
+    ``config.yaml`` and ``run.json`` describe it. ``metrics.jsonl`` has a line per epoch, without times, so that a
+    resumed run can write the same bits. ``log.txt`` and ``timing.jsonl`` hold events and times. ``checkpoints`` holds
+    the state. A finished run has a ``record.json``. The training process holds ``.lock``.
     """
 
     folder: Path
@@ -153,7 +153,7 @@ class Run:
     # -- for the process that trains -------------------------------------------------------------------------------
 
     def check(self, config: Config, data: Mapping[str, Any]) -> None:
-        """Reject a folder that holds something else than this configuration on these data; write nothing."""
+        """Reject a folder that holds anything but a run of this configuration on these data; write nothing."""
         found = self._foreign_content(config, data)
         if found:
             hint = "choose another out or name, or delete it"
@@ -177,7 +177,7 @@ class Run:
 
     @contextmanager
     def claimed(self, config: Config, data: Mapping[str, Any], **more: Any) -> Iterator[None]:
-        """Scope: this process alone writes to the folder, which describes the run. A second process raises."""
+        """Scope: lock the folder for this process and write the description of the run. A second process raises."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except (OSError, ValueError) as error:  # ValueError: a null byte

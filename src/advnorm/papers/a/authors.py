@@ -27,7 +27,7 @@ def authors(cell: Cell) -> Cell:
 
 
 def _split(measure: Measure, cell: Cell) -> Iterator[Measure]:
-    """A benchmark on all images without AutoAttack, after one with it on fewer."""
+    """Split a benchmark in two: AutoAttack on fewer images, then the other attacks on all."""
     if measure.name != "benchmark":
         yield measure
         return
