@@ -26,7 +26,7 @@ def test_a_claim_about_imagenet_too_is_not_decided_without_it(as_printed):
 
 def test_trainings_on_features_have_the_printed_hyperparameters():
     for row in printed_entry("D/table6")["rows"]:
-        config = feature_figures.learns(row["label"]["dataset"])
+        config = feature_figures.feature_training(row["label"]["dataset"])
         settings = (config.lr, config.batch_size, bool(config.milestones), config.augment != "none")
         assert [*settings, config.momentum, config.weight_decay] == row["values"]
         assert (config.epochs, config.milestones, config.optimizer) == (150, (50.0, 100.0), "sgd")

@@ -16,7 +16,7 @@ from advnorm.norms import RoutedNorm
 from advnorm.norms.mixture import MixtureNorm
 from advnorm.training.optimizer import make_optimizer, norm_parameters, only_norms, parameter_groups
 from advnorm.training.ranks import Ranks
-from advnorm.training.sharding import shard_model, whole
+from advnorm.training.sharding import full_tensor, shard_model
 from support.problems import raises_problem
 
 # -- parameters --------------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def test_sharded_parameters_on_a_gpu_step_although_torch_has_no_fused_sgd_for_th
             optimizer = make_optimizer(model, TrainingSettings(optimizer=kind, lr=0.1))
             model(torch.ones(4, 3)).square().sum().backward()
             optimizer.step()
-        assert torch.equal(whole(sharded.weight), plain.weight)
+        assert torch.equal(full_tensor(sharded.weight), plain.weight)
     finally:
         dist.destroy_process_group()
 

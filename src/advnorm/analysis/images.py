@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-import advnorm.attacks as attack_names
 from advnorm._core.precision import float32_as
 from advnorm._core.registry import keywords
 from advnorm._core.wrappers import device_of
@@ -19,6 +18,7 @@ from advnorm.analysis.settings import Inputs, RouteSetting, require_any
 from advnorm.attacks import Attack, predicting
 from advnorm.attacks.autoattack import CascadeAttack
 from advnorm.attacks.base import Progress
+from advnorm.attacks.names import get as get_attack
 from advnorm.evaluation.model_branches import branches
 from advnorm.evaluation.target import EvaluationTarget
 from advnorm.threat import ThreatModel
@@ -112,7 +112,7 @@ def create_attack(name: str, device: torch.device, *, threat: ThreatModel, seed:
     A candidate counts only after a float32 forward, so that the precision does not change the result's validity.
     """
     fast = {"precision": "bf16"} if device.type == "cuda" and name == "autoattack" else {}
-    return attack_names.get(name, threat=threat, seed=seed, **fast)
+    return get_attack(name, threat=threat, seed=seed, **fast)
 
 
 def input_attacks(

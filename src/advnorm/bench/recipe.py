@@ -1,4 +1,4 @@
-"""A recipe's wall-clock time, its accuracy under the whole AutoAttack, and what each of its ingredients buys."""
+"""Wall-clock time of a recipe, its accuracy under the whole AutoAttack, and the effect of changed settings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TIMES = ("seconds", "first_step", "training", "validation", "evaluation")
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeVariant:
-    """The recipe, or the recipe with other settings, which are its name."""
+    """The recipe itself, or the recipe with changed settings, which are the name of the variant."""
 
     name: str
     overrides: tuple[str, ...]  # of the recipe and of the variant
@@ -74,7 +74,7 @@ class RecipeBenchmark(MeasuredConditions):
     """Conditions and results of one benchmark. Entries by variant start with ``recipe``, the recipe itself."""
 
     recipe: str
-    text: str  # of the file
+    text: str  # content of the recipe's file
     overrides: tuple[str, ...]
     digest: str
     model: str
@@ -83,7 +83,7 @@ class RecipeBenchmark(MeasuredConditions):
     attacks: dict[str, str]
     images: int
     passes: dict[str, dict[str, float]]  # per image, in an epoch after all warm-ups and in all epochs
-    branch: dict[str, str] = field(default_factory=dict)  # that counts
+    branch: dict[str, str] = field(default_factory=dict)  # whose accuracy is compared, by variant
     rows: list[RecipeRow] = field(default_factory=list)
     differences: dict[str, PairedDifference] = field(default_factory=dict)  # recipe minus variant, under AutoAttack
 
@@ -128,10 +128,9 @@ def bench_recipe(
     ``on_result`` the results after each training.
     """
     planned = plan_variants(file, overrides, variants)
-    recipe = planned[0].config
-    raise_problems(_problems(planned, seeds, out, data_dir, device), "bad benchmark")
+    raise_problems(_run_problems(planned, seeds, out, data_dir, device), "bad benchmark")
     place = resolve_device(device)
-    evaluation = _Evaluation(recipe=recipe, device=place, data_dir=data_dir, limit=limit, on_row=on_row)
+    evaluation = _Evaluation(recipe=planned[0].config, device=place, data_dir=data_dir, limit=limit, on_row=on_row)
     result: RecipeBenchmark | None = None
     results: dict[str, list[BenchmarkResult]] = {}
     for variant in planned:
@@ -147,19 +146,7 @@ def bench_recipe(
                 for name in _checkpoints(run, both=variant.name == RECIPE)
             }
             chosen = next(iter(found.values()))
-            result = result or RecipeBenchmark(
-                device=environment(place)["device"],
-                recipe=Path(file).stem,
-                text=read_bytes(Path(file)).decode(),
-                overrides=tuple(overrides),
-                digest=recipe.digest,
-                model=recipe.model.name,
-                data=recipe.data.name,
-                threat=str(chosen.threat),
-                attacks=dict(chosen.attacks),
-                images=chosen.images,
-                passes={one.name: {"epoch": passes(one.config), "all": training_passes(one.config)} for one in planned},
-            )
+            result = result or _without_rows(Path(file), planned, chosen, place)
             result.branch[variant.name] = "adv" if "adv" in chosen.routes else chosen.routes[-1]
             result.rows.append(_row(variant, seed, run, found))
             results.setdefault(variant.name, []).append(chosen)
@@ -195,7 +182,7 @@ def plan_variants(file: Path | str, overrides: Sequence[str], variants: Sequence
     return planned
 
 
-def _problems(
+def _run_problems(
     planned: Sequence[RecipeVariant],
     seeds: Sequence[int],
     out: Path | str,
@@ -253,6 +240,29 @@ def _checkpoints(run: Run, *, both: bool) -> list[str]:
     chosen, record = run.checkpoint_name(), run.record
     differ = chosen == "best" and record["best"]["step"] != record["last"]["step"]
     return [chosen, "last"] if both and differ else [chosen]
+
+
+def _without_rows(
+    file: Path, planned: Sequence[RecipeVariant], evaluated: BenchmarkResult, device: torch.device
+) -> RecipeBenchmark:
+    """Return the conditions of the benchmark, with those of its evaluations, and no results yet."""
+    recipe = planned[0]
+    return RecipeBenchmark(
+        device=environment(device)["device"],
+        recipe=file.stem,
+        text=read_bytes(file).decode(),
+        overrides=recipe.overrides,
+        digest=recipe.config.digest,
+        model=recipe.config.model.name,
+        data=recipe.config.data.name,
+        threat=str(evaluated.threat),
+        attacks=dict(evaluated.attacks),
+        images=evaluated.images,
+        passes={
+            variant.name: {"epoch": passes(variant.config), "all": training_passes(variant.config)}
+            for variant in planned
+        },
+    )
 
 
 def _row(variant: RecipeVariant, seed: int, run: Run, found: dict[str, BenchmarkResult]) -> RecipeRow:

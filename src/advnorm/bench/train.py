@@ -21,7 +21,7 @@ from advnorm.bench.growth import Law, fit_laws
 from advnorm.bench.plain_loops import HYBRID
 from advnorm.bench.timing import MeasuredConditions
 from advnorm.bench.train_group import TrainGroup, TrainRow, peak_flops
-from advnorm.bench.train_plan import Plan, differences, group_configs, setting_problems, size_problems
+from advnorm.bench.train_plan import TrainPlan, differences, group_configs, setting_problems, size_problems
 from advnorm.bench.training_modes import TrainMode, with_enough_images
 from advnorm.config import Config, Named
 from advnorm.data import ImageData
@@ -76,7 +76,7 @@ def bench_train(
         raise_problems(setting_problems(configs, chosen, counts, steps, ranks, data_dir), "bad benchmark")
         configs = [with_enough_images(config) for config in configs]
         groups, settings = group_configs(configs), differences(configs)
-        plan = Plan(groups, settings, tuple(chosen), steps, parts, start_up, data_dir)
+        plan = TrainPlan(groups, settings, tuple(chosen), steps, parts, start_up, data_dir)
         images = plan.load()
         problems = [problem for config in configs for problem in size_problems(config, images[config.data])]
         raise_problems(list(dict.fromkeys(problems)), "bad benchmark")
@@ -105,7 +105,7 @@ Measured = tuple[list[TrainRow], list[str]]
 
 
 def _measure(
-    plan: Plan, images: Mapping[Named, ImageData], ranks: Ranks, on_row: Callable[[str], object] = lambda row: None
+    plan: TrainPlan, images: Mapping[Named, ImageData], ranks: Ranks, on_row: Callable[[str], object] = lambda row: None
 ) -> Measured:
     """Measure all configurations in this process group."""
     notes: list[str] = []
@@ -114,7 +114,7 @@ def _measure(
     return [*itertools.chain.from_iterable(group.measure(notes.append, on_row) for group in groups)], notes
 
 
-def _measure_spawned(count: int, plan: Plan, device: str) -> Measured:
+def _measure_spawned(count: int, plan: TrainPlan, device: str) -> Measured:
     """Measure all configurations in ``count`` new processes, which share the threads of this one."""
     with TemporaryDirectory() as folder:
         threads = max(1, torch.get_num_threads() // count)
@@ -124,7 +124,7 @@ def _measure_spawned(count: int, plan: Plan, device: str) -> Measured:
         return [TrainRow(**row) for row in rows], notes
 
 
-def _process(rank: int, count: int, folder: Path, threads: int, device: str, plan: Plan) -> None:
+def _process(rank: int, count: int, folder: Path, threads: int, device: str, plan: TrainPlan) -> None:
     torch.set_num_threads(threads)
     where = torch.device(device, rank) if device == "cuda" else torch.device(device)
     backend = "nccl" if device == "cuda" else "gloo"

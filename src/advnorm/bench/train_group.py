@@ -15,7 +15,7 @@ from advnorm.bench.plain_loops import has_plain_loop
 from advnorm.bench.profile import step_parts
 from advnorm.bench.start_up import first_step_seconds
 from advnorm.bench.timing import alternate, compare, timed
-from advnorm.bench.train_plan import Plan, count_flops
+from advnorm.bench.train_plan import TrainPlan, count_flops
 from advnorm.bench.training_modes import REFERENCES, Steps, TrainMode, build_training
 from advnorm.config import Config
 from advnorm.data import ImageData
@@ -60,7 +60,7 @@ class TrainGroup:
     """Configurations that take turns: the references once, and the steps of ``advnorm train`` for each of them."""
 
     configs: Sequence[Config]
-    plan: Plan
+    plan: TrainPlan
     data: ImageData
     ranks: Ranks
     peak: float

@@ -26,8 +26,8 @@ ALTERNATIVES = ("norm", "norm_options", "dual_head", "objective", "regularizer",
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What each process times: groups of configurations that take turns, with the settings in which they differ."""
+class TrainPlan:
+    """Groups of configurations that take turns, the settings in which they differ, and how each process times them."""
 
     groups: Sequence[Sequence[Config]]
     settings: Mapping[Config, dict[str, Any]]

@@ -28,9 +28,7 @@ def train(
     seeds: Annotated[list[int] | None, typer.Option(metavar=INTEGERS, help="Train a run for each seed.")] = None,
     sweep: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar=KEY_VALUE, help="Train a run for each value: --sweep norm=bn,dual_bn eps=8/255,16/255."
-        ),
+        typer.Option(metavar=KEY_VALUE, help="Train a run for each value: --sweep norm=bn,dual_bn eps=8/255,16/255."),
     ] = None,
     out: Annotated[Path, typer.Option(help="Parent folder of the run's folder.")] = Path("runs"),
     data_dir: DataDir = None,

@@ -9,12 +9,12 @@ from itertools import product
 from advnorm._core.errors import Problem, collect_problems, raise_problems, shown
 from advnorm.config.config import Config
 
-#: A value, in which commas inside brackets and quotes belong to it.
+#: A value. Commas inside brackets and quotes belong to it.
 _VALUE = re.compile(r"""(?:[^,\[\]{}"']|\[[^\]]*\]|\{[^}]*\}|"[^"]*"|'[^']*')+""")
 
 
 def sweep_configs(config: Config, sweep: Sequence[str]) -> list[Config]:
-    """Return the configuration with every combination of ``norm=bn,dual_bn``, ``seed=0,1``; the last varies fastest.
+    """Return a configuration for each combination of ``norm=bn,dual_bn``, ``seed=0,1``; the last one varies fastest.
 
     One error lists the problems of all combinations.
     """

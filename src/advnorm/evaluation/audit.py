@@ -16,10 +16,10 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-import advnorm.attacks as attack_names
 from advnorm._core.errors import Problem, raise_problems
 from advnorm._core.records import digest, model_fingerprint
 from advnorm.attacks import Attack
+from advnorm.attacks.names import get as get_attack
 from advnorm.evaluation import audit_thresholds as limits
 from advnorm.evaluation.audit_gradients import has_gradients, is_blocked, measure_gradients
 from advnorm.evaluation.audit_ladder import (
@@ -192,7 +192,7 @@ class _Audit:
 
     def _build_attack(self, name: str, route: str | None, threat: ThreatModel | None = None) -> Attack:
         settings = {"seed": self.plan.seed, "route": route, "statistics": frozen_mode(self.plan.statistics)}
-        return attack_names.get(name, threat=threat or self.threat, **settings)
+        return get_attack(name, threat=threat or self.threat, **settings)
 
     def _claim(self, route: str | None, clean: Tensor, origin: str = "") -> Tensor:
         """Return which images withstand PGD-10. Without gradients it changes no image."""

@@ -18,7 +18,7 @@ FROM_COPY = " from copy"
 
 @dataclass(frozen=True, kw_only=True)
 class Rung:
-    """An attack of the ladder. It runs on the survivors of earlier rungs, or with ``alone`` on every correct image."""
+    """An attack of the ladder. It runs on images that are still robust, or with ``alone`` on every correct image."""
 
     attack: str
     text: str
@@ -61,9 +61,9 @@ def build_ladder(budget: Budget, classes: int) -> tuple[Rung, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Obstacles:
-    """What stands between a gradient attack and a model."""
+    """Obstacles to gradient attacks that were found in a model."""
 
-    blocked: bool = False  # functions without a gradient, or that pass a part of it
+    blocked: bool = False  # functions without a gradient, or with a part of it only
     missing: bool = False  # gradients that are zero or not finite
     random: bool = False
     shattered: bool = False  # gradients that change their direction from point to point
@@ -73,7 +73,7 @@ class Obstacles:
 
 
 def adaptive_rungs(budget: Budget, obstacles: Obstacles) -> tuple[Rung, ...]:
-    """Return attacks that overcome the obstacles found; on the survivors of the ladder."""
+    """Return attacks that overcome the obstacles found; they run on the images that are still robust."""
     quick = budget == "quick"
     steps = "-steps40" if quick else ""
     bpda = "-bpda" if obstacles.blocked else ""

@@ -8,10 +8,10 @@ from typing import Any, Unpack
 
 from torch import Tensor, nn
 
-import advnorm.attacks as attack_names
 from advnorm._core.errors import raise_problems
 from advnorm._core.records import digest
 from advnorm.attacks import PGD, Attack
+from advnorm.attacks.names import get as get_attack
 from advnorm.evaluation.jobs import Attacks
 from advnorm.evaluation.model_branches import mixing_norms
 from advnorm.evaluation.plan import EvaluationOptions, EvaluationPlan, plan_evaluation, type_problems
@@ -84,7 +84,7 @@ def accuracy_against_eps(
     values = [eps] if isinstance(eps, str) or not isinstance(eps, Iterable) else eps
     threats = {str(value): ThreatModel(norm=threat.norm, eps=value) for value in values}
     if isinstance(attack, str):
-        attack = attack_names.get(attack, threat=threat, **_attack_settings(options))
+        attack = get_attack(attack, threat=threat, **_attack_settings(options))
     attacks = {f"eps={label}": dataclasses.replace(attack, threat=value) for label, value in threats.items()}
     plan = plan_evaluation(model, data, threat, attacks, route, any_threat=True, **options)
     radii = tuple(value.eps for value in threats.values())

@@ -1,4 +1,4 @@
-"""Attacks of an evaluation as jobs: one attack through one branch each."""
+"""The jobs of an evaluation: one for each attack and branch."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import advnorm.attacks as attack_names
 from advnorm._core.errors import ConfigError, Problem, collect_problems
 from advnorm.attacks import Attack
+from advnorm.attacks.names import get as get_attack
 from advnorm.norms import Mode, frozen_mode
 from advnorm.threat import ThreatModel
 
 #: Attacks by name, as instances, or as instances under names of the caller.
 Attacks = str | Attack | Sequence[str | Attack] | Mapping[str, Attack]
-#: Columns of a result, which no attack can be called.
+#: Other entries of a result; an attack cannot have these names.
 RESERVED_NAMES = ("clean", "union")
 
 
@@ -56,7 +56,7 @@ def build_jobs(
                 message = f"an attack cannot be called {name!r}, which is a column of the result"
                 raise ConfigError("conflict", message, field="attacks")
             if isinstance(attack, str):
-                attack = attack_names.get(attack, threat=threat, seed=seed, statistics=frozen_mode(statistics))
+                attack = get_attack(attack, threat=threat, seed=seed, statistics=frozen_mode(statistics))
             elif not isinstance(attack, Attack):
                 raise ConfigError("wrong_type", "an attack must be a name or an Attack", field="attacks", got=attack)
             elif not any_threat and attack.threat != threat:
@@ -82,7 +82,7 @@ def name_attacks(attacks: Attacks) -> dict[str, str | Attack]:
 
 
 def _unused_name(attack: Attack, taken: Collection[str]) -> str:
-    """Class, steps and changed settings, ``pgd3 momentum=0.5``; a number makes it differ from ``taken``."""
+    """Name an attack by class, steps and changed settings: ``pgd3 momentum=0.5``; numbered if that is ``taken``."""
     shared = ("steps", *(f.name for f in dataclasses.fields(Attack)))
     own = [f for f in dataclasses.fields(attack) if f.name not in shared] if isinstance(attack, Attack) else []
     values = {f.name: (getattr(attack, f.name), f.default) for f in own}

@@ -1,4 +1,4 @@
-"""Statistics of accuracies: a fraction of images is an estimate, and its interval says how good."""
+"""Intervals and tests of accuracies."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def format_accuracy(accuracy: float, n: int, decimals: int = 1) -> str:
 
 
 def mcnemar_p_value(only_first: int, only_second: int) -> float:
-    """Return the exact two-sided p-value of equal accuracies, from the images that only one of two classifies right.
+    """Return the exact two-sided p-value of equal accuracies, from the images that only one model classifies correctly.
 
-    Given their number, each side has half of them in expectation (McNemar 1947, binomial form).
+    If the accuracies are equal, each model has half of these images in expectation (McNemar 1947, binomial form).
     """
     from scipy.stats import binomtest
 

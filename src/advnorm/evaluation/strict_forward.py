@@ -29,18 +29,18 @@ class StrictForward:
 
     @property
     def minimum_batch(self) -> int:
-        """Smallest batch: a norm may see one value per channel of an image, which has no batch statistics."""
+        """Smallest batch: with one value per channel, which one image may have, batch statistics do not exist."""
         return 1 if self.statistics == "running" else 2
 
     @contextmanager
     def through(self, route: str | None, *tags: Any) -> Iterator[Predict]:
-        """Provide the forward through a branch without gradients."""
+        """Scope: yield the seeded forward through a branch, without gradients."""
         with self.seeded(route, *tags), self.differentiable(route) as predict, torch.no_grad():
             yield predict
 
     @contextmanager
     def differentiable(self, route: str | None) -> Iterator[Predict]:
-        """Provide the forward through a branch; the caller decides on gradients and seeds."""
+        """Scope: yield the forward through a branch; the caller decides on gradients and seeds."""
         with (
             predicting(self.model, route=route, statistics=frozen_mode(self.statistics)) as predict,
             float32_as("ieee", self.device),
@@ -49,7 +49,7 @@ class StrictForward:
 
     @contextmanager
     def seeded(self, *tags: Any) -> Iterator[None]:
-        """Derive the draws of a randomized model from the seed and the tags, and restore the caller's generators.
+        """Scope: the draws of a randomized model follow from seed and tags. Restores the caller's generators.
 
         Different tags give independent draws. Renaming a tag changes the numbers of randomized models.
         """

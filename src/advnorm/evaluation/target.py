@@ -1,4 +1,4 @@
-"""Opening a training run as an evaluation target: a model, test data, and the attack on it."""
+"""Evaluation targets, a model with test data and an attack, and how a training run is opened as one."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import advnorm.attacks as attack_names
 import advnorm.data as data_sets
 from advnorm._core.devices import resolve_device
 from advnorm._core.errors import ConfigError, Problem, collect_problems, raise_problems
 from advnorm._core.provenance import environment
 from advnorm._core.wrappers import device_of
 from advnorm.attacks import Attack
+from advnorm.attacks.names import get as get_attack
 from advnorm.data import FolderData, ImageData
 from advnorm.data.arrays import read_arrays
 from advnorm.data.gather import gather, spread_rows
@@ -32,7 +32,7 @@ EvaluationData = ImageData | FolderData | tuple[Tensor, Tensor]
 class EvaluationTarget:
     """A model with the test data and the attack to evaluate it on.
 
-    ``origin`` says where model and data come from. A target without a training has an attack of the caller's choice.
+    ``origin`` says where model and data come from. If there is no training run, the caller chooses the attack.
     """
 
     name: str
@@ -102,7 +102,7 @@ def open_run(
     device: str | torch.device | None = None,
     seed: int = 0,
 ) -> EvaluationTarget:
-    """Open a training run with its own test images and threat model; what is given replaces the run's own.
+    """Open a training run with its own test images and threat model, unless other ones are given.
 
     ``checkpoint``: ``best``, ``last``, or a snapshot such as ``epoch5``; by default the best if there is one.
     ``data``, ``image_size``: as in :func:`load_test_data`. ``attack``: a name; by default the attack of the training.
@@ -111,16 +111,16 @@ def open_run(
     run = run if isinstance(run, Run) else Run.open(run)
     config, name = run.config, run.folder.resolve().name
     problems: list[Problem] = []
-    model = images = crafted = None
+    model = images = built = None
     with collect_problems(problems):
         model = run.model(checkpoint, resolve_device(device))
     with collect_problems(problems):
         norm, radius = config.threat if threat_norm is None else threat_norm, config.eps if eps is None else eps
         threat = ThreatModel(norm=norm, eps=radius)
         if attack is not None:
-            crafted = attack_names.get(attack, threat=threat, seed=seed)
+            built = get_attack(attack, threat=threat, seed=seed)
         else:
-            crafted = replace(config.attack, statistics="running").build(threat, seed=seed)
+            built = replace(config.attack, statistics="running").build(threat, seed=seed)
     with collect_problems(problems):
         if data is not None:
             images = load_test_data(data, data_dir, **({} if image_size is None else {"image_size": image_size}))
@@ -128,7 +128,7 @@ def open_run(
             images = data_sets.load(config.data.name, "test", data_dir, **config.data.options)
             _check_test_images(images, run.description["data"])
     raise_problems(problems)
-    assert model is not None and crafted is not None and images is not None
+    assert model is not None and built is not None and images is not None
     origin = {
         "run": name,
         "checkpoint": run.checkpoint_name(checkpoint),
@@ -142,7 +142,7 @@ def open_run(
         name=name,
         model=model,
         data=images,
-        attack=crafted,
+        attack=built,
         batch_size=batch_size,
         origin=origin,
         folder=run.folder,
@@ -150,7 +150,7 @@ def open_run(
 
 
 def _check_test_images(data: ImageData | FolderData, trained_on: Mapping[str, Any]) -> None:
-    """Reject test images of another shape than the training images, and the training images of a file themselves."""
+    """Reject test images of another shape than the training images, and test images that are the training images."""
     shape = list(data.image_shape)
     if shape != trained_on["image_shape"]:
         message = f"the test images have the shape {shape}, the training images had {trained_on['image_shape']}"
@@ -170,7 +170,7 @@ def load_test_data(source: str, data_dir: Path | str | None = None, **options: A
     """Load test images: ``digits``, ``cifar10:FOLDER``, a folder of images, a .npz or .safetensors file.
 
     A file names the images ``x_test``, ``x`` or ``images`` and the labels ``y_test``, ``y`` or ``labels``. Its images
-    are checked where they are used, so that the error for normalized ones can explain the cure.
+    are validated by the evaluation, whose error for normalized images explains the fix.
     """
     name, root = data_sets.resolve_source(source, data_dir)
     if name == "arrays" and root is not None:
@@ -186,7 +186,7 @@ def classes_and_channels(data: EvaluationData) -> tuple[int, int]:
 
 
 def describe_test_images(data: EvaluationData) -> str:
-    """Number and shape of images and, if they are known, preparation and classes, for a header."""
+    """Describe the number and shape of images and, if known, their preparation and classes."""
     if isinstance(data, tuple):
         return f"{len(data[1]):,} images of {'×'.join(map(str, data[0].shape[1:]))}"
     return describe_images(data)

@@ -72,8 +72,8 @@ class RoutedNorm(RoutedModule):
         self.num_groups = num_groups
         self.sync = sync
         self.process_group = process_group
-        self.parts: tuple[str, ...] = ()  # what a replaced norm had besides weight, bias and statistics
-        self.after: tuple[str, ...] = ()  # those parts that are applied to the output
+        self.parts: tuple[str, ...] = ()  # names of a replaced norm's other modules, parameters and buffers
+        self.after: tuple[str, ...] = ()  # the modules among them that are applied to the output
         self.__dict__["template"] = None  # a hidden module of the replaced class; ``strip`` gives that class back
         self.__dict__["_views"] = {}  # by affine bank: the template with the bank's parameters
         self.affine = affine and plan.statistics != "none"
@@ -189,7 +189,7 @@ class RoutedNorm(RoutedModule):
             if spans and self._has_native_kernel():
                 for span in spans:
                     self._validate_count(span.rows, x, span.feeds)
-                return map_parts(x, spans, self._native_batch if mode == "batch" else self._native_frozen)
+                return map_parts(x, spans, self._native_batch if mode == "batch" else self._native_kernel)
         parts = x.split([segment.rows for segment in segments])
         moments = self._stored_moments(segments) if mode == "running" else self._batch_moments(parts, segments, mode)
         if self._mixes:
@@ -240,15 +240,16 @@ class RoutedNorm(RoutedModule):
 
     def _native_batch(self, x: Tensor, span: Span) -> Tensor:
         if not self.track_running_stats:
-            return self._native_frozen(x, span)
+            return self._native_kernel(x, span)
         mean, var, _ = self.statistics_bank(span.feeds)
         if self.recomputing():  # updates copies, so that the kernel saves as many tensors as the first time
-            return self._native_frozen(x, span, mean.clone(), var.clone())
-        return self._native_frozen(x, span, mean, var, self._next_factor(span.feeds))
+            return self._native_kernel(x, span, mean.clone(), var.clone())
+        return self._native_kernel(x, span, mean, var, self._next_factor(span.feeds))
 
-    def _native_frozen(
+    def _native_kernel(
         self, x: Tensor, span: Span, mean: Tensor | None = None, var: Tensor | None = None, factor: float = 0.0
     ) -> Tensor:
+        """Normalize by the moments of the batch. ``mean`` and ``var``, if given, are updated with weight ``factor``."""
         cudnn = torch.backends.cudnn.enabled
         if len(span.segments) == 1:
             weight, bias = self.affine_bank(span.segments[0].affine)
@@ -351,7 +352,7 @@ class RoutedNorm(RoutedModule):
             hint = f"concatenate under `with advnorm.route(model, {plan.example_route}{forwarded}):`, or {_USE_STORED}"
             raise RouteError("missing_samples", message, field="route", hint=hint)
 
-    def _effective(self, bank: str, moments: Moments, *, constant: bool = False) -> tuple[Tensor, Tensor]:
+    def _mean_and_invstd(self, bank: str, moments: Moments, *, constant: bool = False) -> tuple[Tensor, Tensor]:
         """Mean and inverse standard deviation of a bank, with the scope's perturbation (paper B, eq. 3)."""
         mean, var = (value.detach() for value in moments[bank]) if constant else moments[bank]
         invstd = (var + self.eps).rsqrt()
@@ -361,13 +362,15 @@ class RoutedNorm(RoutedModule):
 
     def _normalize(self, x: Tensor, segment: Segment, moments: Moments) -> Tensor:
         own = segment.normalized_by == segment.feeds
-        mean, invstd = self._effective(segment.normalized_by, moments, constant=not (own or self.plan.other_gradient))
+        mean, invstd = self._mean_and_invstd(
+            segment.normalized_by, moments, constant=not (own or self.plan.other_gradient)
+        )
         z = functional.standardize(functional.grouped(x, mean.shape[0]), mean, invstd)
         return self._scaled(z.flatten(0, 1), segment, x.dtype)
 
     def _mixture(self, parts: Sequence[Tensor], segments: Sequence[Segment], moments: Moments) -> Tensor:
         banks = self.plan.statistics_banks
-        mean_K, invstd_K = zip(*(self._effective(bank, moments) for bank in banks))
+        mean_K, invstd_K = zip(*(self._mean_and_invstd(bank, moments) for bank in banks))
         mean_KGC, invstd_KGC = torch.stack(mean_K), torch.stack(invstd_K)
         outputs, likelihoods = [], []
         for x, segment in zip(parts, segments):

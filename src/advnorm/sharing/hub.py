@@ -30,7 +30,7 @@ def download(repo: str, revision: str | None, files: Sequence[str]) -> Path:
 
 @contextmanager
 def _hub(code: str, message: str, field: str, hint: str) -> Iterator[Any]:
-    """Scope: the package, whose errors become ours."""
+    """Scope: yield ``huggingface_hub``, and raise its errors as :class:`ConfigError`."""
     try:
         import huggingface_hub
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from advnorm._core.precision import at_least_float32
 from advnorm._core.wrappers import unwrap_model
-from advnorm.training.sharding import like, parts
+from advnorm.training.sharding import local_tensors, shard_like
 
 
 class EMA:
@@ -52,7 +52,7 @@ class EMA:
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         average, live = self._pairs(model)
         live = [at_least_float32(value) for value in live]
-        torch._foreach_lerp_(parts(average), parts(live), 1 - decay)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_lerp_(local_tensors(average), local_tensors(live), 1 - decay)  # pyright: ignore[reportPrivateImportUsage]
         self.updates += 1
 
     @contextmanager
@@ -64,14 +64,14 @@ class EMA:
         kept = [value.detach().clone() for value in everything]
         try:
             with torch.no_grad():
-                torch._foreach_copy_(parts(live), parts(average))  # pyright: ignore[reportPrivateImportUsage]
+                torch._foreach_copy_(local_tensors(live), local_tensors(average))  # pyright: ignore[reportPrivateImportUsage]
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_(parts(everything), parts(kept))  # pyright: ignore[reportPrivateImportUsage]
+                torch._foreach_copy_(local_tensors(everything), local_tensors(kept))  # pyright: ignore[reportPrivateImportUsage]
 
     def restore(self, average: Mapping[str, Tensor], updates: int) -> None:
         """Continue from the ``average`` and the ``updates`` of another EMA of the same model."""
         for name, value in self.average.items():
-            value.copy_(like(average[name], value))
+            value.copy_(shard_like(average[name], value))
         self.updates = updates

@@ -22,7 +22,7 @@ from advnorm._core.errors import AdvnormError, ConfigError, did_you_mean
 from advnorm._core.records import interrupted_write, read_bytes, read_json, write_atomic, write_json
 from advnorm._core.shapes import read_record
 from advnorm.models.weights import pack_tensors, unpack_tensors
-from advnorm.training.sharding import like
+from advnorm.training.sharding import shard_like
 
 FORMAT = "advnorm.checkpoint/1"
 
@@ -204,7 +204,7 @@ def _like(parameter: Tensor, key: str, value: Tensor) -> Tensor:
     """A copy with the parameter's strides, because mixed strides are slow; the optimizer places a step count."""
     if key == "step":
         return value.clone()
-    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(like(value, parameter))
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(shard_like(value, parameter))
 
 
 def select(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

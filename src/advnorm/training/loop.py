@@ -44,7 +44,7 @@ from advnorm.training.ranks import Ranks, TrainingError
 from advnorm.training.recomputation import recompute_blocks
 from advnorm.training.run import Run, load_initial_weights, snapshot
 from advnorm.training.schedule import learning_rate
-from advnorm.training.sharding import gathered, shard_model, whole
+from advnorm.training.sharding import full_tensor, gathered, shard_model
 from advnorm.training.state import CheckpointMeta, TrainingState
 from advnorm.training.step_program import make_step_program
 from advnorm.training.stop_signals import StopSignals
@@ -286,7 +286,7 @@ class TrainingLoop:
         if not self._same_statistics:
             self.ranks.as_lead(list(self.model.buffers()))
             if self.ema is not None:
-                self.ranks.as_lead([v for v in self.ema.average.values() if whole(v) is v])
+                self.ranks.as_lead([v for v in self.ema.average.values() if full_tensor(v) is v])
         with nullcontext() if self.ema is None else self.ema.swapped(self.model), gathered(self.model):
             return validation(self.model, self._stops_validation)
 

@@ -36,7 +36,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
     if sharded is None:
         yield
         return
-    gather(model)
+    gather_parameters(model)
     try:
         yield
     finally:
@@ -44,7 +44,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
         sharded.reshard()
 
 
-def gather(model: nn.Module) -> None:
+def gather_parameters(model: nn.Module) -> None:
     """Make the parameters of a sharded model whole, until :func:`reduce_next_backward`.
 
     Before an attack freezes them: gathered inside of the attack, they would never require a gradient again.
@@ -69,13 +69,13 @@ def is_sharded(value: Tensor) -> bool:
     return hasattr(value, "device_mesh")
 
 
-def whole(value: Tensor) -> Tensor:
-    """A tensor with the parts of all processes, which all call this."""
+def full_tensor(value: Tensor) -> Tensor:
+    """Return the whole of a sharded tensor; every process must call this. Other tensors are returned unchanged."""
     return value.full_tensor() if is_sharded(value) else value  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def like(value: Tensor, target: Tensor) -> Tensor:
-    """A whole tensor, sharded as ``target`` is; every process has the whole tensor and takes its part."""
+def shard_like(value: Tensor, target: Tensor) -> Tensor:
+    """Shard a whole tensor like ``target``; every process has the whole tensor and keeps its part."""
     if not is_sharded(target) or is_sharded(value):
         return value
     from torch.distributed.tensor import distribute_tensor
@@ -84,12 +84,12 @@ def like(value: Tensor, target: Tensor) -> Tensor:
     return distribute_tensor(value.to(target.device), sharded.device_mesh, sharded.placements, src_data_rank=None)
 
 
-def sharded_like(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Tensors by their names in a state dict, each sharded as in the model."""
+def shard_state(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Shard the tensors of a state dict like those of the model."""
     own = model.state_dict()
-    return {name: like(value, own[name]) if name in own else value for name, value in tensors.items()}
+    return {name: shard_like(value, own[name]) if name in own else value for name, value in tensors.items()}
 
 
-def parts(tensors: list[Tensor]) -> list[Tensor]:
-    """This process's parts of sharded tensors, and whole tensors as they are, for elementwise operations in place."""
+def local_tensors(tensors: list[Tensor]) -> list[Tensor]:
+    """Return this process's part of sharded tensors and other tensors unchanged, for elementwise updates."""
     return [value.to_local() if is_sharded(value) else value for value in tensors]  # pyright: ignore

@@ -13,7 +13,7 @@ from advnorm.training import checkpoint
 from advnorm.training.averaging import EMA
 from advnorm.training.journal import Clock, MetricsMark
 from advnorm.training.ranks import Ranks
-from advnorm.training.sharding import sharded_like, whole
+from advnorm.training.sharding import full_tensor, shard_state
 
 
 class CheckpointMeta(TypedDict):
@@ -52,12 +52,12 @@ class TrainingState:
         if self.sums:
             tensors["sums"] = self._ranks.gathered(torch.stack(list(self.sums.values())))
         meta |= {"sums": list(self.sums), "pieces": self.pieces}
-        tensors = {name: whole(value) for name, value in tensors.items()}
+        tensors = {name: full_tensor(value) for name, value in tensors.items()}
         return tensors, meta | {"clock": {name: getattr(self.clock, name) for name in Clock.KEPT}}
 
     def restore(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], source: str) -> None:
         """Take over what :meth:`collect` returned; ``source`` names the checkpoint in errors."""
-        restore_model(self.model, sharded_like(checkpoint.select(tensors, "model."), self.model), source)
+        restore_model(self.model, shard_state(checkpoint.select(tensors, "model."), self.model), source)
         checkpoint.restore_optimizer(self.optimizer, self.names, tensors, meta["optimizer"])
         if self.ema is not None:
             self.ema.restore(checkpoint.select(tensors, "ema."), meta["ema_updates"])

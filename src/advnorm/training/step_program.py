@@ -26,7 +26,7 @@ from advnorm.training.bank_usage import leaves_banks_unused
 from advnorm.training.compilation import CompiledFunction, Log, allow_variants
 from advnorm.training.cuda_graphs import CapturedAttack, CapturedStep
 from advnorm.training.ranks import Ranks
-from advnorm.training.sharding import gather, reduce_next_backward
+from advnorm.training.sharding import gather_parameters, reduce_next_backward
 
 
 def autocast(precision: PrecisionName, device: torch.device) -> AbstractContextManager[Any]:
@@ -90,7 +90,7 @@ class StepProgram:
             parameter.grad = None
         if self._sync_buffers is not None:
             self._sync_buffers()
-        gather(self.objective.model)
+        gather_parameters(self.objective.model)
         with autocast(self.precision, self.device):
             parts = [
                 self.objective.craft_batch(*part, execution=self.execution)

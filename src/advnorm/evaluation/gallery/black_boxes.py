@@ -1,4 +1,4 @@
-"""Classifiers of scikit-learn that answer by NumPy: they have no gradient, and BPDA finds no module to replace.
+"""Classifiers of scikit-learn, which compute in NumPy: they have no gradient, and BPDA finds no module to replace.
 
 Each is an ordinary function without a defence. Its expert attacks the same function, written in PyTorch.
 """
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from advnorm.evaluation.gallery.parents import Parents
 from advnorm.evaluation.gallery.specimens import add_specimen
 
-#: Most training images: a kernel machine solves a system of this size.
+#: Largest number of training images: a kernel machine solves a linear system of this size.
 MOST_IMAGES = 5000
 
 

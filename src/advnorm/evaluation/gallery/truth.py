@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-import advnorm.attacks as attack_names
 from advnorm._core.errors import ConfigError
 from advnorm.attacks import predicting
+from advnorm.attacks.names import get as get_attack
 from advnorm.threat import ThreatModel
 
 #: Attacks of the expert, on the model that the expert attacks and on the specimen itself.
@@ -25,7 +25,7 @@ def known_accuracy(model: nn.Module, expert: nn.Module | None, x: Tensor, y: Ten
             if not len(rows):
                 return 0.0
             try:
-                x_adv = attack_names.get(name, threat=threat)(source, x[rows], y[rows], index=rows)
+                x_adv = get_attack(name, threat=threat)(source, x[rows], y[rows], index=rows)
             except ConfigError:  # no gradient
                 continue
             robust[rows] = _correct(model, x_adv, y[rows])

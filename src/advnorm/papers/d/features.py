@@ -29,8 +29,8 @@ FORGOTTEN = Margin(
 )
 
 
-def learns(recipe: str) -> Config:
-    """ResNet18 on a feature data set (table 6): 150 epochs, decayed at 50 and 100."""
+def feature_training(recipe: str) -> Config:
+    """Training of a ResNet18 on a feature data set (table 6): 150 epochs, decayed at 50 and 100."""
     targets = recipe in ("D_det", "D_conflict")
     return replace(standard("resnet18"), lr=0.1 if targets else 0.01, augment="none" if targets else "crop_flip")
 
@@ -40,7 +40,9 @@ def on_features(recipe: str, norm: str, *measures: Measure) -> Cell:
     source = "source/robust" if recipe == "D_R" else "source/standard"
     images = "D_R/bn" if recipe == "D_conflict" else None
     dependencies = {"after": source, "features": recipe, "feature_images": images}
-    return along_training(f"{recipe}/{norm}", dense(replace(learns(recipe), norm=norm)), *measures, **dependencies)
+    return along_training(
+        f"{recipe}/{norm}", dense(replace(feature_training(recipe), norm=norm)), *measures, **dependencies
+    )
 
 
 def sources() -> list[Cell]:
@@ -86,7 +88,7 @@ def fig6(values: Values) -> Iterator[Clause]:
 
 
 def _check_conflict(values: Values, recipe: str) -> Iterator[Clause]:
-    """With BN the accuracy by robust features peaks early and decreases sharply; that by non-robust ones surpasses it.
+    """With BN the accuracy by robust features peaks early and falls sharply, and non-robust features overtake.
 
     Without BN the network "in the whole stage learns RFs while ignores NRFs".
     """
