@@ -70,8 +70,7 @@ for domain in advnorm.domains(model):
         print(domain, torch.equal(model(x), plain(x)))
 
 # %% [markdown]
-# Without a route, the network cannot know which bank your images need. It says so instead of
-# guessing:
+# Without a route, the network cannot know which bank your images need, and raises an error:
 
 # %%
 try:

@@ -50,8 +50,8 @@
 # %% [markdown]
 # ## Install it
 #
-# The package needs two more files: one that names it and its entry point for `advnorm`, and
-# one that imports the parts. Importing the package registers them:
+# The package needs two more files. `pyproject.toml` contains its name and its entry point for
+# `advnorm`; `__init__.py` imports the parts, which registers them:
 
 # %%
 # !cat examples/own_parts/pyproject.toml

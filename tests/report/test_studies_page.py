@@ -287,7 +287,7 @@ def test_records_without_results_per_image_are_counted():
 
 def test_the_markdown_page_lists_every_claim_with_its_evidence():
     text = results_markdown(SUMMARY)
-    assert text.startswith("Of 3 claims of the five papers: 1 supported, 1 contradicted, 0 undecided, 1 not run.")
+    assert text.startswith("The five papers make 3 claims: 1 supported, 1 contradicted, 0 undecided, 1 not run.")
     assert "Verdicts by protocol: 1 `paper` (the schedule as printed), 1 `fast` (a shortened schedule)." in text
     assert "from 4 trained networks and 0.2 GPU hours" in text
     assert "- ✗ fails: the loss <falls>: 3 and 1" in text and "1 records without results per image" in text

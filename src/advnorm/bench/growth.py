@@ -95,7 +95,7 @@ def fit(x: Sequence[float], y: Sequence[float], form: Literal["power", "affine"]
 
 
 def _conditions(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a row was measured with; older rows have images of 32 pixels."""
+    """The settings of a row; older rows have images of 32 pixels."""
     settings = {name: row[name] for name in _SETTINGS if name in row}
     return {"image_size": 32, **settings, **row.get("settings", {})}
 

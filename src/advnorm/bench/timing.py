@@ -1,4 +1,4 @@
-"""What benchmarks share: their conditions, and timing of alternatives in alternating order.
+"""Common parts of benchmarks: their conditions, and timing of alternatives in alternating order.
 
 Other load on the machine affects all alternatives equally.
 """

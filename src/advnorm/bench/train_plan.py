@@ -1,4 +1,4 @@
-"""What the benchmark of training measures: configurations, the groups that take turns, and checks before any timing."""
+"""The plan of the benchmark of training: configurations, groups that take turns, and checks before any timing."""
 
 from __future__ import annotations
 

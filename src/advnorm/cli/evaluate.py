@@ -44,11 +44,10 @@ def evaluate(
     `advnorm evaluate my_models:build --weights w.safetensors --data cifar10:data --attacks pgd10 autoattack
     --route adv --json result.json`
     """
-    from advnorm._core.errors import ConfigError, collect_problems
+    from advnorm._core.errors import collect_problems
     from advnorm._core.wrappers import device_of
     from advnorm.attacks.names import parse_name
     from advnorm.evaluation.benchmark import benchmark
-    from advnorm.evaluation.model_branches import branches
 
     names = attacks or ["pgd10", "autoattack"]
     problems: list[Problem] = []
@@ -60,13 +59,7 @@ def evaluate(
 
     def evaluate_one(name: str) -> None:
         target = open_target(name, options, problems)
-        known, routes = branches(target.model), route
-        if known and not routes:
-            if target.folder is None:
-                message = "the model has several branches; choose which to evaluate"
-                raise ConfigError("missing_route", message, field="route", hint=f"--route {' '.join(known)}")
-            routes = list(known)
-            say(f"branches: {', '.join(known)}; --route chooses")
+        routes = route or _default_routes(target)
         if hint := faster_search(names, device_of(target.model)):
             say(hint, style="dim")
         record = options.json or default_record("evaluation", target, options, names, routes)
@@ -76,7 +69,7 @@ def evaluate(
                 target.data,
                 target.threat,
                 names,
-                routes or None,
+                routes,
                 about=target.origin,
                 **settings(options, record),
             )
@@ -85,16 +78,36 @@ def evaluate(
 
     status = run_each({target: target for target in targets}, evaluate_one)
     if len(targets) > 1 and results:
-        from advnorm.report import to_rich_table
-        from advnorm.report.rows import record_rows
-        from advnorm.report.runs import seed_table
-
-        rows = [{"run": name, **row} for name, result in results.items() for row in record_rows(result.record())]
-        console.print(to_rich_table(seed_table(rows)))
+        _print_seed_table(results)
     parents = {Path(target).parent for target in targets if (Path(target) / "run.json").is_file()}
     if len(parents) == 1:
         print_command("all results on one page", "report", *parents)
     return status
+
+
+def _default_routes(target: EvaluationTarget) -> list[str] | None:
+    """All branches of a run or saved model; None for a model without branches."""
+    from advnorm._core.errors import ConfigError
+    from advnorm.evaluation.model_branches import branches
+
+    known = list(branches(target.model))
+    if not known:
+        return None
+    if target.folder is None:
+        message = "the model has several branches; choose which to evaluate"
+        raise ConfigError("missing_route", message, field="route", hint=f"--route {' '.join(known)}")
+    say(f"branches: {', '.join(known)}; --route chooses")
+    return known
+
+
+def _print_seed_table(results: Mapping[str, BenchmarkResult]) -> None:
+    """Print the results of several targets, with the spread over seeds."""
+    from advnorm.report import to_rich_table
+    from advnorm.report.rows import record_rows
+    from advnorm.report.runs import seed_table
+
+    rows = [{"run": name, **row} for name, result in results.items() for row in record_rows(result.record())]
+    console.print(to_rich_table(seed_table(rows)))
 
 
 def _select_targets(targets: list[str], options: EvaluateOptions, problems: list[Problem]) -> list[str]:

@@ -73,10 +73,10 @@ def study(
     """
     from advnorm._core.errors import raise_problems
     from advnorm._core.exit_codes import FAILED, PREEMPTED, Terminated
-    from advnorm.cli.study_tables import study_table, task_table
+    from advnorm.cli.study_tables import task_table
     from advnorm.studies.launch import launch_problems
     from advnorm.studies.registry import find_all
-    from advnorm.studies.results import evaluate_study, training_rates
+    from advnorm.studies.results import training_rates
     from advnorm.studies.run import TrainingStopped, find_blocking_problems
     from advnorm.studies.store import RecordStore
 
@@ -94,7 +94,7 @@ def study(
             say(outcome.error)
 
     with tempfile.TemporaryDirectory() as scratch:
-        out = Path(scratch) if protocol == "smoke" else out
+        out = Path(scratch) if protocol == "smoke" else out  # a smoke test keeps no files
         where: dict[str, Any] = {"out": out, "data_dir": data_dir, "device": device}
         tasks_by_study = _list_tasks(chosen, seeds=seeds, protocol=protocol, strict_search=strict_search, **where)
         tasks = [task for several in tasks_by_study.values() for task in several]
@@ -117,13 +117,23 @@ def study(
             left = [task for task in tasks if store.state(task) != "done"]
             say(f"pending: {len(left)} of {len(tasks)} cells: " + ", ".join(_describe_task(t, studies) for t in left))
             return PREEMPTED
-        evaluated = [(found, *evaluate_study(found, store, seeds=seeds, protocol=protocol)) for found in studies]
-    for found, values, conclusion, problems in evaluated:
-        for problem in problems:
-            say(problem, style="yellow")
-        if not dry_run or values:
-            console.print(study_table(found, values, protocol, conclusion=conclusion, width=console.width))
+        for found in studies:
+            _print_results(found, store, seeds=seeds, protocol=protocol, even_if_empty=not dry_run)
     return FAILED if failed else 0
+
+
+def _print_results(
+    study: Study, store: RecordStore, *, seeds: Sequence[int], protocol: Protocol, even_if_empty: bool
+) -> None:
+    """Print the problems with the records of a study, its numbers beside the paper's, and the verdict on its claim."""
+    from advnorm.cli.study_tables import study_table
+    from advnorm.studies.results import evaluate_study
+
+    values, conclusion, problems = evaluate_study(study, store, seeds=seeds, protocol=protocol)
+    for problem in problems:
+        say(problem, style="yellow")
+    if values or even_if_empty:
+        console.print(study_table(study, values, protocol, conclusion=conclusion, width=console.width))
 
 
 def _list_tasks(chosen: Sequence[tuple[Study, Cell | None]], **settings: Any) -> dict[str, list[Task]]:

@@ -70,7 +70,7 @@ def audit(
 
     ``budget``: ``quick`` (200 images), ``standard`` (1000) or ``full`` (all images, PGD up to 500 steps); ``limit``
     overrides the number of images. ``route``: the branch to evaluate. Without a route, a model with several branches
-    is evaluated through the branch that withstands PGD-10 best, and the other branches are reported.
+    is evaluated through the branch with the highest PGD-10 accuracy, and the other branches are reported.
     ``surrogate``: a copy of the model without the suspected masking; attacks on it are transferred.
     ``options``: ``batch_size``, ``device``, ``seed``, ``limit``, ``statistics``, ``record`` and ``about`` of
     :class:`EvaluationOptions`. An interrupted audit resumes from ``<record>.partial``.
@@ -195,7 +195,7 @@ class _Audit:
         return get_attack(name, threat=threat or self.threat, **settings)
 
     def _claim(self, route: str | None, clean: Tensor, origin: str = "") -> Tensor:
-        """Return which images withstand PGD-10. Without gradients it changes no image."""
+        """Return which images are robust to PGD-10. Without gradients it changes no image."""
         return self._attack("pgd10", route, clean, origin=origin) if self.gradients[route] else clean
 
     def _summarize(self, route: str | None, clean: Tensor, claimed: Tensor, origin: str = "") -> dict[str, float]:
@@ -275,7 +275,7 @@ class _Audit:
             self.evidence.expect(f"{fewer} to {more}", text, points[fewer] - points[more], allowed, points=True)
 
     def _measure_distances(self, name: str) -> Tensor:
-        """Find the nearest adversarial images up to the largest eps; return which images withstand the threat's eps."""
+        """Measure the distances of adversarial images up to the largest eps; return which images are robust at eps."""
         attack = self._build_attack(name, self.route, self._grey())
         job = AttackJob(name=name, attack=attack, route=self.route)
         self.distances = self.runner.measure_distances(job, self.correct)
@@ -425,5 +425,5 @@ class _Audit:
         if verdict == "none":
             advice.append("train adversarially, for example on PGD-10 images of this eps")
             better = [name for name, row in others.items() if row["PGD-10"] > max(claimed, limits.NONE_CLAIMED)]
-            advice += [f"evaluate {name!r}, which withstands PGD-10 better" for name in better]
+            advice += [f"evaluate {name!r}, which is more accurate under PGD-10" for name in better]
         return advice

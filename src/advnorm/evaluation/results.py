@@ -86,7 +86,7 @@ class BenchmarkResult:
         return len(self.clean[self.routes[0]])
 
     def union(self, route: str | None = None) -> Tensor:
-        """Return whether each image withstands every attack."""
+        """Return whether each image is robust to every attack."""
         route = self._resolve(route)
         return torch.stack([self.clean[route], *self.robust[route].values()]).all(0)
 

@@ -47,9 +47,10 @@ def run_or_load(
     fingerprint: str,
     progress: bool,
 ) -> R:
-    """Read the finished record of a plan, or evaluate the plan, from a partial record if there is one, and write it.
+    """Return the result of a plan: read its finished record, or evaluate the plan and write the record.
 
-    ``evaluate`` gets a runner and the entries by which the record will be matched.
+    An interrupted evaluation resumes from its partial record. ``evaluate`` is called with a runner and the entries that
+    identify the record.
     """
     finished = load_matching(plan.record, kind, fingerprint, references)
     if finished is not None:
@@ -126,7 +127,7 @@ class EvaluationRunner:
         source: nn.Module | None = None,
         distances: Tensor | None = None,
     ) -> Tensor:
-        """Return which images of ``among`` withstand an attack; other images count as fooled and are not attacked.
+        """Return which images of ``among`` are robust to an attack; other images count as fooled and are not attacked.
 
         ``source``: compute the attack on this model; the plan's model decides. ``distances`` receives the sizes of the
         perturbations.

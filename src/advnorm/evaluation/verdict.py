@@ -93,7 +93,7 @@ class Verdict:
 
     @property
     def worst_case(self) -> float:
-        """Share of the images that withstand every attack."""
+        """Share of the images that are robust to every attack."""
         return self.ladder[-1].worst
 
     @property

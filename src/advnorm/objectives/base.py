@@ -156,7 +156,7 @@ class Objective(nn.Module):
 
     @property
     def loss_variant(self) -> Hashable:
-        """What a training changes between epochs about the operations of :meth:`compute_loss`: a key of its graphs."""
+        """Key of the graphs of :meth:`compute_loss`: settings that change its operations between epochs."""
         return self.statistics
 
     @property

@@ -1,4 +1,4 @@
-"""What goes into an objective and comes out of it: the way to run its network, a crafted batch, an output."""
+"""Inputs and outputs of an objective: how its network runs, a crafted batch, an output."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def outcome_sentence(summary: report_data.StudiesSummary) -> str:
-    """The number of claims by verdict and by protocol, with the networks and the time that they rest on."""
+    """Return the number of claims by verdict and by protocol, the number of networks, and the time of training."""
     counts = count_verdicts(summary)
     verdicts = ", ".join(f"{counts[verdict]} {verdict}" for verdict in MARKS)
     decided = [result for result in map(most_informative, summary["studies"]) if result["verdict"] != "not run"]
@@ -36,7 +36,7 @@ def outcome_sentence(summary: report_data.StudiesSummary) -> str:
     by_protocol = f" Verdicts by protocol: {shares}." if shares else ""
     hours = sum(minutes for device, minutes in summary["minutes"].items() if device != "cpu") / 60
     return (
-        f"Of {sum(counts.values())} claims of the five papers: {verdicts}.{by_protocol} The records come from "
+        f"The five papers make {sum(counts.values())} claims: {verdicts}.{by_protocol} The records come from "
         f"{summary['networks']} trained networks and {hours:.1f} GPU hours of training."
     )
 

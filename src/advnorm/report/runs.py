@@ -90,7 +90,7 @@ def seed_table(rows: Sequence[Row], title: str = "Accuracy") -> ReportTable:
         "rows": lines,
         "stacked": any("(" in str(cell) for line in lines for cell in line[2:]),  # intervals are long
         "note": "Percent of the test images: mean ± standard deviation over seeds; for one seed with Wilson's "
-        "95\u00a0% interval. All attacks: images that withstand every attack. "
+        "95\u00a0% interval. All attacks: images that are robust to every attack. "
         f"Common to all rows: {common_text or 'nothing'}.",
     }
 

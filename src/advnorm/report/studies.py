@@ -63,7 +63,7 @@ def most_informative(study: report_data.StudySummary) -> report_data.ProtocolRes
 
 
 def describe_clause(clause: ClauseResult) -> str:
-    """The clause with its numbers; an undecided or failing one says so."""
+    """The clause with its numbers, marked if it is undecided or fails."""
     text, held, verdict, _, one_network = clause
     state = "holds" if held else "fails"
     if one_network:

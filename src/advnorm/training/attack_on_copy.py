@@ -25,7 +25,7 @@ def make_attack_on_copy(objective: Objective, execution: Execution, log: Log) ->
     """Prepare the attack on a bfloat16 copy of its branch, whose norms and activations are folded into convolutions.
 
     None if a copy gains nothing: other norms, or attacks on batch statistics. If a copy cannot be made, the attack
-    uses the network, and the log says so when the training starts.
+    uses the network, which is logged when the training starts.
     """
     if objective.attack is None or objective.attack.statistics != "running":
         return None

@@ -24,7 +24,7 @@ def allow_variants() -> AbstractContextManager[Any]:
 
 
 class CompiledFunction:
-    """A compiled function; if it cannot be compiled it runs eagerly, and the log says so."""
+    """A compiled function. If it cannot be compiled, it runs eagerly and logs the reason."""
 
     def __init__(self, eager: Callable[[Tensor], Any], label: str, log: Log) -> None:
         self._eager, self._label, self._log = eager, label, log

@@ -1,4 +1,4 @@
-"""A monitor of training: warns if a strong attack finds much less robustness than the usual ones report."""
+"""A monitor of training: it warns if accuracy under a strong attack is far below that under the usual attacks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from advnorm.config import Config
 from advnorm.objectives import OBJECTIVES
 from advnorm.training.validation import Validation
 
-#: A larger gap is suspicious if a smaller ratio is left: on CIFAR-10 at 16/255, AutoAttack leaves paper A's single BN
-#: 0.20 to 0.22 of its PGD-10 accuracy, and all other networks of papers A and C with such a gap 0.41 and more.
+#: A larger gap is suspicious if the strong attack leaves a smaller ratio. On CIFAR-10 at 16/255, AutoAttack leaves 0.20
+#: to 0.22 of the PGD-10 accuracy of paper A's single BN. All other networks of papers A and C with such a gap keep at
+#: least 0.41.
 GAP, RATIO = 0.1, 0.3
 #: Slack, in images.
 SLACK = 2
@@ -43,12 +44,12 @@ class Monitor:
         return {**found, "alarm": float(self.warning(found) is not None)}
 
     def warning(self, found: Mapping[str, float]) -> str | None:
-        """The warning of an epoch in words; None if nothing is suspicious."""
+        """Return the warning of an epoch; None if nothing is suspicious."""
         return describe_alarm(found, self.strong, self.validations[self.strong].images)
 
 
 def describe_alarm(found: Mapping[str, float], strong: str, images: int) -> str | None:
-    """Return what is suspicious about accuracies by attack; None if nothing is."""
+    """Describe a suspicious gap between accuracies by attack; None if there is none."""
     least = found[strong] + SLACK / images
     kinds = {
         "pgd10": ("false robustness", "PGD-10", "use dual norms, a KL term, or a smaller eps, and run `advnorm audit`"),
@@ -61,6 +62,6 @@ def describe_alarm(found: Mapping[str, float], strong: str, images: int) -> str 
     for name, (kind, words, advice) in kinds.items():
         claimed = found.get(name, 0.0)
         if claimed - least > GAP and least < RATIO * claimed:
-            numbers = f"{claimed:.1%} of {images} held-out images withstand {words}, {found[strong]:.1%} {strong}"
+            numbers = f"accuracy is {claimed:.1%} under {words}, {found[strong]:.1%} under {strong} ({images} images)"
             return f"{kind}: {numbers}; {advice}"
     return None

@@ -17,7 +17,7 @@ from advnorm.training.sharding import full_tensor, shard_state
 
 
 class CheckpointMeta(TypedDict):
-    """What a checkpoint holds beside tensors; its hash protects the details."""
+    """The entries of a checkpoint besides its tensors."""
 
     step: int
     optimizer: dict[str, Any]

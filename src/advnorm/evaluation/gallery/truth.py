@@ -17,7 +17,7 @@ DRAWS = 25
 
 
 def known_accuracy(model: nn.Module, expert: nn.Module | None, x: Tensor, y: Tensor, threat: ThreatModel) -> float:
-    """Return the share of the images on which ``model`` withstands long attacks on it and on the ``expert``'s model."""
+    """Return the accuracy of ``model`` under long attacks that are computed on it and on the ``expert``'s model."""
     robust = _correct(model, x, y)
     for source in (model,) if expert is None else (expert, model):
         for name in ATTACKS:

@@ -1,4 +1,4 @@
-"""What the public code of paper A's group does where it differs from the text (``--protocol authors``).
+"""The protocol ``authors``: what the public code of paper A's group does differently from the text.
 
 Not repeated: Setup1 there updates its running statistics twice per step, and Cross-BN divides by the unbiased deviation
 without ε and averages deviations instead of variances. Figures 6 and 7 there compare sets of channel values, which

@@ -1,4 +1,4 @@
-"""What the authors' code of paper C does where it differs from the text (``--protocol authors``).
+"""The protocol ``authors``: what the authors' code of paper C does differently from the text.
 
 Not repeated: the best checkpoint there is that with the highest adversarial accuracy alone.
 """
