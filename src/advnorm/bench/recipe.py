@@ -129,8 +129,10 @@ def bench_recipe(
     """
     planned = plan_variants(file, overrides, variants)
     raise_problems(_run_problems(planned, seeds, out, data_dir, device), "bad benchmark")
-    place = resolve_device(device)
-    evaluation = _Evaluation(recipe=planned[0].config, device=place, data_dir=data_dir, limit=limit, on_row=on_row)
+    found_device = resolve_device(device)
+    evaluation = _Evaluation(
+        recipe=planned[0].config, device=found_device, data_dir=data_dir, limit=limit, on_row=on_row
+    )
     result: RecipeBenchmark | None = None
     results: dict[str, list[BenchmarkResult]] = {}
     for variant in planned:
@@ -146,7 +148,7 @@ def bench_recipe(
                 for name in _checkpoints(run, both=variant.name == RECIPE)
             }
             chosen = next(iter(found.values()))
-            result = result or _without_rows(Path(file), planned, chosen, place)
+            result = result or _without_rows(Path(file), planned, chosen, found_device)
             result.branch[variant.name] = "adv" if "adv" in chosen.routes else chosen.routes[-1]
             result.rows.append(_row(variant, seed, run, found))
             results.setdefault(variant.name, []).append(chosen)

@@ -16,7 +16,7 @@ from advnorm._core.records import write_json
 from advnorm.bench.timing import synchronize
 from advnorm.bench.training_modes import TrainMode, build_training, load_images
 from advnorm.config import Config
-from advnorm.training.ranks import placed
+from advnorm.training.ranks import enter_ranks
 
 #: States of the compiler's cache.
 CACHES = ("cold", "warm")
@@ -67,7 +67,7 @@ def _first_step(
     data_dir: Path | str | None,
 ) -> None:
     torch.set_num_threads(threads)
-    with placed(device) as ranks:
+    with enter_ranks(device) as ranks:
         run = build_training(mode, config, load_images(config, data_dir), ranks, lambda _: None)
         run(1)
         synchronize(ranks.device)

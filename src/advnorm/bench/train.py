@@ -25,7 +25,7 @@ from advnorm.bench.train_plan import TrainPlan, differences, group_configs, sett
 from advnorm.bench.training_modes import TrainMode, with_enough_images
 from advnorm.config import Config, Named
 from advnorm.data import ImageData
-from advnorm.training.ranks import Ranks, placed
+from advnorm.training.ranks import Ranks, enter_ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ def bench_train(
     ``torchrun`` every process calls this function. ``parts``: profile one more step of each mode. ``start_up``: also
     measure the first step of each mode in fresh processes, which are spawned too.
     """
-    with placed(device) as ranks:
+    with enter_ranks(device) as ranks:
         on_gpu = ranks.device.type == "cuda"
         configs = [default_config(device)] if configs is None else configs
         known = get_args(TrainMode)
@@ -130,7 +130,7 @@ def _process(rank: int, count: int, folder: Path, threads: int, device: str, pla
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder / 'init'}", rank=rank, world_size=count)
     try:
-        with placed(where) as ranks:
+        with enter_ranks(where) as ranks:
             rows, notes = _measure(plan, plan.load(), ranks)
         if ranks.lead:
             write_json(folder / "measured.json", {"measured": [[asdict(row) for row in rows], notes]})

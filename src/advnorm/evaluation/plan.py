@@ -165,7 +165,7 @@ def plan_evaluation(
     problems += found
     plan = None
     with collect_problems(problems):
-        place = model_device(model, device)
+        found_device = model_device(model, device)
         images, labels, index = gather_spread(data, most)
         validate_batch(images, labels)
         if statistics != "running" and 1 in (batch_size, len(images)):
@@ -180,8 +180,8 @@ def plan_evaluation(
             threat=threat,
             jobs=tuple(jobs),
             routes=routes,
-            device=place,
-            batch_size=batch_size or BATCH_SIZES.get(place.type, 128),
+            device=found_device,
+            batch_size=batch_size or BATCH_SIZES.get(found_device.type, 128),
             seed=seed,
             statistics=statistics,
             record=record,

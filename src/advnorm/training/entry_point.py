@@ -21,7 +21,7 @@ from advnorm.data import as_image_data, load
 from advnorm.training.build import data_properties
 from advnorm.training.journal import Journal
 from advnorm.training.loop import TrainingLoop
-from advnorm.training.ranks import TrainingError, placed
+from advnorm.training.ranks import TrainingError, enter_ranks
 from advnorm.training.run import Run
 
 
@@ -59,7 +59,7 @@ def train(
             after the last step, the process sends it to itself again, for the caller's handler.
         checkpoint_minutes: Time between checkpoints within an epoch. The end of an epoch writes one if the last one is
             at least this old, or half a minute.
-        progress: Show a bar on a terminal, else a line per epoch and one every half a minute.
+        progress: Show a bar on a terminal, else a line per epoch and one every half minute.
         tensorboard: Write TensorBoard events.
 
     Under ``torchrun`` every process calls this, and all of them must see ``out``.
@@ -72,22 +72,22 @@ def train(
         config, data = dataclasses.replace(config, data=Named("given")), as_image_data(data)
     run = Run(Path(out) / f"{config.run_name}-seed{config.seed}")
     with _system_errors_translated(), torch.inference_mode(False), torch.enable_grad(), ExitStack() as stack:
-        ranks = stack.enter_context(placed(device))
+        ranks = stack.enter_context(enter_ranks(device))
         if data is None:
             read = partial(load, config.data.name, "train", data_dir, download=download, **config.data.options)
             if download and ranks.world > 1:  # by the first process; the others find the files
-                ranks.lead_does(read)
+                ranks.run_on_lead(read)
             data = read()
         about = data_properties(data)
-        ranks.lead_does(lambda: run.check(config, about))
-        if ranks.agreed(int(run.finished)):
+        ranks.run_on_lead(lambda: run.check(config, about))
+        if ranks.any(run.finished):
             return run
         journal = Journal(run.folder, active=ranks.lead, progress=progress, tensorboard=tensorboard)
         loop = TrainingLoop(run, config.scaled(), data, ranks, journal, workers=workers)
         start: dict[str, Any] = {"advnorm": environment(ranks.device)["advnorm"]}
         start |= {"weights_fingerprint": loop.weights_fingerprint} if loop.weights_fingerprint else {}
-        ranks.lead_does(lambda: stack.enter_context(run.claimed(config, about, **start)))
-        if ranks.agreed(int(run.finished)):  # by another process, meanwhile
+        ranks.run_on_lead(lambda: stack.enter_context(run.claimed(config, about, **start)))
+        if ranks.any(run.finished):  # by another process, meanwhile
             return run
         stack.push(partial(_log_failure, journal))
         loop.run(

@@ -167,7 +167,7 @@ class TrainingLoop:
                     self.journal.log(f"stopped {stopped}; run the same command to resume")
                     return
         self.prepare(config.epochs - 1)  # a run that resumes only to write its record has prepared no epoch
-        self.ranks.lead_does(lambda: self._write_record(environ))
+        self.ranks.run_on_lead(lambda: self._write_record(environ))
 
     def _run_epoch(self, epoch: int) -> str | None:
         """Train the rest of an epoch, validate and save. Return where the training was stopped, if it was."""
@@ -189,7 +189,7 @@ class TrainingLoop:
         state.clock.stop()
         if not self._end_epoch(epoch, state.clock.total - seconds, state.step - first_step):
             return f"in the validation of {number}"
-        stops = bool(self.ranks.agreed(int(self._should_stop())))
+        stops = self.ranks.any(self._should_stop())
         if stops or self._ends_with_checkpoint():
             self._save()
         return f"after {number}" if stops and state.step < self.total else None
@@ -200,7 +200,7 @@ class TrainingLoop:
         last, best = state.step == self.total, state.best is not None and state.best["step"] == state.step
         kept = last or best or state.step // self.loader.steps in self.config.snapshots
         old = time.monotonic() - self._saved >= min(self._checkpoint_seconds, NEW_ENOUGH)
-        return bool(self.ranks.agreed(int(kept or old)))
+        return self.ranks.any(kept or old)
 
     def _should_stop(self) -> bool:
         return self.signals.received or time.monotonic() >= self._until
@@ -213,7 +213,7 @@ class TrainingLoop:
             return Action.CONTINUE
         due = time.monotonic() - self._saved >= self._checkpoint_seconds
         own = Action.STOP if self._should_stop() else Action.SAVE if due else Action.CONTINUE
-        return Action(self.ranks.agreed(own))
+        return Action(self.ranks.maximum(own))
 
     def prepare(self, epoch: int) -> None:
         """Set what changes between epochs: warm-ups, and running statistics at the end (paper E)."""
@@ -276,24 +276,24 @@ class TrainingLoop:
             "images_per_second": steps * config.batch_size / seconds if steps else None,
             "validation_seconds": time.perf_counter() - started,
         }
-        self.ranks.lead_does(lambda: self.journal.row(row, timing))
+        self.ranks.run_on_lead(lambda: self.journal.row(row, timing))
         if warning is not None:
-            self.ranks.lead_does(lambda: self.journal.log(f"warning: {warning}"))
+            self.ranks.run_on_lead(lambda: self.journal.log(f"warning: {warning}"))
         return True
 
     def _validate(self, validation: Validation | Monitor) -> dict[str, float] | None:
         """Validate the model that a checkpoint would give: rank 0's statistics, and the average if there is one."""
         if not self._same_statistics:
-            self.ranks.as_lead(list(self.model.buffers()))
+            self.ranks.broadcast_from_lead(list(self.model.buffers()))
             if self.ema is not None:
-                self.ranks.as_lead([v for v in self.ema.average.values() if full_tensor(v) is v])
+                self.ranks.broadcast_from_lead([v for v in self.ema.average.values() if full_tensor(v) is v])
         with nullcontext() if self.ema is None else self.ema.swapped(self.model), gathered(self.model):
             return validation(self.model, self._stops_validation)
 
     def _stops_validation(self) -> bool:
         """Show progress; return whether a process interrupts the validation."""
         self.journal.show_validation(self.state.step)
-        return bool(self.ranks.agreed(int(self._interrupts_validation())))
+        return self.ranks.any(self._interrupts_validation())
 
     def _interrupts_validation(self) -> bool:
         """A time limit interrupts validation only after at least one step."""
@@ -303,7 +303,7 @@ class TrainingLoop:
 
     def _check_finite(self) -> None:
         """Raise if the loss or the state is not finite, so that no checkpoint holds such values."""
-        if self.ranks.agreed(int(not self.state.is_finite())):
+        if self.ranks.any(not self.state.is_finite()):
             raise TrainingError(
                 "not_finite",
                 f"the loss or a parameter is not finite at step {self.state.step} of {self.total}",
@@ -312,7 +312,7 @@ class TrainingLoop:
 
     def _save(self) -> None:
         tensors, meta = self.state.collect()
-        self.ranks.lead_does(lambda: self._write(tensors, {**meta, "metrics": self.journal.mark()}))
+        self.ranks.run_on_lead(lambda: self._write(tensors, {**meta, "metrics": self.journal.mark()}))
         self._saved = time.monotonic()
 
     def _write(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
@@ -340,11 +340,15 @@ class TrainingLoop:
             except ConfigError as error:
                 raise ConfigError.listing([replace(problem, hint=hint) for problem in error.problems]) from error
             state.restore(tensors, meta, f"the checkpoint of {folder}")
-            self.ranks.lead_does(lambda: (self.journal.restore(meta["metrics"]), self._keep_best_and_snapshot(tensors)))
-            self.ranks.lead_does(lambda: checkpoint.sweep(checkpoints))  # a kill may have come before the last cleanup
+            self.ranks.run_on_lead(
+                lambda: (self.journal.restore(meta["metrics"]), self._keep_best_and_snapshot(tensors))
+            )
+            self.ranks.run_on_lead(
+                lambda: checkpoint.sweep(checkpoints)
+            )  # a kill may have come before the last cleanup
         else:
-            self.ranks.lead_does(lambda: self.journal.restore(None))
-        if self.ranks.agreed(state.step) != state.step:
+            self.ranks.run_on_lead(lambda: self.journal.restore(None))
+        if self.ranks.maximum(state.step) != state.step:
             raise TrainingError("missing_file", f"not every process sees {folder}", hint="choose an out that all share")
 
     # -- log and record --------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The processes of a training: rank, device, and agreement."""
+"""The processes of a training: rank, device and communication."""
 
 from __future__ import annotations
 
@@ -32,18 +32,22 @@ class Ranks:
 
     @property
     def lead(self) -> bool:
-        """Whether this process writes and shows."""
+        """Whether this is the first process, which writes files and prints."""
         return self.rank == 0
 
-    def agreed(self, value: int) -> int:
-        """The largest value of all processes. Waits for all of them."""
+    def maximum(self, value: int) -> int:
+        """Return the largest value of all processes, after waiting for all of them."""
         if self.world == 1:
             return value
         flag = torch.tensor(value, device=self.device)
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         return int(flag)
 
-    def lead_does(self, action: Callable[[], object]) -> None:
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is true in any process, after waiting for all of them."""
+        return bool(self.maximum(int(flag)))
+
+    def run_on_lead(self, action: Callable[[], object]) -> None:
         """Run an action in the first process; the others wait for it and fail with it."""
         error = None
         if self.lead:
@@ -51,7 +55,7 @@ class Ranks:
                 action()
             except Exception as raised:
                 error = raised
-        if self.agreed(int(error is not None)):
+        if self.any(error is not None):
             raise error or TrainingError("first_process_failed", "the first process failed", hint="see its message")
 
     def gathered(self, values: Tensor) -> Tensor:
@@ -62,27 +66,27 @@ class Ranks:
             dist.all_reduce(rows)
         return rows
 
-    def as_lead(self, tensors: list[Tensor]) -> None:
-        """Copy the first process's values into the tensors of the others."""
+    def broadcast_from_lead(self, tensors: list[Tensor]) -> None:
+        """Copy the values of the first process into the tensors of the others."""
         for tensor in tensors if self.world > 1 else ():
             dist.broadcast(tensor, 0)
 
 
 @contextmanager
-def placed(device: str | torch.device | None) -> Iterator[Ranks]:
-    """Scope: this process on its device, under torchrun in a process group; the caller's random state is restored.
+def enter_ranks(device: str | torch.device | None) -> Iterator[Ranks]:
+    """Scope: make the device current and, under torchrun, join the process group. Restores the caller's random state.
 
     The group lasts as long as the process: a new group for each training can meet the store of the last one and hang.
     """
-    place = resolve_device(device)
+    device = resolve_device(device)
     with ExitStack() as stack:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-            dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
             atexit.register(_leave)
-        if place.type == "cuda":
-            stack.enter_context(torch.cuda.device(place))
-        stack.enter_context(torch.random.fork_rng([place] if place.type == "cuda" else []))
-        yield Ranks(device=place, rank=rank(), world=world_size())
+        if device.type == "cuda":
+            stack.enter_context(torch.cuda.device(device))
+        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        yield Ranks(device=device, rank=rank(), world=world_size())
 
 
 def _leave() -> None:

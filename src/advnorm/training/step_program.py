@@ -62,7 +62,9 @@ class StepProgram:
         self.deterministic = deterministic
         self.execution = Execution()
         self._module: nn.Module = objective
-        self._sync_buffers = partial(ranks.as_lead, list(objective.buffers())) if sharded and sync_buffers else None
+        self._sync_buffers = (
+            partial(ranks.broadcast_from_lead, list(objective.buffers())) if sharded and sync_buffers else None
+        )
         if ranks.world > 1 and not sharded:
             new = "forward_sync_buffers" in signature(DistributedDataParallel).parameters  # torch 2.13
             buffers: dict[str, Any] = {"forward_sync_buffers" if new else "broadcast_buffers": sync_buffers}
