@@ -21,7 +21,7 @@ from advnorm._core.exit_codes import FAILED, INTERRUPTED
 F = TypeVar("F", bound=Callable[..., "int | None"])
 T = TypeVar("T")
 
-#: Where every verb prints its results. Text is printed as it is: a path may look like markup or like an emoji.
+#: Where every verb prints its results. Markup is off, because a path may look like markup or like an emoji.
 console = Console(markup=False, emoji=False, highlight=False)
 #: Metavariables of list options. They decide which words can be a value: one with ``=``, a whole number, or a number.
 KEY_VALUE, INTEGERS, NUMBERS = "KEY=VALUE", "INTEGERS", "NUMBERS"
@@ -40,7 +40,7 @@ class Computation:
 
 
 def say(text: object, style: str | None = None) -> None:
-    """Print a text; long lines are left to the terminal, so that paths can be copied."""
+    """Print a text without breaking long lines, so that paths can be copied."""
     console.print(printable(str(text)), style=style, soft_wrap=True)
 
 
@@ -173,10 +173,10 @@ def _can_be_value(option: TyperOption, word: str) -> bool:
 
 
 def run_each(items: Mapping[str, T], action: Callable[[T], int | None], *, quiet: bool = False) -> int:
-    """Call an action for each item and return the exit status; a status of the action other than 0 stops.
+    """Call an action for each item and return the exit status.
 
-    The error of a later item is printed, and the remaining items follow. The error of a single item and a wrong setting
-    that the first item shows are raised.
+    An action that returns a status other than 0 ends the loop. The error of an item is printed, and the loop continues.
+    The error of a single item is raised. So is a wrong setting of the first item, which the others probably share.
     """
     status = 0
     for place, (label, item) in enumerate(items.items(), 1):

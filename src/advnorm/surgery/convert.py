@@ -59,9 +59,9 @@ def convert_norm(
     """Replace the norms of ``model`` by the routed norm ``name``, in place; every bank starts as the replaced norm.
 
     Batch norms become any norm. Group, instance, layer and root-mean-square norms become the routed form of their own
-    kind (``gn``, ``dual_affine_gn``, ...) and are kept for other names. The norm classes of timm, torchvision and
-    transformers convert too, with the activation or whatever else they do. Other subclasses of a built-in norm raise an
-    error, because they may do more than normalize.
+    kind (``gn``, ``dual_affine_gn``, ...); with another ``name`` they are kept. The norm classes of timm, torchvision
+    and transformers convert too, including their activations. Other subclasses of a built-in norm raise an error,
+    because they may do more than normalize.
 
     name: a norm for all layers, or a norm by pattern of the module's name: ``{"layer4.*": "dual_bn", "*": "bn"}``. The
         first pattern that matches decides; a norm that no pattern matches is kept.
@@ -80,23 +80,7 @@ def convert_norm(
     plans = make_plans(name, options)
     conversions = {pattern: _Conversion(plan, sync, options, adapters) for pattern, plan in plans.items()}
     kept_modules = _modules_below(model, (keep,) if isinstance(keep, str) else tuple(keep))
-    problems: list[Problem] = []
-    replaced: dict[str, str] = {}
-    kept: dict[str, str] = {}
-    for module_name, module in model.named_modules():
-        with collect_problems(problems, module_name or "model"):
-            if isinstance(module, RoutedLinear):
-                for conversion in conversions.values():
-                    conversion.validate_head(module)
-            elif isinstance(module, RoutedNorm) or type(module) in adapters or _is_norm(module):
-                pattern = next((pattern for pattern in conversions if fnmatchcase(module_name, pattern)), None)
-                if pattern is None:
-                    kept[module_name] = "no pattern matches"
-                    continue
-                conversion = conversions[pattern]
-                conversion.matches[module_name] = module
-                change = "named in keep" if module in kept_modules else conversion.decide(module)
-                (replaced if module in conversion.replacements else kept)[module_name] = change
+    replaced, kept, problems = _decide_changes(model, conversions, kept_modules, adapters)
     replacements = {old: new for conversion in conversions.values() for old, new in conversion.replacements.items()}
     transformers = _routed_transformers(model, replacements)
     problems += _batch_order_problems(transformers)
@@ -120,6 +104,33 @@ def convert_norm(
         layer.activation_relu_or_gelu = 0  # the only condition of the fast path that nothing else reads
     domains = max((plan.domains for plan in plans.values()), key=len)
     return SurgeryReport(norm=shown, domains=domains, replaced=replaced, kept=kept, new_parameters=added, notes=notes)
+
+
+def _decide_changes(
+    model: nn.Module,
+    conversions: Mapping[str, _Conversion],
+    kept_modules: set[nn.Module],
+    adapters: Mapping[type[nn.Module], NormAdapter],
+) -> tuple[dict[str, str], dict[str, str], list[Problem]]:
+    """Decide for every norm whether it is replaced. Return descriptions of replaced and of kept norms, and problems."""
+    problems: list[Problem] = []
+    replaced: dict[str, str] = {}
+    kept: dict[str, str] = {}
+    for name, module in model.named_modules():
+        with collect_problems(problems, name or "model"):
+            if isinstance(module, RoutedLinear):
+                for conversion in conversions.values():
+                    conversion.validate_head(module)
+            elif isinstance(module, RoutedNorm) or type(module) in adapters or _is_norm(module):
+                pattern = next((pattern for pattern in conversions if fnmatchcase(name, pattern)), None)
+                if pattern is None:
+                    kept[name] = "no pattern matches"
+                    continue
+                conversion = conversions[pattern]
+                conversion.matches[name] = module
+                change = "named in keep" if module in kept_modules else conversion.decide(module)
+                (replaced if module in conversion.replacements else kept)[name] = change
+    return replaced, kept, problems
 
 
 def _modules_below(model: nn.Module, names: Sequence[str]) -> set[nn.Module]:
