@@ -143,7 +143,7 @@ def outcome():
     ours = next(list(rows.values())[-1] for rows in compared if any("official" in name for name in rows))
     lines = [
         f"- **False robustness, measured.** At {config['eps']} PGD-10 reports {single['shared/pgd10']:.1f} % for a",
-        f"  single batch norm, and AutoAttack leaves {single['shared/autoattack']:.1f} %. With a bank for each domain "
+        f"  single batch norm, and AutoAttack leaves {single['shared/autoattack']:.1f} %. With a bank for each domain, "
         f"PGD-10 reports {dual['adv/pgd10']:.1f} %, and AutoAttack leaves {dual['adv/autoattack']:.1f} % (CIFAR-10, "
         f"{config['model']['name']}).",
         f"- **Fast.** Hybrid PGD-10 training of a {row['model']} at batch {row['batch_size']} takes "
