@@ -7,6 +7,7 @@ Shapes are in the names: ``x_GNC`` is ``(groups, samples per group, channels, *s
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -73,6 +74,18 @@ def compose_affine(first: Affine, second: Affine) -> Affine:
     if weight_1 is None or weight_2 is None:
         return None, None
     return weight_2 * weight_1, None if bias_1 is None or bias_2 is None else torch.addcmul(bias_2, weight_2, bias_1)
+
+
+def affine_rows(banks: Sequence[Affine], rows: Sequence[int], ndim: int) -> Affine:
+    """Weight and bias of each row of a batch, ``(rows, channels, 1, ...)``, from the bank and length of each part."""
+    found: list[Tensor | None] = []
+    for values in zip(*banks):
+        if values[0] is None:
+            found.append(None)
+        else:
+            expanded = [value.expand(count, -1) for value, count in zip(values, rows)]
+            found.append(torch.cat(expanded)[(..., *(None,) * (ndim - 2))])
+    return found[0], found[1]
 
 
 def sample_rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:

@@ -14,10 +14,11 @@ from advnorm._core.distributed import ProcessGroup, all_gather_rows, world_size
 from advnorm._core.errors import ConfigError, Description, Problem, RouteError, raise_problems
 from advnorm._core.settings import ACCEPTS, MOST, Setting, convert_options
 from advnorm.norms import functional
+from advnorm.norms.concatenated import normalize_parts
 from advnorm.norms.plan import Plan
 from advnorm.norms.replaced_class import bank_views, empty_copy
 from advnorm.norms.routed_module import RoutedModule
-from advnorm.norms.segments import Segment, Span, concatenate, find_spans, map_parts
+from advnorm.norms.segments import Segment, Span, are_equal, concatenate, find_spans, map_parts
 from advnorm.norms.state import Mode
 
 #: Mean and variance, ``(groups, channels)``, by statistics bank; and with the number of values, ``(groups, 1)``.
@@ -158,11 +159,9 @@ class RoutedNorm(RoutedModule):
         """Reset the statistics; set weight 1 and bias 0 in every affine bank."""
         self.reset_running_stats()
         for bank in self.affine_names:
-            weight, bias = self._affine_parameters(bank)
-            if weight is not None:
-                weight.fill_(1)
-            if bias is not None:
-                bias.zero_()
+            for value, start in zip(self._affine_parameters(bank), (1.0, 0.0)):
+                if value is not None:
+                    value.fill_(start)
 
     # -- forward -------------------------------------------------------------------------------------------------
 
@@ -189,6 +188,8 @@ class RoutedNorm(RoutedModule):
             if spans and self._has_native_kernel():
                 for span in spans:
                     self._validate_count(span.rows, x, span.feeds)
+                if len(segments) > 1 and are_equal(spans) and torch.compiler.is_compiling():
+                    return self._in_one_piece(x, segments, spans, mode)
                 return map_parts(x, spans, self._native_batch if mode == "batch" else self._native_kernel)
         parts = x.split([segment.rows for segment in segments])
         moments = self._stored_moments(segments) if mode == "running" else self._batch_moments(parts, segments, mode)
@@ -251,33 +252,32 @@ class RoutedNorm(RoutedModule):
     ) -> Tensor:
         """Normalize by the moments of the batch. ``mean`` and ``var``, if given, are updated with weight ``factor``."""
         cudnn = torch.backends.cudnn.enabled
-        if len(span.segments) == 1:
-            weight, bias = self.affine_bank(span.segments[0].affine)
-        else:
-            weight = bias = None
+        single = len(span.segments) == 1
+        weight, bias = self.affine_bank(span.segments[0].affine) if single else (None, None)
         if mean is None and weight is None and x.dtype.itemsize < 4:
             # The kernel computes in the widest type of its arguments; these two only make that float32.
             mean, var = (x.new_full(x.shape[1:2], value, dtype=torch.float32) for value in (0.0, 1.0))
         out = torch.batch_norm(x, weight, bias, mean, var, True, factor, self.eps, cudnn)
-        if len(span.segments) == 1:
+        if single:
             return out
-        weight_N, bias_N = self._affine_rows(span.segments, x.dim())
+        banks = [self.affine_bank(segment.affine) for segment in span.segments]
+        weight_N, bias_N = functional.affine_rows(banks, [segment.rows for segment in span.segments], x.dim())
         if weight_N is None:
             return out
         if bias_N is None:
             return (out * weight_N).to(x.dtype)
         return torch.addcmul(bias_N, out, weight_N).to(x.dtype)
 
-    def _affine_rows(self, segments: Sequence[Segment], ndim: int) -> tuple[Tensor | None, Tensor | None]:
-        """Weight and bias of every row, ``(rows, channels, 1, ...)``."""
-        rows = []
-        for bank in zip(*(self.affine_bank(segment.affine) for segment in segments)):
-            if bank[0] is None:
-                rows.append(None)
-                continue
-            expanded = [value.expand(segment.rows, -1) for value, segment in zip(bank, segments)]
-            rows.append(torch.cat(expanded).reshape(-1, self.shape[0], *(1,) * (ndim - 2)))
-        return rows[0], rows[1]
+    def _in_one_piece(self, x: Tensor, segments: Sequence[Segment], spans: Sequence[Span], mode: Mode) -> Tensor:
+        """Normalize all segments at once, in a form that a compiler fuses with the operations around it."""
+        banks = zip(*(self.affine_bank(segment.affine) for segment in segments))
+        weight, bias = (None if values[0] is None else torch.stack(values) for values in banks)
+        out, mean, var = normalize_parts(x, len(spans), len(segments), weight, bias, self.eps)
+        if mode == "batch" and self.track_running_stats and not self.recomputing():
+            for number, span in enumerate(spans):
+                count = mean.new_full((1,), span.rows * x[0, 0].numel())
+                self._update(span.feeds, mean[number], var[number], count)
+        return out
 
     _version = 2  # like the built-in norm: older state dicts have no num_batches_tracked
 

@@ -103,6 +103,11 @@ def find_spans(segments: Sequence[Segment]) -> list[Span]:
     return spans if len({span.feeds for span in spans}) == len(spans) else []
 
 
+def are_equal(spans: Sequence[Span]) -> bool:
+    """Whether all spans have the same number of segments, and all segments the same number of rows."""
+    return len({len(span.segments) for span in spans}) == len({s.rows for span in spans for s in span.segments}) == 1
+
+
 Part = TypeVar("Part", Segment, Span)
 
 
