@@ -42,6 +42,15 @@ def test_an_error_lists_all_problems_and_survives_pickling():
     raise_problems([])
 
 
+def test_equal_problems_of_several_places_are_one_sentence_and_an_equal_fix_follows_once():
+    problem = Problem(code="conflict", message="has the wrong size", hint="use 3")
+    error = ConfigError.listing([problem.inside(f"layer{place}") for place in range(8)])
+    assert str(error) == ("layer0, layer1, layer2, layer3, layer4, layer5 and 2 more: has the wrong size; use 3")
+    assert [one.field for one in error.problems] == [f"layer{place}" for place in range(8)]
+    others = [Problem(code="empty", message=text, hint="use 3") for text in ("no images", "no labels")]
+    assert str(ConfigError.listing(others)) == "no images; no labels; use 3"
+
+
 def test_errors_are_of_the_builtin_kinds_too():
     assert issubclass(ConfigError, ValueError) and issubclass(RouteError, RuntimeError)
     with raises_problem("empty", kind=ConfigError) as caught:
@@ -51,6 +60,7 @@ def test_errors_are_of_the_builtin_kinds_too():
 
 def test_a_hint_names_the_nearest_name_or_all_of_them():
     assert did_you_mean("DUALBN", ["bn", "dual_bn"]) == ", did you mean 'dual_bn'?"
+    assert did_you_mean("vit_tiny", ["gcvit_tiny", "vit_tiny_patch16_384", "vit_tiny_p8"]).endswith("'vit_tiny_p8'?")
     assert did_you_mean("xyz", ["bn"]) == "; allowed: 'bn'" and did_you_mean("x", []) == "; allowed: nothing"
     assert did_you_mean("x", [f"network{place}" for place in range(1000)]).endswith("'network39' and 960 more")
 

@@ -184,3 +184,10 @@ def test_a_network_of_a_library_strips_to_the_classes_of_the_library():
     fresh.load_state_dict(plain.state_dict())
     assert [*map(type, plain.modules())] == [*map(type, fresh.modules())]
     assert isinstance(plain, nn.Module) and convert_norm(plain, "dual_bn").replaced
+
+
+def test_an_unknown_model_is_suggested_with_its_library():
+    for build in (lambda name: create_model(name), lambda name: Config(model=name)):
+        with raises_problem("unknown_name", "model") as caught:
+            build("test_efficientnet")
+        assert "did you mean 'timm:test_efficientnet'" in str(caught.value)

@@ -119,3 +119,23 @@ def test_a_batch_norm_with_parts_that_its_adapter_does_not_name_is_rejected(adap
     model[0].drop = nn.Dropout()
     with raises_problem("not_supported", "0", SurgeryError):
         convert_norm(model, "dual_bn")
+
+
+def test_error_names_children_and_lists_norms_once():
+    """A network with many norms of one class gives one sentence, with the call that registers the class."""
+
+    class WithActivation(nn.BatchNorm2d):
+        def __init__(self, channels):
+            super().__init__(channels)
+            self.act = nn.ReLU()
+
+        def forward(self, x):
+            return self.act(super().forward(x))
+
+    layers = [layer for _ in range(3) for layer in (WithActivation(8), nn.Conv2d(8, 8, 3))]
+    for treat_as in (None, {WithActivation: "batch_norm_2d"}):
+        with pytest.raises(SurgeryError) as caught:
+            convert_norm(nn.Sequential(*layers), "dual_bn", treat_as=treat_as)
+        call = "register_adapter(WithActivation, 'batch_norm_2d', after=('act',))"
+        assert [problem.field for problem in caught.value.problems] == ["0", "2", "4"]
+        assert str(caught.value).count(call) == 1 and "0, 2, 4: WithActivation" in str(caught.value)

@@ -10,6 +10,8 @@ from typing import Any, Self
 
 #: Maximum number of names in the list of allowed ones; timm has more than a thousand.
 MOST_NAMES = 40
+#: Maximum number of places in one sentence; a ResNet-50 has 53 norms.
+MOST_PLACES = 6
 
 
 class NOTHING:
@@ -20,8 +22,8 @@ class NOTHING:
 class Problem:
     """One problem: a stable code, the setting or argument, the requirement, the received value and the fix.
 
-    Code and tests compare ``code`` and ``field``. The sentence is ``message[, got GOT][; HINT]``; ``{field}`` in the
-    message stands for the full name of the field: ``steps`` of an attack becomes ``attack.steps``.
+    Code and tests compare ``code`` and ``field``. The sentence is ``[PLACE: ]message[, got GOT][; HINT]``; ``{field}``
+    in the message stands for the full name of the field: ``steps`` of an attack becomes ``attack.steps``.
     """
 
     code: str
@@ -29,16 +31,21 @@ class Problem:
     field: str = ""
     got: Any = NOTHING
     hint: str = ""
+    place: str = ""
 
     def __str__(self) -> str:
+        return render((self,))
+
+    @property
+    def statement(self) -> str:
+        """What is wrong and what was received, without place and fix."""
         got = "" if self.got is NOTHING else f", got {shown(self.got)}"
-        message = self.message.replace("{field}", self.field)
-        return f"{message}{got}{f'; {self.hint}' if self.hint else ''}"
+        return f"{self.message.replace('{field}', self.field)}{got}"
 
     def inside(self, parent: str) -> Problem:
         """Return the problem of a part of ``parent``: field ``steps`` inside ``attack`` becomes ``attack.steps``."""
-        message = self.message if "{field}" in self.message else f"{parent}: {self.message}"
-        return replace(self, message=message, field=f"{parent}.{self.field}" if self.field else parent)
+        place = self.place if "{field}" in self.message else ": ".join(filter(None, (parent, self.place)))
+        return replace(self, place=place, field=f"{parent}.{self.field}" if self.field else parent)
 
 
 class AdvnormError(Exception):
@@ -61,7 +68,7 @@ class AdvnormError(Exception):
 
     def _set(self, problems: tuple[Problem, ...], heading: str) -> None:
         self.problems, self.heading = problems, heading
-        text = "; ".join(map(str, problems))
+        text = render(problems)
         Exception.__init__(self, f"{heading}: {text}" if heading else text)
 
     @property
@@ -101,6 +108,22 @@ def collect_problems(problems: list[Problem], parent: str = "") -> Iterator[None
         problems.extend(problem.inside(parent) if parent else problem for problem in error.problems)
 
 
+def render(problems: Iterable[Problem]) -> str:
+    """Return the sentences of problems: one for equal problems of several places, and an equal fix once."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for problem in problems:
+        places.setdefault((problem.statement, problem.hint), []).append(problem.place)
+    sentences: list[str] = []
+    for (statement, hint), where in places.items():
+        if hint and sentences and sentences[-1] == hint:
+            sentences.pop()
+        where = [*dict.fromkeys(filter(None, where))]
+        more = f" and {len(where) - MOST_PLACES} more" if len(where) > MOST_PLACES else ""
+        sentences.append(f"{', '.join(where[:MOST_PLACES])}{more}: {statement}" if where else statement)
+        sentences += [hint] if hint else []
+    return "; ".join(sentences)
+
+
 def unknown_name(kind: str, name: object, allowed: Iterable[str], field: str = "") -> Problem:
     """Return the problem of an unknown name, with the nearest known name."""
     message = f"unknown {kind} {shown(name)}{did_you_mean(name, allowed)}"
@@ -110,13 +133,21 @@ def unknown_name(kind: str, name: object, allowed: Iterable[str], field: str = "
 def did_you_mean(name: object, allowed: Iterable[str]) -> str:
     """Return a hint for a misspelt name: ``, did you mean 'dual_bn'?`` or the list of allowed names."""
     allowed = list(allowed)
-    folded = {option.lower(): option for option in allowed}
-    close = difflib.get_close_matches(str(name).lower(), folded, n=1, cutoff=0.6)
-    if close:
-        return f", did you mean {folded[close[0]]!r}?"
+    nearest = nearest_name(name, allowed)
+    if nearest is not None:
+        return f", did you mean {nearest!r}?"
     names = ", ".join(map(repr, allowed[:MOST_NAMES])) or "nothing"
     more = len(allowed) - MOST_NAMES
     return f"; allowed: {names}{f' and {more} more' if more > 0 else ''}"
+
+
+def nearest_name(name: object, allowed: Iterable[str]) -> str | None:
+    """Return the shortest name that begins with ``name``, else the most similar one, else None."""
+    folded = {option.lower(): option for option in allowed}
+    wanted = str(name).lower()
+    longer = [option for option in folded if option.startswith(wanted)] if len(wanted) > 2 else []
+    close = [min(longer, key=len)] if longer else difflib.get_close_matches(wanted, folded, n=1, cutoff=0.6)
+    return folded[close[0]] if close else None
 
 
 def shown(value: object) -> str:

@@ -87,11 +87,11 @@ class Registry(Generic[T]):
     def get(self, name: str) -> T:
         """Return the entry called ``name``; the error for an unknown name suggests the nearest one."""
         if not Registry.__contains__(self, name):
-            raise ConfigError.listing([unknown_name(self.kind, name, self.suggestions())])
+            raise ConfigError.listing([unknown_name(self.kind, name, self.suggestions(name))])
         return self._entries[name]
 
-    def suggestions(self) -> list[str]:
-        """The names that the error for an unknown name can suggest."""
+    def suggestions(self, name: object) -> list[str]:
+        """The names that the error for the unknown ``name`` can suggest."""
         return list(self)
 
     def names(self, pattern: str = "*") -> list[str]:

@@ -179,7 +179,7 @@ def plan_variants(file: Path | str, overrides: Sequence[str], variants: Sequence
             if any(config.digest == other.config.digest for other in planned):
                 raise ConfigError("conflict", "the settings give the same training as the recipe or another variant")
             planned.append(RecipeVariant(name=" ".join(changes), overrides=tuple(merged.values()), config=config))
-        problems += [replace(problem, message=f"variant {text!r}: {problem.message}") for problem in found]
+        problems += [replace(p, place=": ".join(filter(None, (f"variant {text!r}", p.place)))) for p in found]
     raise_problems(problems, "bad variants")
     return planned
 

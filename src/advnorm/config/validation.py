@@ -106,7 +106,7 @@ class _Checks:
                 self.problems += found
                 self.invalid.update(problem.field for problem in found)
             elif self.valid(label) and named is not None and named.name not in registry:
-                names = registry.suggestions() + (["none"] if label in ("regularizer", "second_pass") else [])
+                names = registry.suggestions(named.name) + (["none"] if label in ("regularizer", "second_pass") else [])
                 self.problems.append(unknown_name(registry.kind, named.name, names, field=label))
                 self.invalid.add(label)
         if self.valid("data") and "train" not in DATASETS.get(resolve_source(s.data.name)[0]).splits:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -74,6 +75,16 @@ def validate_name(name: str) -> None:
         raise ConfigError.listing([unknown_name("torchvision model", model, torchvision_names(), field="model")])
     if library == "transformers":
         _transformers_config(model)
+
+
+def library_models(name: object) -> list[str]:
+    """Return the names with a library for a network that is named without one: ``timm:efficientnet_b0``."""
+    found: list[str] = []
+    for library in ("timm", "torchvision") if isinstance(name, str) and ":" not in name else ():
+        with suppress(Exception):  # the library is not installed, or has no such network
+            validate_name(f"{library}:{name}")
+            found.append(f"{library}:{name}")
+    return found
 
 
 def torchvision_names() -> list[str]:

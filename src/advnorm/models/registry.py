@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import torch
 
-from advnorm._core.errors import Problem, SurgeryError, collect_problems, raise_problems, unknown_name
+from advnorm._core.errors import Problem, SurgeryError, collect_problems, nearest_name, raise_problems, unknown_name
 from advnorm._core.registry import Registry, keywords
 from advnorm._core.settings import Setting, convert_options
 from advnorm.models.layers import ACTIVATIONS, LayerFactory
@@ -20,6 +20,7 @@ from advnorm.models.libraries import (
     LIBRARY_OPTIONS,
     build_library_model,
     input_statistics,
+    library_models,
     split_name,
     validate_name,
 )
@@ -69,8 +70,9 @@ class ModelRegistry(Registry[ModelSpec]):
         build = partial(build_library_model, name=name)
         return ModelSpec(build, mean=mean, std=std, options=LIBRARY_OPTIONS, excluded=("width", "activation"))
 
-    def suggestions(self) -> list[str]:
-        return [*super().suggestions(), *(f"{library}:NAME" for library in LIBRARIES)]
+    def suggestions(self, name: object) -> list[str]:
+        own = [*super().suggestions(name), *(f"{library}:NAME" for library in LIBRARIES)]
+        return own if nearest_name(name, own) else library_models(name) or own
 
     def __contains__(self, name: object) -> bool:
         return split_name(name) is not None or super().__contains__(name)
@@ -122,7 +124,7 @@ def create_model(
     if norm is None and not library:
         norm = "bn" if spec is None or spec.has_norm else "none"
     norm_options = dict(norm_options or {})
-    problems = [] if spec else [unknown_name("model", name, MODELS.suggestions())]
+    problems = [] if spec else [unknown_name("model", name, MODELS.suggestions(name))]
     sizes: dict[str, Any] = {"num_classes": num_classes, "in_channels": in_channels, "width": width}
     sizes = {name: int(v) if isinstance(v, Integral) and not isinstance(v, bool) else v for name, v in sizes.items()}
     problems += convert_options("", inspect.signature(create_model, eval_str=True).parameters, sizes)[1]

@@ -244,12 +244,10 @@ class _Conversion:
         if builtin is not None and not builtin.kind.becomes(read_settings(norm, builtin.kind), self.family):
             return f"{name}, a subclass of {base.__name__}, is not replaced by {self.plan.name}"
         message = f"{name} is a subclass of {base.__name__} and may do more than normalize"
-        kind = _kind_name(base)
+        kind = _kind_name(builtin.kind) if builtin is not None else None
         hint = f"if it does not, pass treat_as={{{name}: '{kind}'}}" if kind else ""
-        if kind and kind.startswith("batch_norm"):
-            hint += (
-                f"; if it applies children to its output, advnorm.surgery.register_adapter({name}, '{kind}', after=...)"
-            )
+        if kind and kind.startswith("batch_norm") and norm._modules:
+            hint = f"if it {_applying(norm, kind)}"
         raise SurgeryError("not_supported", message, hint=hint)
 
     def _decide_routed(self, norm: RoutedNorm) -> str:
@@ -319,7 +317,10 @@ class _Conversion:
     def _validated_parts(self, norm: nn.Module, adapter: NormAdapter) -> list[str]:
         """The parts of a norm that move with it; raise if there are more than its class is known for."""
         parts = [] if type(norm) in BUILT_IN else other_parts(norm)
-        validate_class(norm, adapter.after if adapter.kind.statistics == "batch" else parts)
+        fix = "make it a plain module of its class first"
+        if norm._modules and type(norm) not in BUILT_IN and (kind := _kind_name(adapter.kind)):
+            fix = f"if it {_applying(norm, kind)}; else {fix}"
+        validate_class(norm, adapter.after if adapter.kind.statistics == "batch" else parts, hint=fix)
         if adapter.kind.statistics != "batch":
             validate_forward(norm)
         return parts
@@ -330,9 +331,16 @@ class _Conversion:
         return tensors if bank == 0 else [copy.deepcopy(tensor, self._copies[bank]) for tensor in tensors]
 
 
-def _kind_name(norm_class: type[nn.Module]) -> str | None:
-    adapter = find_adapter(norm_class)
-    return next((name for name, kind in KINDS.items() if adapter is not None and kind == adapter.kind), None)
+def _kind_name(kind: Kind) -> str | None:
+    return next((name for name, known in KINDS.items() if known == kind), None)
+
+
+def _applying(norm: nn.Module, kind: str) -> str:
+    """The rest of a hint: how to declare the children that a batch norm applies to its output."""
+    name, after = type(norm).__name__, tuple(norm._modules)
+    order = " in this order" if len(after) > 1 else ""
+    call = f"advnorm.surgery.register_adapter({name}, '{kind}', after={after})"
+    return f"normalizes and then applies {', '.join(after)}{order}: {call}"
 
 
 def _fixed_groups(groups: int) -> SurgeryError:

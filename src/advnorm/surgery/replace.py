@@ -59,12 +59,18 @@ def other_parts(module: nn.Module) -> list[str]:
     return [name for name, value in own.items() if value is not None and name not in AFFINE + STATISTICS]
 
 
-def validate_class(module: nn.Module, parts: Sequence[str] = (), *, field: str = "") -> None:
+def validate_class(
+    module: nn.Module,
+    parts: Sequence[str] = (),
+    *,
+    field: str = "",
+    hint: str = "make it a plain module of its class first",
+) -> None:
     """Raise if a module has more than its class and the known ``parts``, which a replacement would lose."""
     more = [name for name in other_parts(module) if name not in parts]
     if more or "forward" in vars(module):
         message = f"{type(module).__name__} has {', '.join(more) or 'its own forward'} and may do more than its class"
-        raise SurgeryError("not_supported", message, field=field, hint="make it a plain module of its class first")
+        raise SurgeryError("not_supported", message, field=field, hint=hint)
 
 
 def replace_modules(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> int:
