@@ -97,6 +97,16 @@ def test_two_routes_or_attacks_of_one_result_are_compared():
         advnorm.compare(both)
 
 
+def test_a_branch_is_compared_with_a_network_without_branches():
+    single, dual = evaluated([0, 1], default=[0, 0]), evaluated([0, 1], clean=[0, 0], adv=[1, 1])
+    for sides, sign in (((single, dual), -1), ((dual, single), 1)):
+        (row,) = advnorm.compare(*sides, route="adv", attack="pgd").rows
+        assert row.difference == sign
+    with raises_problem("empty", "route") as caught:
+        advnorm.compare(single, dual)
+    assert "--route default adv" in str(caught.value)
+
+
 def test_several_records_a_side_count_as_seeds():
     seeds = [evaluated(list(range(4)), adv=values) for values in ([1, 1, 0, 0], [1, 1, 1, 1])]
     (row,) = advnorm.compare(seeds, seeds[:1], attack="pgd").rows

@@ -8,6 +8,7 @@ import pytest
 import advnorm
 from advnorm._core.shapes import with_digest
 from advnorm.evaluation import Verdict
+from advnorm.evaluation import verdict as verdict_module
 from advnorm.evaluation.evidence import Evidence, RungResult
 from support.problems import raises_problem
 
@@ -74,6 +75,15 @@ def test_an_impossible_accuracy_in_a_record_is_damage(verdict, change, field):
 def test_the_figure_is_written(verdict, tmp_path, name):
     verdict.plot(tmp_path / name)
     assert (tmp_path / name).stat().st_size > 5000
+
+
+def test_the_legend_of_the_figure_covers_no_bar(verdict, tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(verdict_module, "write_figure", lambda path, figure: figures.append(figure))
+    verdict.plot(tmp_path / "v.png")
+    figures[0].draw_without_rendering()
+    for axes in figures[0].axes:
+        assert axes.get_legend().get_window_extent().y0 >= axes.bbox.y1
 
 
 def test_a_figure_that_cannot_be_written_is_reported(verdict, tmp_path):

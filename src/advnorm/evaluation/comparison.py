@@ -13,7 +13,7 @@ from torch import Tensor
 
 from advnorm._core.errors import ConfigError, Problem, raise_problems, unknown_name
 from advnorm._core.records import read_json
-from advnorm.evaluation.outcomes import CELL_FORMAT, read_cell_outcomes
+from advnorm.evaluation.outcomes import CELL_FORMAT, DEFAULT_ROUTE, read_cell_outcomes
 from advnorm.evaluation.results import BenchmarkResult, label_of, render_table
 from advnorm.evaluation.statistics import accuracy_interval, format_accuracy, mcnemar_p_value, paired_interval
 
@@ -96,7 +96,8 @@ def compare(
 
     ``first`` and ``second``: results, or records of evaluations and of cells of studies; several are seeds. Without
     ``second``, the two routes or attacks of ``first`` are compared. ``attack``: ``"clean"`` or the name of an attack,
-    for each side if they differ; by default all that both sides have, and the same for ``route``.
+    for each side if they differ; by default all that both sides have, and the same for ``route``. A network without
+    branches has its ``default`` route on either side.
     """
     sides = [_load_side(side) for side in (first, first if second is None else second)]
     routes, attacks = (value if isinstance(value, tuple) else (value, value) for value in (route, attack))
@@ -149,6 +150,10 @@ def _pairs(
 ) -> list[tuple[tuple[str, str], tuple[str, str]]]:
     """Return the routes and attacks to compare, as two addresses each."""
     first, second = sides
+    if routes[0] == routes[1] and (routes[0] in first) != (routes[1] in second):
+        # A branch for both sides, one of which has a single norm and thus no branches.
+        one, other = (DEFAULT_ROUTE if [*side] == [DEFAULT_ROUTE] else route for side, route in zip(sides, routes))
+        routes = one, other
     problems = [
         unknown_name("route", route, side)
         for side, route in zip(sides, routes)
@@ -174,7 +179,10 @@ def _pairs(
         raise_problems(dict.fromkeys(problems))
         found.append(((one, str(attacks[0])), (other, str(attacks[1]))))
     if not found:
-        raise ConfigError("empty", "the evaluations have no route and attack in common", field="route")
+        message = "the evaluations have no route and attack in common: "
+        message += f"the first has the routes {', '.join(first)}, the second {', '.join(second)}"
+        hint = f"name one for each side: --route {[*first][-1]} {[*second][-1]}"
+        raise ConfigError("empty", message, field="route", hint=hint if first.keys() != second.keys() else "")
     return found
 
 

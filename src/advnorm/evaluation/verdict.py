@@ -230,9 +230,9 @@ class Verdict:
         curve.axhline(100 * self.chance, **level)
         bars.set_xlim(0, 108)
         curve.set_ylim(0, 108)
-        for axes, place in ((bars, "lower right"), (curve, "upper right")):
+        for axes in (bars, curve):
             axes.spines[["top", "right"]].set_visible(False)
-            axes.legend(frameon=False, fontsize=8, loc=place)
+            axes.legend(frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)
         bars.set_xlabel("accuracy (%)")
         curve.set_ylabel("accuracy (%)")
         curve.set_xlabel(f"eps ({self.threat.norm})")
