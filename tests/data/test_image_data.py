@@ -38,6 +38,22 @@ def test_every_problem_of_wrong_data_is_reported_at_once():
         replace(good, images=torch.full_like(good.images, torch.nan))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "fix"),
+    [
+        (lambda data: {"labels": torch.nn.functional.one_hot(data.labels).float()}, "argmax"),
+        (lambda data: {"labels": data.labels.float()}, "long"),
+        (lambda data: {"images": (data.images.float() - 0.5) / 0.25}, "normalization"),
+        (lambda data: {"images": data.images.float() * 255 + 2}, "divide"),
+    ],
+)
+def test_the_fix_is_that_of_the_usual_mistakes(wrong, fix):
+    data = load("digits", "test")
+    with pytest.raises(ConfigError) as caught:
+        replace(data, **wrong(data))
+    assert fix in caught.value.problems[0].hint
+
+
 def test_pixels_and_rows_are_those_of_the_images(make_data):
     data = make_data(7, (3, 4, 6))
     assert len(data) == 7 and data.image_shape == (3, 4, 6)
@@ -73,6 +89,12 @@ def test_held_out_images_are_a_fair_share_of_every_class(labels, share, seed):
         exact = labels.count(label) * count / len(labels)
         assert abs(int((held_out.labels == label).sum()) - exact) < 1
     assert numbers(split_held_out(data, count, seed)[1]) == numbers(held_out)
+
+
+def test_a_share_of_no_image_is_reported_in_images():
+    with raises_problem("out_of_range", "held_out") as caught:
+        split_held_out(labelled([0, 1, 2], 3), 0.1, 0)
+    assert "0 of 3 images" in str(caught.value)
 
 
 def test_a_share_and_a_count_hold_out_the_same_images_and_seeds_differ():

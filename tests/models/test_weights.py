@@ -321,7 +321,12 @@ def test_bad_files_are_errors_and_change_nothing(tmp_path):
             load_weights(model, tmp_path / name)
     assert not (tmp_path / "ran").exists() and same(model.state_dict(), before)
     load_weights(model, tmp_path / "old.pt")
-    for name, words in (("classes.pt", "build the model with 100 classes"), ("other.pt", "no name fits")):
+    fixes = {
+        "classes.pt": "build the model with 100 classes",
+        "other.pt": "no name fits",
+        "module.pt": r"save\(model.state_dict",
+    }
+    for name, words in fixes.items():
         with pytest.raises(ConfigError, match=words):
             load_weights(model, tmp_path / name)
     torch.save({**model.state_dict(), "fc.bias": torch.tensor(1.0)}, tmp_path / "scalar.pt")

@@ -27,7 +27,7 @@ def import_code(source: str) -> ModuleType:
     except ConfigError:
         raise
     except ModuleNotFoundError as error:
-        message = f"no module {error.name!r} for {source!r}"
+        message = f"no module {error.name!r}" + (f" for {source!r}" if error.name != source else "")
         hint = "run the command in the folder that contains it, or install it"
         raise ConfigError("missing_file", message, field="module", hint=hint) from error
     except (Exception, SystemExit) as error:
@@ -51,12 +51,13 @@ def load_user_model(
         if "/" in target and not Path(target).exists():
             hint = "name the folder of a run or of a saved model"
             raise ConfigError("missing_file", f"the folder {target} does not exist", field="target", hint=hint)
-        raise ConfigError(
-            "wrong_type",
-            "{field} must be the folder of a run, or module:function such as my_models:build_model",
-            field="target",
-            got=target,
-        )
+        hint = ""
+        if target.endswith(".py"):
+            hint = f"name the function that returns the model: {target}:FUNCTION"
+        elif Path(target).is_file():
+            hint = f"name the network, and its weights after it: module:function --weights {target}"
+        message = "{field} must be the folder of a run, or module:function such as my_models:build_model"
+        raise ConfigError("wrong_type", message, field="target", got=target, hint=hint)
     if (mean is None) != (std is None):
         raise ConfigError("conflict", "--mean and --std belong together", field="std" if std is None else "mean")
     module = import_code(name)

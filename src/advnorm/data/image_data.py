@@ -53,10 +53,15 @@ class ImageData:
             report("wrong_dtype", "images", "be uint8, or float32 in [0, 1]", Description(images.dtype))
         elif images.dtype == torch.float32 and not bool(((images >= 0) & (images <= 1)).all()):
             got = Description(f"values from {float(images.min()):g} to {float(images.max()):g}")
-            report("out_of_range", "images", "lie in [0, 1]", got, "divide by the largest possible value")
+            hint = "divide by the largest possible value"
+            if bool((images < 0).any()):
+                hint = "give the pixels; input normalization belongs inside the model (its mean and std)"
+            report("out_of_range", "images", "lie in [0, 1]", got, hint)
         if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
             got = Description(f"{labels.dtype} of shape {tuple(labels.shape)} for {len(images)} images")
-            report("wrong_shape", "labels", "be int64, one for each image", got)
+            fix = "y.argmax(1) for one-hot labels" if labels.dim() == 2 else "y.astype('int64') or y.long()"
+            fix = f"give classes as integers: {fix}" if labels.shape[:1] == images.shape[:1] else ""
+            report("wrong_shape", "labels", "be int64, one for each image", got, fix)
         elif len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < self.num_classes:
             got = Description(f"{int(labels.min())} to {int(labels.max())}")
             report("out_of_range", "labels", f"lie in [0, {self.num_classes})", got, "check the file and num_classes")
@@ -241,7 +246,8 @@ def split_held_out(data: Data, held_out: float, seed: int) -> tuple[Data, Data]:
     count = round(held_out * total) if is_share else held_out
     if isinstance(count, bool) or not isinstance(count, int) or not 0 < count < total:
         message = f"{{field}} must be a share in (0, 1) or a number of images from 1 to {total - 1}"
-        raise ConfigError("out_of_range", message, field="held_out", got=held_out)
+        got = Description(f"{held_out}, {count} of {total} images") if is_share else held_out
+        raise ConfigError("out_of_range", message, field="held_out", got=got)
     sizes = torch.bincount(data.labels, minlength=data.num_classes)
     quotas = sizes * count // total
     remainders = sizes * count % total

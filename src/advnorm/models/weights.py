@@ -278,8 +278,8 @@ def _unpickle(path: Path) -> Any:
         with suppress(Exception):  # the older format of torch.save cannot be listed
             classes = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(path)) or classes
         message = f"{path} is a pickle that can run code: it needs {classes}, and nothing of it was loaded"
-        hint = "save the state dict alone; if you trust the file: "
-        hint += f"torch.save(torch.load({path.name!r}, weights_only=False)['state_dict'], 'weights.pt')"
+        hint = "save the state dict alone: torch.save(model.state_dict(), 'weights.pt'); "
+        hint += f"if you trust the file: torch.load({path.name!r}, weights_only=False) reads it"
         raise ConfigError("unsafe_file", message, field="weights", hint=hint) from None
     except Exception as error:  # truncated, TorchScript, or no such file at all
         message = f"{path} is damaged or was not written by torch.save ({first_line(error).partition('. ')[0]})"

@@ -131,7 +131,7 @@ def summarize_studies(out: Path | str) -> StudiesSummary:
     """Summarize every study, with the paper's numbers beside the measured ones."""
     out = Path(out)
     if not out.is_dir():
-        hint = "name the folder that `advnorm study` wrote its records to"
+        hint = "name the --out folder of advnorm train or study"
         raise ConfigError("missing_file", f"{out} is not a folder", field="out", hint=hint)
     records, problems = RecordStore(out).read_all()
     studies = [_summarize_study(STUDIES.get(name), records, problems) for name in STUDIES.names()]

@@ -97,11 +97,10 @@ class Run:
         try:
             return Config.from_dict(data["config"])
         except ConfigError as error:
+            hint = "if it is a relative path: run the command in the folder of the training; "
+            hint += "if your own code registers it: advnorm --import FILE.py, or import it first"
             problems = [
-                replace(problem, hint="if your own code registers it: advnorm --import FILE.py, or import it first")
-                if problem.code == "unknown_name"
-                else problem
-                for problem in error.problems
+                replace(problem, hint=hint) if problem.code == "unknown_name" else problem for problem in error.problems
             ]
             heading = f"{self.folder} is a run of {_version(data)}, which cannot be read here"
             raise ConfigError.listing(problems, heading) from None
