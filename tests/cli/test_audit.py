@@ -40,6 +40,11 @@ def test_a_limit_selects_the_same_images_as_in_evaluate(own_model):
     assert audited["rows"] == evaluated["rows"] and audited["clean"] == evaluated["accuracy"]["default"]["clean"]
 
 
+def test_too_few_images_for_a_verdict_are_reported_before_the_attacks(own_model):
+    result = invoke("audit", "own_model:build", "--weights", "w.safetensors", *QUICK, "--limit", "20")
+    assert "20 images are too few" in result.output.partition("clean")[0] and result.exit_code == 3
+
+
 def test_one_error_lists_everything_that_is_wrong(own_model):
     options = ("--threat-norm", "L3", "--budget", "quik", "--plot", "v.xyz", "--surrogate", "own_model:number")
     with pytest.raises(advnorm.AdvnormError) as caught:

@@ -149,6 +149,9 @@ def test_the_name_of_a_run_tells_the_main_settings():
     assert config.run_name == f"digits-small_cnn-dual_bn-hybrid-eps8_255-{config.digest[:8]}"
     assert replace(config, threat="L2", eps=0.5).run_name.split("-")[4] == "L2_0.5"
     assert replace(config, name="mine").run_name == "mine"
+    names = {"./my flowers": "my_flowers", "a/b.npz": "b", "./": "imagefolder", "cifar10:a": "cifar10"}
+    for data, name in names.items():
+        assert replace(config, data=data).run_name.startswith(f"{name}-small_cnn-")
 
 
 def test_a_later_setting_leaves_earlier_runs_their_names():

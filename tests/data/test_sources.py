@@ -100,7 +100,7 @@ def test_a_run_trains_on_a_folder_and_is_evaluated_on_its_test_images(same_size,
     run = advnorm.train(config(data=str(same_size)), out=tmp_path / "runs", device="cpu", workers=0)
     log = (run.folder / "log.txt").read_text()
     assert "imagefolder: 24 images of 3×6×10 (native size), 2 classes" in log
-    assert run.folder.name.startswith("imagefolder-small_cnn-bn-")
+    assert run.folder.name.startswith(f"{same_size.name}-small_cnn-bn-")
     target = open_run(run, device="cpu")
     assert len(target.images) == 8 and target.images.shape[1:] == (3, 6, 10)
     for path in (same_size / "test").rglob("*.png"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from advnorm import Config, ConfigError, SurgeryError, convert_norm, create_model, load_config, route, strip
+from advnorm import Config, ConfigError, SurgeryError, convert_norm, create_model, load_config, route, strip, train
 from advnorm.models.libraries import import_library
 from advnorm.models.registry import MODELS
 from advnorm.training.cost import forward_flops
@@ -191,3 +191,10 @@ def test_an_unknown_model_is_suggested_with_its_library():
         with raises_problem("unknown_name", "model") as caught:
             build("test_efficientnet")
         assert "did you mean 'timm:test_efficientnet'" in str(caught.value)
+
+
+def test_an_image_of_another_size_than_the_network_fixes_names_the_option(tmp_path):
+    config = Config(model="timm:test_vit", norm="dual_affine_ln", batch_size=16)
+    with raises_problem("wrong_shape", "model") as caught:
+        train(config, out=tmp_path, device="cpu")
+    assert "model.img_size=8" in str(caught.value)

@@ -142,6 +142,17 @@ def test_the_terminal_shows_the_same_table():
         assert piece in out
 
 
+def test_the_terminal_shows_a_long_name_in_full():
+    from rich.console import Console
+
+    heading = "dual_bn, timm:a_network_with_a_long_name_patch16_224"
+    console = Console(width=40, color_system=None)
+    with console.capture() as capture:
+        console.print(to_rich_table({**TABLE, "rows": [[heading], *TABLE["rows"]]}))
+    lines = [line.split("│")[1].strip() for line in capture.get().splitlines() if line.startswith("│")]
+    assert heading.replace(" ", "") in "".join(lines).replace(" ", "")
+
+
 def test_bars_are_as_long_as_their_values_and_the_hatched_part_is_the_gap():
     svg = draw_figure(BARS)
     widths = [[float(bar.get("width")) for bar in elements(svg, "rect", f"b{place}")] for place in range(3)]

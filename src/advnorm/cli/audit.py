@@ -55,6 +55,7 @@ def audit(
     from advnorm.cli.user_code import load_user_model
     from advnorm.evaluation.audit import audit as run_audit
     from advnorm.evaluation.audit import budget_problems
+    from advnorm.evaluation.audit_thresholds import LEAST_IMAGES
     from advnorm.evaluation.verdict import plot_problems
 
     problems = [*budget_problems(budget), *(plot_problems(plot) if plot else [])]
@@ -67,6 +68,9 @@ def audit(
         message = "--surrogate-weights needs a --surrogate"
         problems.append(Problem(code="conflict", message=message, field="surrogate_weights"))
     opened = open_target(target, options, problems)
+    images = min(len(opened.data), options.limit or len(opened.data))
+    if images < LEAST_IMAGES:
+        say(f"note: {images} images are too few for a verdict; it takes at least {LEAST_IMAGES}")
     record = options.json or default_record("audit", opened, options, route, budget, surrogate, surrogate_weights)
     with printing_result(record, _print_verdict) as show:
         verdict = run_audit(

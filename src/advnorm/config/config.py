@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -102,7 +103,9 @@ class Config(TrainingSettings):
         eps = self.eps if isinstance(self.eps, str) else f"{self.eps:g}"
         length = f"eps{eps.strip()}" if self.threat == "Linf" else f"{self.threat}_{eps}"
         length = re.sub(r"[^A-Za-z0-9.]+", "_", length)
-        data = resolve_source(self.data.name)[0]
+        data, place = resolve_source(self.data.name)
+        if data in ("imagefolder", "arrays"):  # the name of the folder or file tells the data sets of a user apart
+            data = re.sub(r"[^\w.-]+", "_", Path(str(place)).stem, flags=re.ASCII).strip("._")[:40] or data
         model = re.sub(r"[^\w.-]+", "_", self.model.name)
         norm = self.norm if isinstance(self.norm, str) else "+".join(dict.fromkeys(norm for _, norm in self.norm))
         return "-".join((data, model, norm, self.objective.name, length, self.digest[:8]))

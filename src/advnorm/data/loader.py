@@ -62,7 +62,7 @@ class Loader(ABC):
             message = f"{{field}} of all ranks together must be a multiple of world {world}"
             problems.append(Problem(code="out_of_range", message=message, field="batch_size", got=batch_size))
         if drop_last and batch_size > len(data):
-            message = f"{{field}} {batch_size} exceeds the {len(data)} images, and a smaller last batch is skipped"
+            message = f"{{field}} {batch_size} is larger than the {len(data)} images, and smaller batches are skipped"
             hint = "use a smaller batch_size (in Python: or drop_last=False)"
             problems.append(Problem(code="conflict", message=message, field="batch_size", hint=hint))
         raise_problems(problems, "bad loader")

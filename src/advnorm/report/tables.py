@@ -63,7 +63,7 @@ def to_rich_table(table: ReportTable) -> rich.table.Table:
     note = Text(table.get("note", ""), style="table.caption")
     made = Table(title=title, title_justify="left", caption=note or None, caption_justify="left")
     for column in table["columns"]:
-        made.add_column(column["label"], justify="left" if column["kind"] == "text" else "right")
+        made.add_column(column["label"], justify="left" if column["kind"] == "text" else "right", overflow="fold")
     for row in table["rows"]:
         cells = (format_cell(cell, column["kind"]) for cell, column in zip(row, table["columns"]))
         made.add_row(*(Text(cell, style="dim" if cell == MISSING else "") for cell in cells))

@@ -11,6 +11,7 @@ from advnorm._core.errors import ConfigError, first_line
 from advnorm.attacks import predicting
 from advnorm.config import Config
 from advnorm.data import FolderData, ImageData
+from advnorm.models.libraries import split_name
 from advnorm.norms import Scope, domains, routed_modules
 from advnorm.objectives import CraftedBatch
 from advnorm.objectives.execution import EAGER
@@ -49,6 +50,8 @@ def check_forwards(program: StepProgram, config: Config, ranks: Ranks, data: Ima
     size = "×".join(map(str, data.image_shape))
     field, tried = "model", f"model {config.model.name} with norm {config.norm} cannot take {count} images of {size}"
     hint = "use another model, norm, batch_size or image size"
+    if split_name(config.model.name) is not None:
+        hint += f"; networks that fix the size take model.img_size={data.image_shape[1]}"
     try:
         with program.scope(), autocast(program.precision, device), torch.no_grad():
             for domain in objective.trained_domains():
