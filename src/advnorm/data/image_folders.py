@@ -31,7 +31,7 @@ def missing_images(root: Path, split: str, **_options: Any) -> list[Problem]:
     if _class_names(folder):
         return []
     hint = "name the folder that holds train and val (or test), each with one folder for each class"
-    return [Problem(code="missing_file", message=f"no images at {folder}", field="root", hint=hint)]
+    return [Problem(code="missing_file", message=f"no images at {folder.absolute()}", field="root", hint=hint)]
 
 
 @register_dataset(
