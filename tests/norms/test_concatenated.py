@@ -62,6 +62,22 @@ def _first_output(x: Tensor, weight: Tensor, bias: Tensor, *, banks: int) -> Ten
     return normalize_parts(x, banks, 2, weight, bias, 1e-2)[0]
 
 
+def test_a_compiled_network_may_change_the_output_in_place():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), make_norm("dual_bn", 4), nn.SiLU(inplace=True))
+    x = torch.randn(4, 3, 6, 6)
+    outcomes = []
+    for network in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        model.zero_grad()
+        with route(model, {"clean": 2, "adv": 2}):
+            y = network(x)
+        y.square().sum().backward()
+        outcomes.append([y.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
+    torch._dynamo.reset()
+    for ours, expected in zip(*outcomes):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
 class Block(nn.Module):
     """What surrounds a norm in a network: a convolution, an activation and a shortcut."""
 

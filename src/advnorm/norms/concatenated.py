@@ -26,7 +26,9 @@ def normalize_parts(
     ``parts`` is a multiple of ``banks``. Returns the output, and mean and biased variance of each bank,
     ``(banks, channels)``, without gradient.
     """
-    return _NormalizeParts.apply(x, banks, parts, weight_PC, bias_PC, eps)  # pyright: ignore[reportReturnType]
+    y_PNC, mean_BC, var_BC = _NormalizeParts.apply(x, banks, parts, weight_PC, bias_PC, eps)  # pyright: ignore
+    # A view that the function itself returned could not be changed in place, as activations do.
+    return y_PNC.flatten(0, 1), mean_BC, var_BC
 
 
 class _NormalizeParts(Function):
@@ -44,14 +46,14 @@ class _NormalizeParts(Function):
         y = functional.standardize(functional.grouped(x, parts), mean_PC, scale_PC)
         if bias_PC is not None:
             y = y + functional.channelwise(bias_PC, y.dim())
-        return y.to(x.dtype).flatten(0, 1), mean_BC, var_BC
+        return y.to(x.dtype), mean_BC, var_BC
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_PNC: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, mean_PC, invstd_PC, weight_PC = ctx.saved_tensors
         parts, banks = len(mean_PC), ctx.banks
-        grad_PNC = at_least_float32(functional.grouped(grad, parts))
+        grad_PNC = at_least_float32(grad_PNC)
         centred_PNC = functional.grouped(x, parts) - functional.channelwise(mean_PC, grad_PNC.dim())
         dims = [1, *range(3, grad_PNC.dim())]
         sum_PC, product_PC = grad_PNC.sum(dims), (grad_PNC * centred_PNC).sum(dims)
