@@ -40,8 +40,7 @@ class Overconfident(nn.Module):
 
 
 # %% [markdown]
-# **Suspect 2, the quantized one.** It rounds the pixels before it looks at them: small
-# perturbations vanish.
+# **Suspect 2, the quantized one.** It rounds its input pixels first: small perturbations vanish.
 
 
 # %%

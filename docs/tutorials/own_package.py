@@ -13,7 +13,7 @@
 # %% [markdown]
 # ## A norm is a plan
 #
-# A [plan](../explanation/concepts.md#plans) says which banks treat which domain. This one has
+# A [plan](../explanation/concepts.md#plans) assigns banks to domains. This one has
 # three domains. Clean and noisy images share their statistics, adversarial images have their
 # own, and all have their own affine parameters:
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 OK = 0
-#: A cell of a study failed.
+#: One of several runs, targets or cells failed.
 FAILED = 1
 #: The command line, a setting or a file is wrong.
 USAGE = 2

@@ -1,4 +1,4 @@
-"""Regular files: read, written completely or not at all, checked before a computation, and digests of contents."""
+"""Regular files: reading, atomic writing, checks before a computation, and digests of contents."""
 
 from __future__ import annotations
 

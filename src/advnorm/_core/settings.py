@@ -1,4 +1,4 @@
-"""Settings: type, range, default and help in one declaration; values converted to their types, or all problems at once.
+"""Settings: type, range, default and help in one declaration; conversion of values, with all problems at once.
 
     steps: Annotated[int, Setting("Number of gradient steps.", "[1, inf)")] = 10
 

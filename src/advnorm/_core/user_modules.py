@@ -1,4 +1,4 @@
-"""The user's own Python code: files and modules, each imported once, whatever names it."""
+"""The user's own Python code: files and modules, each imported once under any name."""
 
 from __future__ import annotations
 

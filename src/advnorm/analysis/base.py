@@ -186,7 +186,7 @@ ANALYSES: Registry[Analysis] = Registry("analysis", Analysis)
 register_analysis = ANALYSES.register
 """Decorator that registers a function that returns a :class:`Finding`: ``@register_analysis(name, summary="…")``.
 
-``takes`` says what the function gets:
+``takes`` names what the function gets:
 
 - ``"run"`` (default): an evaluation target with ``model``, ``images`` and ``labels``
 - ``"runs"``: several targets

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-#: Distinct values of a setting that a law needs, so that its error says something.
+#: Distinct values of a setting that a law needs, so that its error has a meaning.
 VALUES = 3
 #: The settings of a row; others are in ``settings``.
 _SETTINGS = ("model", "mode", "batch_size", "attack_steps", "image_size", "processes")

@@ -68,7 +68,9 @@ def bench_train(
     ] = None,
     processes: Annotated[
         list[int] | None,
-        typer.Option(min=1, metavar=INTEGERS, help="One or several numbers; each divides the batch. Default: 1."),
+        typer.Option(
+            min=1, metavar=INTEGERS, help="Numbers of processes that divide each batch, one or several. Default: 1."
+        ),
     ] = None,
     data_dir: DataDir = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Number of timed steps. Default: 50; on the CPU 3.")] = None,
@@ -115,12 +117,12 @@ def bench_train(
 @command(app, "recipe")
 def bench_recipe(
     file: Annotated[Path, typer.Argument(help="A recipe: a .yaml, .json or .py file, as for `advnorm train`.")],
-    seeds: Annotated[list[int] | None, typer.Option(min=0, metavar=INTEGERS, help="Default: 0 1 2.")] = None,
+    seeds: Annotated[list[int] | None, typer.Option(min=0, metavar=INTEGERS, help="Seeds. Default: 0 1 2.")] = None,
     overrides: Overrides = None,
     variant: Annotated[
         list[str] | None,
         typer.Option(
-            metavar=KEY_VALUE, help="Also train the recipe with this setting, or 'these settings' in quotes. Several."
+            metavar=KEY_VALUE, help="Also train variants: each is a setting, or 'several settings' in quotes."
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Parent folder of the runs' folders.")] = Path("runs"),
@@ -132,7 +134,7 @@ def bench_recipe(
     """Measure a recipe: wall-clock time of each training, and accuracy under the whole AutoAttack.
 
     Each seed is trained by `advnorm train` in a process of its own that compiles everything itself. The table of
-    variants shows what each ingredient buys. The same command resumes.
+    variants shows the effect of each changed setting. The same command resumes.
     Examples: `advnorm bench recipe recipes/speedrun.yaml --data-dir data --json speedrun.json`,
     `advnorm bench recipe recipes/trades_awp.yaml --data-dir data --variant second_pass=null
     'schedule=one_cycle milestones=[] gamma=0.1 warmup_epochs=0'`

@@ -130,7 +130,7 @@ def quick_tables(result: QuickBenchmark) -> Group:
 
 
 def recipe_tables(result: RecipeBenchmark) -> Group:
-    """Return accuracies and times of each training, and what each ingredient buys: tables 80 columns wide."""
+    """Return accuracies and times of each training, and the effect of each changed setting: tables 80 columns wide."""
     summary, tables = result.summary(), list[Table | Text]()
     for name in summary:
         label = result.recipe if name == RECIPE else name

@@ -19,7 +19,7 @@ def card(
 ) -> None:
     """Write the model card of a run, README.md, with the weights and the configuration that it describes.
 
-    The card has the evaluations and audits of these weights that lie in the folder of the run. Example:
+    The card lists the evaluations and audits of these weights in the folder of the run. Example:
     `advnorm card runs/NAME --out my-model`
     """
     from advnorm.sharing.pretrained import save_pretrained

@@ -39,7 +39,7 @@ COLOURS = dict(zip(MODELS, (0, 2, 3)))
 ATTACKS = {"pgd10": "PGD-10", "autoattack": "AutoAttack"}
 QUICK_ATTACKS = {"pgd2": "PGD-2", "pgd10": "PGD-10"}
 QUICK_IMAGES = 64
-QUICK = "Quick run with 2 epochs: it shows that everything works; its numbers say nothing about the methods."
+QUICK = "Quick run with 2 epochs: it shows that everything works; its numbers do not compare the methods."
 STAGES = {"apgd-ce": "APGD-CE", "apgd-t": "APGD-T", "fab-t": "FAB-T", "square": "Square"}
 
 

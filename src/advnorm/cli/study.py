@@ -57,7 +57,9 @@ def study(
     data_dir: DataDir = None,
     device: Device = None,
     launcher: Annotated[str, typer.Option(help="local: processes on this computer. ray: a cluster.")] = "local",
-    address: Annotated[str | None, typer.Option(help="Address of a Ray cluster. Default: the running one.")] = None,
+    address: Annotated[
+        str | None, typer.Option(help="Address of a Ray cluster. Default: a running one, else a new one.")
+    ] = None,
     processes: Annotated[int, typer.Option(min=1, help="Number of workers per device.")] = 1,
     max_minutes: Annotated[
         float | None,

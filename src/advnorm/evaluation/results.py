@@ -251,7 +251,7 @@ def read_from(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def describe_origin(conditions: Mapping[str, Any]) -> list[str]:
-    """Return at most one line that says where model and data come from."""
+    """Return at most one line with the origin of model and data."""
     about = conditions.get("about") or {}
     parts = [f"{name} {about[name]}" for name in ("run", "checkpoint", "model", "weights", "data") if about.get(name)]
     parts += [f"training is not finished ({about['unfinished']})"] if about.get("unfinished") else []

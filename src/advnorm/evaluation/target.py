@@ -32,7 +32,7 @@ EvaluationData = ImageData | FolderData | tuple[Tensor, Tensor]
 class EvaluationTarget:
     """A model with the test data and the attack to evaluate it on.
 
-    ``origin`` says where model and data come from. If there is no training run, the caller chooses the attack.
+    ``origin``: where model and data come from. If there is no training run, the caller chooses the attack.
     """
 
     name: str

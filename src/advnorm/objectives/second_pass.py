@@ -1,7 +1,7 @@
 """Model-based adversarial training (paper B, eq. 2): a second pass over a perturbed model.
 
 A step has two backward passes. The first gives the gradient and the direction of the attack on the model; the second
-gives the gradient on the attacked model. Both run inside :meth:`compute_loss`. ``loss.backward()`` then only hands the
+gives the gradient on the attacked model. Both run inside :meth:`compute_loss`. ``loss.backward()`` then only passes the
 result to the parameters, and DDP reduces it once. The second pass uses the images of the first, adversarial ones
 included, and does not change the running statistics (paper B, sec. 3.2).
 """

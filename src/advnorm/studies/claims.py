@@ -1,8 +1,8 @@
 """Building blocks of the checks of claims: margins, numbers over seeds, and clauses that show what they compare.
 
-No paper defines "comparable" or "significant". A clause therefore carries its margin, and a margin says what it means
-and where it comes from: the paper's words, or "our margin". Margins are never widened so that the printed numbers
-pass: a page reports the clauses that the paper's own numbers fail (:attr:`Study.printed_conclusion`).
+No paper defines "comparable" or "significant". A clause therefore carries its margin, and a margin states its meaning
+and its source: the paper's words, or "our margin". Margins are never widened so that the printed numbers pass: a page
+reports the clauses that the paper's own numbers fail (:attr:`Study.printed_conclusion`).
 """
 
 from __future__ import annotations

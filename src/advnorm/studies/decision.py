@@ -1,4 +1,4 @@
-"""The verdict on a claim: what its clauses say about the measured values, and about values as they could have been."""
+"""The verdict on a claim: its clauses evaluated on the measured values and on resampled ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ClauseResult(NamedTuple):
 class Conclusion(NamedTuple):
     """The verdict on a claim, the clauses that could be evaluated, and the problem with the values, if any.
 
-    ``needs`` says what would decide an undecided claim. ``missing`` is the first number that was not measured.
+    ``needs`` names what would decide an undecided claim. ``missing`` is the first number that was not measured.
     """
 
     verdict: ClaimVerdict

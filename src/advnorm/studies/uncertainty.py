@@ -98,7 +98,7 @@ class Estimate(float):
 
 
 class MeasuredValues(Mapping[Key, Sequence[float]]):
-    """Measured numbers by cell and name, each over seeds, that know how uncertain they are."""
+    """Measured numbers by cell and name, each over seeds, with their uncertainties."""
 
     def __init__(self, samples: Mapping[Key, Sample]) -> None:
         self.samples = dict(samples)
@@ -149,7 +149,7 @@ class ResampledValues(Mapping[Key, Sequence[float]]):
 
 
 def collect_samples(records: Sequence[Mapping[str, Any]]) -> MeasuredValues:
-    """Return the numbers of records over seeds, with what their measurements say about their uncertainty."""
+    """Return the numbers of records over seeds, with the sources of their uncertainty."""
     found: dict[Key, list[tuple[float, float | None, int | None]]] = {}
     for record in records:
         counted = {

@@ -1,4 +1,4 @@
-"""The tables of paper D. Tables 4 and 5 are lost."""
+"""The tables of paper D. The available text lacks tables 4 and 5."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of paper E's appendices: ALP's parameters, steps, batch sizes, and all of them."""
+"""The tables of paper E's appendices: ALP's parameters, attack steps, batch sizes, and all results."""
 
 from __future__ import annotations
 
