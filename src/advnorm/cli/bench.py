@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from advnorm.cli.command import INTEGERS, KEY_VALUE, command, console, own_code, say
+from advnorm.cli.command import INTEGERS, KEY_VALUE, command, console, own_code, write_copy
 from advnorm.cli.options import DataDir, Device, JsonCopy, Limit, Overrides, Seed
 
 app = typer.Typer(
@@ -36,7 +36,7 @@ def bench_norms(
     from advnorm.bench.norms import bench_norms as measure
     from advnorm.cli.bench_tables import norm_table
 
-    with _measuring(json) as show:
+    with _measuring(json) as (show, _):
         result = measure(
             norms or ("bn", "dual_bn"),
             model=model,
@@ -49,7 +49,7 @@ def bench_norms(
             on_round=lambda: show("norms"),
         )
     console.print(norm_table(result))
-    _write(json, result.record())
+    write_copy(json, result)
 
 
 @command(app, "train")
@@ -97,7 +97,7 @@ def bench_train(
     from advnorm.cli.train_tables import train_tables
     from advnorm.config.sweep import sweep_configs
 
-    with _measuring(json) as show:
+    with _measuring(json) as (show, _):
         result = measure(
             sweep_configs(default_config(device).with_overrides(overrides or ()), sweep or ()),
             modes=mode or None,  # pyright: ignore[reportArgumentType]  # validated there
@@ -111,7 +111,7 @@ def bench_train(
         )
     if rank() == 0:
         console.print(train_tables(result))
-        _write(json, result.record())
+        write_copy(json, result)
 
 
 @command(app, "recipe")
@@ -139,11 +139,10 @@ def bench_recipe(
     `advnorm bench recipe recipes/trades_awp.yaml --data-dir data --variant second_pass=null
     'schedule=one_cycle milestones=[] gamma=0.1 warmup_epochs=0'`
     """
-    from advnorm._core.records import write_json
     from advnorm.bench.recipe import bench_recipe as measure
     from advnorm.cli.bench_tables import recipe_tables
 
-    with _measuring(json) as show:
+    with _measuring(json) as (show, save):
         result = measure(
             file,
             seeds=(0, 1, 2) if seeds is None else seeds,
@@ -155,10 +154,10 @@ def bench_recipe(
             device=device,
             imports=own_code,
             on_row=show,
-            on_result=lambda so_far: json and write_json(json, so_far.record()),  # a row can take hours
+            on_result=save,
         )
     console.print(recipe_tables(result))
-    _write(json, result.record())
+    write_copy(json, result)
 
 
 @command(app, "autoattack")
@@ -182,12 +181,11 @@ def bench_autoattack(
     Examples: `advnorm bench autoattack --images 100`,
     `advnorm bench autoattack --weights resnet18_eps8.safetensors --data-dir data --json autoattack.json`
     """
-    from advnorm._core.records import write_json
     from advnorm.bench.autoattack import bench_autoattack as measure
     from advnorm.bench.autoattack import load_network
     from advnorm.cli.bench_tables import autoattack_tables
 
-    with _measuring(json) as show:
+    with _measuring(json) as (show, save):
         model, x, y, threat, name = load_network(
             weights, data_dir, images=images, eps=eps, seed=seed, precisions=precision or ()
         )
@@ -201,10 +199,10 @@ def bench_autoattack(
             official=official,
             seed=seed,
             on_row=show,
-            on_result=lambda so_far: json and write_json(json, so_far.record()),  # a row can take many minutes
+            on_result=save,
         )
     console.print(autoattack_tables(result))
-    _write(json, result.record())
+    write_copy(json, result)
 
 
 @command(app, "audit")
@@ -223,11 +221,10 @@ def bench_audit(
 
     Examples: `advnorm bench audit --part blind --json blind.json`, `advnorm bench audit kwta pgd_at --limit 50`
     """
-    from advnorm._core.records import write_json
     from advnorm.bench.audit import bench_audit as measure
     from advnorm.cli.bench_tables import audit_tables
 
-    with _measuring(json) as show:
+    with _measuring(json) as (show, save):
         result = measure(
             specimens or (),
             part=part,  # pyright: ignore[reportArgumentType]  # validated there
@@ -238,10 +235,10 @@ def bench_audit(
             device=device,
             seed=seed,
             on_row=show,
-            on_result=lambda so_far: json and write_json(json, so_far.record()),
+            on_result=save,
         )
     console.print(audit_tables(result))
-    _write(json, result.record())
+    write_copy(json, result)
 
 
 @command(app, "quick")
@@ -267,12 +264,11 @@ def bench_quick(
     Examples: `advnorm bench quick --training-seed 1 --images 100`,
     `advnorm bench quick runs/a runs/b --data-dir data --images 10000 --precision bf16 --json quick.json`
     """
-    from advnorm._core.records import write_json
     from advnorm.bench.quick import bench_quick as measure
     from advnorm.bench.quick import open_networks, train_networks
     from advnorm.cli.bench_tables import quick_tables
 
-    with _measuring(json) as show:
+    with _measuring(json) as (show, save):
         if runs:
             networks, name = open_networks(runs, images, data_dir=data_dir, device=device), "training runs"
         else:
@@ -283,10 +279,10 @@ def bench_quick(
             precision=precision,  # pyright: ignore[reportArgumentType]  # validated there
             seed=seed,
             on_row=show,
-            on_result=lambda so_far: json and write_json(json, so_far.record()),  # a row can take many minutes
+            on_result=save,
         )
     console.print(quick_tables(result))
-    _write(json, result.record())
+    write_copy(json, result)
 
 
 @command(app, "surgery", computes=False)
@@ -304,28 +300,24 @@ def bench_surgery(
     from advnorm.bench.surgery import bench_surgery as measure
     from advnorm.cli.bench_tables import surgery_tables
 
-    with _measuring(json) as show:
+    with _measuring(json) as (show, _):
         result = measure(libraries or None, check=check, on_row=show)
     console.print(surgery_tables(result))
-    _write(json, result.record())
+    write_copy(json, result)
 
 
 @contextmanager
-def _measuring(record: Path | None) -> Iterator[Callable[[str], None]]:
-    """Scope: the record can be written; yields a function that shows which row is being measured."""
+def _measuring(record: Path | None) -> Iterator[tuple[Callable[[str], None], Callable[[Any], None]]]:
+    """Scope: the record can be written; yields functions that show the current row and write the results so far."""
     from advnorm._core.errors import raise_problems
     from advnorm._core.progress import show_progress
-    from advnorm._core.records import writable_problems
+    from advnorm._core.records import writable_problems, write_json
+
+    def save(result: Any) -> None:  # after every row, because a row can take hours
+        if record is not None:
+            write_json(record, result.record())
 
     raise_problems(writable_problems(record) if record else [])
     with show_progress() as display:
         task = display.task("measuring")
-        yield lambda row: task.update(description=f"measuring {row}")
-
-
-def _write(path: Path | None, record: dict[str, Any]) -> None:
-    from advnorm._core.records import write_json
-
-    if path is not None:
-        write_json(path, record)
-        say(f"record: {path}")
+        yield lambda row: task.update(description=f"measuring {row}"), save

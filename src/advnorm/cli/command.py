@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import wraps
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
@@ -42,6 +43,15 @@ class Computation:
 def say(text: object, style: str | None = None) -> None:
     """Print a text without breaking long lines, so that paths can be copied."""
     console.print(printable(str(text)), style=style, soft_wrap=True)
+
+
+def write_copy(path: Path | None, result: Any) -> None:
+    """Write the record of a printed result to the file of ``--json``, if that is given."""
+    from advnorm._core.records import write_json
+
+    if path is not None:
+        write_json(path, result.record())
+        say(f"record: {path}")
 
 
 def command(app: typer.Typer, name: str | None = None, *, computes: bool = True) -> Callable[[F], F]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from advnorm.cli.command import console, say
+from advnorm.cli.command import console, write_copy
 from advnorm.cli.options import JsonCopy
 
 
@@ -27,7 +27,6 @@ def compare(
     `advnorm compare a0.json a1.json --against b0.json b1.json --attack autoattack`
     """
     from advnorm._core.errors import ConfigError
-    from advnorm._core.records import write_json
     from advnorm.evaluation import comparison
 
     for name, words in {"attack": attack, "route": route}.items():
@@ -40,6 +39,4 @@ def compare(
     attacks, routes = ((words[0], words[-1]) if words else None for words in (attack, route))
     found = comparison.compare(first, second or None, attack=attacks, route=routes)
     console.print(found.table())
-    if json is not None:
-        write_json(json, found.record())
-        say(f"record: {json}")
+    write_copy(json, found)
