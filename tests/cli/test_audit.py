@@ -43,6 +43,10 @@ def test_a_limit_selects_the_same_images_as_in_evaluate(own_model):
 def test_too_few_images_for_a_verdict_are_reported_before_the_attacks(own_model):
     result = invoke("audit", "own_model:build", "--weights", "w.safetensors", *QUICK, "--limit", "20")
     assert "20 images are too few" in result.output.partition("clean")[0] and result.exit_code == 3
+    x, y = advnorm.data.digits("test")
+    save_file({"x": x[:40].clone(), "y": y[:40].clone()}, "test.safetensors")
+    file = ("--data", "test.safetensors", "--device", "cpu", "--eps", "0.2", "--budget", "quick")
+    assert "too few" not in invoke("audit", "own_model:build", "--weights", "w.safetensors", *file).output
 
 
 def test_one_error_lists_everything_that_is_wrong(own_model):

@@ -16,7 +16,7 @@ from advnorm._core.records import digest, read_bytes
 from advnorm._core.registry import Registry
 
 
-def import_source(source: str, field: str = "module") -> ModuleType:
+def import_source(source: str) -> ModuleType:
     """Import a ``.py`` file, or a module by its name; both are found from the working directory.
 
     A file that is imported already, under any name and with the same content, is not run again: what it registers
@@ -24,15 +24,15 @@ def import_source(source: str, field: str = "module") -> ModuleType:
     """
     with _finding_from(Path.cwd()):
         if source.endswith(".py"):
-            return _import_file(Path(source), field)
+            return _import_file(Path(source))
         spec = importlib.util.find_spec(source)
         if spec is None:
             raise ModuleNotFoundError(f"No module named {source!r}", name=source)
         return (spec.origin and _loaded(Path(spec.origin))) or importlib.import_module(source)
 
 
-def _import_file(path: Path, field: str) -> ModuleType:
-    content = digest(read_bytes(path, field))
+def _import_file(path: Path) -> ModuleType:
+    content = digest(read_bytes(path, "module"))
     module = _loaded(path)
     if module is not None and getattr(module, "_advnorm_content", content) == content:
         return module
@@ -42,7 +42,7 @@ def _import_file(path: Path, field: str) -> ModuleType:
     name = path.stem if own else f"advnorm_user_{digest(str(path))[:8]}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ConfigError("not_supported", f"{path} is not a Python file", field=field)
+        raise ConfigError("not_supported", f"{path} is not a Python file", field="module")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     before = Registry.additions

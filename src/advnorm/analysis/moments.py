@@ -25,6 +25,7 @@ from advnorm.evaluation.model_branches import branches
 from advnorm.norms import Route, RoutedNorm, functional, pair_banks, routed_modules
 from advnorm.norms import route as route_scope
 from advnorm.norms.plan import SHARED
+from advnorm.norms.recalibration import PooledMoments, add_moments
 from advnorm.surgery.adapters import has_channels_last
 
 #: Receives the name of a layer and its input with the channels in dimension 1.
@@ -128,15 +129,11 @@ def collect_moments(
     ``statistics`` normalizes the layers before: the ``running`` ones, as at test time, or those of each batch
     (``batch_frozen``), as in training; then the result depends on the batches.
     """
-    pooled: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+    pooled: PooledMoments = {}
 
     def pool(name: str, value: Tensor) -> None:
         mean, var = functional.moments(value.double()[None])
-        count = mean.new_full((1, 1), value.numel() // mean.shape[1])
-        if name in pooled:
-            both = [torch.cat(values) for values in zip(pooled[name], (mean, var, count))]
-            mean, var, count = (value[None] for value in functional.pool_moments(*both))
-        pooled[name] = mean, var, count
+        add_moments(pooled, name, mean, var, count=value.numel() // mean.shape[1])
 
     how: Any = {"route": route, "pair": pair, "statistics": statistics, "layers": layers, "batch_size": batch_size}
     classes = observe_norm_inputs(model, x, pool, **how)

@@ -26,8 +26,8 @@ Layers = Annotated[Sequence[str] | None, Setting("Layers by name. Default: the f
 Samples = Annotated[int, Setting("Number of images of each kind.", "[2, inf)")]
 
 
-def principal_components(gram: Tensor, count: int = 2) -> tuple[Tensor, Tensor]:
-    """Return scores ``(N, count)`` of the first components and their shares of the variance, from inner products.
+def principal_components(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scores ``(N, 2)`` of the first two components and their shares of the variance, from inner products.
 
     The eigenvectors of the doubly centered Gram matrix, each times the root of its eigenvalue, are the scores of the
     components of the covariance, for any number of features. The largest entry of each by absolute value is positive.
@@ -36,7 +36,7 @@ def principal_components(gram: Tensor, count: int = 2) -> tuple[Tensor, Tensor]:
     row = gram.mean(0, keepdim=True)
     centered = gram - row - row.T + row.mean()
     values, vectors = torch.linalg.eigh(centered)
-    values, vectors = values.flip(0)[:count].clamp_min(0), vectors.flip(1)[:, :count]
+    values, vectors = values.flip(0)[:2].clamp_min(0), vectors.flip(1)[:, :2]
     signs = vectors.gather(0, vectors.abs().argmax(0, keepdim=True)).sign()
     total = centered.trace().clamp_min(torch.finfo(torch.float64).tiny)
     return vectors * signs * values.sqrt(), values / total

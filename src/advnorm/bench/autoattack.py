@@ -28,6 +28,8 @@ from advnorm.models.weights import load_weights
 from advnorm.threat import ThreatModel
 
 OFFICIAL = "pyautoattack"
+#: Batch size of the official code, and of every forward outside of the attacks.
+OFFICIAL_BATCH = 500
 #: Whether each image is robust, and the seconds and passes of the stages.
 Outcome = tuple[Tensor, dict[str, float], dict[str, StagePasses]]
 
@@ -124,7 +126,6 @@ def bench_autoattack(
     name: str,
     precisions: Sequence[str] = ("float32", "tf32", "bf16"),
     official: bool = True,
-    official_batch: int = 500,
     seed: int = 0,
     on_row: Callable[[str], object] = lambda row: None,
     on_result: Callable[[AutoAttackBenchmark], object] = lambda result: None,
@@ -145,11 +146,11 @@ def bench_autoattack(
 
     runs: dict[str, Callable[[], Outcome]] = {}
     if official and installed:
-        runs[f"{OFFICIAL} (official code)"] = partial(_run_official, model, x, y, threat, official_batch, seed)
+        runs[f"{OFFICIAL} (official code)"] = partial(_run_official, model, x, y, threat, seed)
     runs |= {f"advnorm {precision}": partial(run_ours, precision) for precision in precisions}
     with torch.no_grad(), evaluating(model):
-        clean = torch.cat([model(part).argmax(1) for part in x.split(500)]) == y
-    _warm_up(model, x[:official_batch], y[:official_batch])
+        clean = torch.cat([model(part).argmax(1) for part in x.split(OFFICIAL_BATCH)]) == y
+    _warm_up(model, x[:OFFICIAL_BATCH], y[:OFFICIAL_BATCH])
     result = AutoAttackBenchmark(
         model=name,
         threat=str(threat),
@@ -191,12 +192,12 @@ def _warm_up(model: nn.Module, x: Tensor, y: Tensor) -> None:
             torch.autograd.grad(F.cross_entropy(model(points).float(), y), points)
 
 
-def _run_official(model: nn.Module, x: Tensor, y: Tensor, threat: ThreatModel, batch: int, seed: int) -> Outcome:
+def _run_official(model: nn.Module, x: Tensor, y: Tensor, threat: ThreatModel, seed: int) -> Outcome:
     """Run the official code as documented: model in eval mode, default settings."""
     from pyautoattack import AutoAttack as OfficialAutoAttack  # pyright: ignore[reportMissingImports]
 
     with evaluating(model):
         attack = OfficialAutoAttack(model, norm=threat.norm, eps=threat.eps, seed=seed, device=x.device)
-        x_adv, _ = attack.run_standard_evaluation(x, y, batch_size=batch)
+        x_adv, _ = attack.run_standard_evaluation(x, y, batch_size=OFFICIAL_BATCH)
         with torch.no_grad():
-            return torch.cat([model(part).argmax(1) for part in x_adv.split(batch)]) == y, {}, {}
+            return torch.cat([model(part).argmax(1) for part in x_adv.split(OFFICIAL_BATCH)]) == y, {}, {}

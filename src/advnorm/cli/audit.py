@@ -68,7 +68,7 @@ def audit(
         message = "--surrogate-weights needs a --surrogate"
         problems.append(Problem(code="conflict", message=message, field="surrogate_weights"))
     opened = open_target(target, options, problems)
-    images = min(len(opened.data), options.limit or len(opened.data))
+    images = min(opened.count, options.limit or opened.count)
     if images < LEAST_IMAGES:
         say(f"note: {images} images are too few for a verdict; it takes at least {LEAST_IMAGES}")
     record = options.json or default_record("audit", opened, options, route, budget, surrogate, surrogate_weights)

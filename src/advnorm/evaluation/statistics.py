@@ -7,8 +7,11 @@ from statistics import NormalDist
 
 from advnorm._core.errors import Problem, raise_problems
 
+#: Confidence of every interval in records, tables and pages.
+CONFIDENCE = 0.95
 
-def wilson_interval(successes: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
+
+def wilson_interval(successes: int, n: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
     """Return the lower and upper bound of a fraction ``successes / n`` (Wilson 1927, score interval).
 
     Unlike the normal approximation, it stays inside [0, 1] and has a width above 0 at 0 % and 100 %.
@@ -32,9 +35,9 @@ def wilson_interval(successes: int, n: int, confidence: float = 0.95) -> tuple[f
     return low, high
 
 
-def accuracy_interval(accuracy: float, n: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Return Wilson's interval of a fraction of ``n`` images; a mean over seeds counts as the nearest whole number."""
-    return wilson_interval(round(accuracy * n), n, confidence)
+def accuracy_interval(accuracy: float, n: int) -> tuple[float, float]:
+    """Return Wilson's 95 % interval of a fraction of ``n`` images. A mean over seeds is rounded to whole images."""
+    return wilson_interval(round(accuracy * n), n)
 
 
 def format_accuracy(accuracy: float, n: int, decimals: int = 1) -> str:
@@ -54,13 +57,13 @@ def mcnemar_p_value(only_first: int, only_second: int) -> float:
     return float(binomtest(only_first, n).pvalue) if n else 1.0
 
 
-def paired_interval(total: float, squares: float, n: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Return the interval of a mean difference per image, from the sum of the differences and of their squares.
+def paired_interval(total: float, squares: float, n: int) -> tuple[float, float]:
+    """Return the 95 % interval of a mean difference per image, from the sum of the differences and of their squares.
 
     This is the Wald interval with half an observation added to each of the four outcomes of a pair (Agresti and Min
     2005): two images are added, one with difference 0, and one split into the differences 1 and -1.
     """
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
     count, spread = n + 2, squares + 1
     centre = total / count
     half = z * sqrt(max(spread - total * total / count, 0.0)) / count

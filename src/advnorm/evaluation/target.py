@@ -49,6 +49,11 @@ class EvaluationTarget:
         return self.attack.threat
 
     @property
+    def count(self) -> int:
+        """Number of images, without reading those in files."""
+        return len(self.data[1] if isinstance(self.data, tuple) else self.data)
+
+    @property
     def images(self) -> Tensor:
         return self._tensors[0]
 
@@ -78,12 +83,11 @@ class EvaluationTarget:
         An image folder lists its classes one after another. Its images are shuffled, always in the same way, so that
         the batches of an analysis resemble those of training.
         """
-        data, count = self.data, len(self.data[1] if isinstance(self.data, tuple) else self.data)
-        rows = spread_rows(count, limit)
+        data, rows = self.data, spread_rows(self.count, limit)
         if isinstance(data, FolderData):
             rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
             data = data.take(rows).in_memory()
-        elif len(rows) < count:
+        elif len(rows) < self.count:
             data = data.take(rows) if isinstance(data, ImageData) else (data[0][rows], data[1][rows])
         return replace(self, data=data, rows=rows)
 

@@ -108,11 +108,16 @@ def _pool(pooled: PooledMoments, name: str, norm: RoutedNorm, inputs: tuple[Tens
     """Forward pre-hook that pools the moments of a norm's input in float64."""
     x = inputs[0]
     mean, var = (value.double() for value in functional.moments(functional.grouped(x, 1)))
-    count = mean.new_full((1, 1), x.numel() // norm.shape[0])
+    add_moments(pooled, name, mean, var, count=x.numel() // norm.shape[0])
+
+
+def add_moments(pooled: PooledMoments, name: str, mean: Tensor, var: Tensor, *, count: int) -> None:
+    """Pool the moments of ``count`` values per channel, each ``(1, channels)``, with those that ``name`` has so far."""
+    found = mean, var, mean.new_full((1, 1), count)
     if name in pooled:
-        both = [torch.cat(values) for values in zip(pooled[name], (mean, var, count))]
-        mean, var, count = (value[None] for value in functional.pool_moments(*both))
-    pooled[name] = mean, var, count
+        mean, var, total = functional.pool_moments(*(torch.cat(values) for values in zip(pooled[name], found)))
+        found = mean[None], var[None], total[None]
+    pooled[name] = found
 
 
 def _batches(data: Data, batch_size: int) -> Iterable[Tensor]:

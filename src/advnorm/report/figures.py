@@ -209,6 +209,8 @@ def _draw_lines(figure: LineChart) -> str:
 
 #: Number of colours and markers of lines.
 _COLOURS = 4
+#: Height of a label beside a line.
+_LABEL_HEIGHT = 15
 
 
 def _marker(series: int, x: float, y: float) -> str:
@@ -247,16 +249,16 @@ def _axis_ticks(values: Sequence[float]) -> list[float]:
     return [round(step * i, 12) for i in range(first, last + 1)]
 
 
-def _spread_labels(wanted: Sequence[float], distance: float = 15) -> list[float]:
+def _spread_labels(wanted: Sequence[float]) -> list[float]:
     """Move labels to the closest heights above the axis at which they do not touch."""
     order = sorted(range(len(wanted)), key=lambda i: wanted[i])
     found = list(wanted)
     for before, i in pairwise(order):
-        found[i] = max(found[i], found[before] + distance)
+        found[i] = max(found[i], found[before] + _LABEL_HEIGHT)
     limit: float = _BOTTOM
     for i in reversed(order):
         found[i] = min(found[i], limit)
-        limit = found[i] - distance
+        limit = found[i] - _LABEL_HEIGHT
     return found
 
 

@@ -26,7 +26,7 @@ from advnorm.evaluation.gallery.blind_defences import (
 )
 from advnorm.evaluation.gallery.defences import ScaledLogits, replace_activations, softened
 from advnorm.evaluation.gallery.parents import Parents, Scale, parent
-from advnorm.evaluation.gallery.specimens import FRAGILE, MADRY, PLAIN, add_specimen, trained
+from advnorm.evaluation.gallery.specimens import FRAGILE, MADRY, PLAIN, add_specimen, large_eps, small_eps, trained
 from advnorm.models import create_model
 from advnorm.objectives import Classical
 from advnorm.threat import ThreatModel
@@ -38,16 +38,8 @@ def _l1(scale: Scale) -> ThreatModel:
     return ThreatModel(norm="L1", eps=2 * scale.l2_eps)
 
 
-def _small(scale: Scale) -> ThreatModel:
-    return ThreatModel(eps=scale.small_eps)
-
-
 def _first(model: nn.Module) -> nn.Module:
     return next(model.children())
-
-
-def _large(scale: Scale) -> ThreatModel:
-    return ThreatModel(eps=scale.large_eps)
 
 
 def _pixels(p: Parents) -> int:
@@ -142,7 +134,7 @@ add_specimen(
     "trained on interval bounds, which certify its answers in Linf (Gowal et al. 2018)",
     trained("interval_trained"),
     blind=True,
-    threat=_small,
+    threat=small_eps,
 )
 add_specimen("pgd_at_l1", "sound", MADRY, trained("pgd_at_l1"), blind=True, threat=_l1)
 add_specimen(
@@ -151,7 +143,7 @@ add_specimen(
     "one step from a random start at a small radius, where it does not overfit to the step (Wong et al. 2020)",
     trained("fast_at"),
     blind=True,
-    threat=_small,
+    threat=small_eps,
 )
 add_specimen(
     "mean_of_sound",
@@ -163,7 +155,7 @@ add_specimen(
 
 # -- undefended --------------------------------------------------------------------------------------------------------
 
-add_specimen("linear", "undefended", PLAIN, trained("linear"), blind=True, threat=_large)
+add_specimen("linear", "undefended", PLAIN, trained("linear"), blind=True, threat=large_eps)
 add_specimen("label_smoothing", "undefended", PLAIN, trained("label_smoothing"), blind=True)
 add_specimen("mixup", "undefended", PLAIN, trained("mixup"), blind=True)
 

@@ -84,11 +84,11 @@ def _mean_sparse(parents: Parents) -> nn.Module:
     return with_mean_sparse(parents.get("pgd_at"), parents.train_data[0][:512].to(parents.device), 1.0)
 
 
-def _large(scale: Scale) -> ThreatModel:
+def large_eps(scale: Scale) -> ThreatModel:
     return ThreatModel(eps=scale.large_eps)
 
 
-def _small(scale: Scale) -> ThreatModel:
+def small_eps(scale: Scale) -> ThreatModel:
     return ThreatModel(eps=scale.small_eps)
 
 
@@ -110,7 +110,7 @@ add_specimen(
     lambda p: strip(p.get("hybrid_dual"), route="adv"),
 )
 add_specimen("kl", "sound", "hybrid training with a KL term (paper A, table 8; paper C, table 3)", trained("kl"))
-add_specimen("pgd_at_small_eps", "sound", MADRY, trained("pgd_at_small_eps"), threat=_small)
+add_specimen("pgd_at_small_eps", "sound", MADRY, trained("pgd_at_small_eps"), threat=small_eps)
 add_specimen("pgd_at_l2", "sound", MADRY, trained("pgd_at_l2"), threat=_l2)
 add_specimen("pgd_at_gn", "sound", MADRY, trained("pgd_at_gn"))
 add_specimen(
@@ -126,7 +126,7 @@ add_specimen(
     lambda p: nn.Sequential(Noise(0.05 * p.scale.eps), p.get("pgd_at")),
     trained("pgd_at"),
 )
-add_specimen("trades_small_eps", "sound", "TRADES, evaluated at half its radius", trained("trades"), threat=_small)
+add_specimen("trades_small_eps", "sound", "TRADES, evaluated at half its radius", trained("trades"), threat=small_eps)
 
 # -- undefended --------------------------------------------------------------------------------------------------------
 
@@ -147,14 +147,14 @@ add_specimen(
     "undefended",
     "the clean branch of dual BN (paper A, table 1: 0.3 % under PGD-10)",
     lambda p: strip(p.get("hybrid_dual"), route="clean"),
-    threat=_large,
+    threat=large_eps,
 )
 add_specimen(
     "gradient_regularized",
     "undefended",
     "the gradient is penalized at the images alone (Ross & Doshi-Velez 2018); at a large radius nothing is left",
     trained("gradient_regularized"),
-    threat=_large,
+    threat=large_eps,
 )
 
 # -- false -------------------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ add_specimen(
     "false",
     "hybrid training with a single BN at a large radius (paper A, table 3: PGD-10 29.9, AutoAttack 0.5)",
     trained("hybrid_single"),
-    threat=_large,
+    threat=large_eps,
 )
 add_specimen(
     "scaled_logits",
@@ -265,7 +265,7 @@ add_specimen(
     "false",
     "one-step training that overfits to one step (Wong et al. 2020): PGD-10 removes what FGSM reports",
     trained("fgsm_at"),
-    threat=_large,
+    threat=large_eps,
 )
 add_specimen(
     "off_grid_branch",
