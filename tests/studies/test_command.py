@@ -14,8 +14,8 @@ from advnorm._core.exit_codes import PREEMPTED
 from advnorm._core.records import write_json
 from advnorm.cli.app import app
 from advnorm.cli.study_tables import study_table
+from advnorm.evaluation.outcomes import CELL_FORMAT
 from advnorm.studies import STUDIES
-from advnorm.studies.record import FORMAT
 from advnorm.studies.results import values_read_by_check
 from advnorm.studies.task import list_tasks
 from support.problems import raises_problem
@@ -41,7 +41,7 @@ def test_a_smoke_test_runs_every_cell_prints_the_table_and_keeps_nothing(tmp_pat
 def test_a_dry_run_lists_the_state_of_each_cell_and_runs_nothing(tmp_path):
     study = STUDIES.get("A/table3")
     done, damaged, started, *_ = list_tasks(study, protocol="fast", out=tmp_path)
-    names = {"format": FORMAT, "study": done.study, "cell": done.cell, "protocol": "fast", "seed": 0}
+    names = {"format": CELL_FORMAT, "study": done.study, "cell": done.cell, "protocol": "fast", "seed": 0}
     run = {"config": {**done.planned_cell.config.to_dict(), "lr": 7.0}, "seconds": 1.0, "processes": 1, "device": "one"}
     write_json(done.record_path, {**names, "values": {"shared/clean": 90.0}, "run": run, "measures": []})
     write_json(damaged.record_path, {})
@@ -187,7 +187,7 @@ def test_a_time_limit_during_a_measurement_stops_the_queue_too(tmp_path):
 def test_a_failing_cell_is_reported_the_others_run_and_the_exit_status_is_1(tmp_path):
     damaged, done = list_tasks(STUDIES.get("A/table6"), protocol="fast", out=tmp_path)
     write_json(damaged.record_path, {})
-    names = {"format": FORMAT, "study": done.study, "cell": done.cell, "protocol": "fast", "seed": 0}
+    names = {"format": CELL_FORMAT, "study": done.study, "cell": done.cell, "protocol": "fast", "seed": 0}
     run = {"config": done.planned_cell.config.to_dict(), "seconds": 1.0, "processes": 1}
     write_json(done.record_path, {**names, "values": {"shared/clean": 90.0}, "run": run, "measures": []})
     out = invoke("study", "A/table6", "--protocol", "fast", "--out", tmp_path)

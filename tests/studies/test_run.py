@@ -12,9 +12,9 @@ from PIL import Image
 from advnorm import ConfigError, train
 from advnorm._core.locks import exclusive
 from advnorm._core.records import write_json
+from advnorm.evaluation.outcomes import CELL_FORMAT
 from advnorm.studies import STUDIES
 from advnorm.studies.claims import mean
-from advnorm.studies.record import FORMAT
 from advnorm.studies.registry import equivalent_cells
 from advnorm.studies.report_data import summarize_studies
 from advnorm.studies.run import TrainingStopped, attempt_task, find_blocking_problems, run_task, run_tasks
@@ -146,7 +146,7 @@ def test_a_cell_that_others_start_from_is_trained_even_if_its_numbers_are_known(
     task, (study, cell) = min(alike, key=str)
     other = replace(task, study=study, cell=cell)
     planned = other.planned_cell
-    record = {"format": FORMAT, "study": study, "cell": cell, "protocol": "smoke", "seed": 0, "values": {"a": 1.0}}
+    record = {"format": CELL_FORMAT, "study": study, "cell": cell, "protocol": "smoke", "seed": 0, "values": {"a": 1.0}}
     run = {"config": planned.config.to_dict(), "seconds": 1.0, "processes": 1}
     write_json(other.record_path, record | {"run": run, "measures": [asdict(measure) for measure in planned.measures]})
     assert state_of(other) == "done" and record_of(task) is None and state_of(task) == "pending"

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 
 from advnorm._core.records import write_json
-from advnorm.studies.record import FORMAT
+from advnorm.evaluation.outcomes import CELL_FORMAT
 from advnorm.studies.results import evaluate_study
 from advnorm.studies.store import RecordStore
 from advnorm.studies.task import Task
@@ -32,7 +32,7 @@ def make_task(out, cell, *, study="A/table2", seed=0, protocol="fast"):
 def write_record(task, values, *, seconds=120.0, **changes):
     """Write a record in the runner's format with chosen numbers."""
     record = {
-        "format": FORMAT,
+        "format": CELL_FORMAT,
         "study": task.study,
         "cell": task.cell,
         "seed": task.seed,

@@ -16,7 +16,7 @@ from advnorm._core.provenance import own_version
 from advnorm._core.records import digest, write_json, writing
 from advnorm._core.shapes import Fraction, read_record, with_digest
 from advnorm.evaluation.reference_logits import ReferenceLogits, matches_record
-from advnorm.evaluation.results import CURE, from_letters, to_letters
+from advnorm.evaluation.results import CURE
 
 
 def load_matching(
@@ -87,7 +87,7 @@ class PartialRecord:
         if len(letters) != count or set(letters) - set("01?"):
             hint = "delete it to start again"
             raise ConfigError("damaged_file", f"{self.path} is damaged at {key!r}", field="record", hint=hint)
-        return from_letters(letters)
+        return _from_letters(letters)
 
     def distances(self, key: str, count: int) -> Tensor:
         """Return the sizes of a job's perturbations, 0 for images without one."""
@@ -100,7 +100,7 @@ class PartialRecord:
     def save(self, key: str, results: Tensor, seconds: float, distances: Tensor | None = None) -> None:
         """Store the results of a job, and sizes of its perturbations if they count, and add to its seconds."""
         job = self.job(key)
-        job["verdicts"] = to_letters(results)
+        job["verdicts"] = _to_letters(results)
         job["seconds"] = job.get("seconds", 0.0) + seconds
         if distances is not None:
             job["distances"] = distances.tolist()
@@ -137,3 +137,13 @@ class PartialRecord:
             data = {"format": self.FORMAT, "fingerprint": self.fingerprint, "commit": self._commit}
             with writing(self.path):
                 write_json(self.path, with_digest({**data, "logits": self._logits, "jobs": self._jobs}))
+
+
+def _to_letters(values: Tensor) -> str:
+    """Return a letter per image: 1 for true, 0 for false, ? for -1."""
+    return "".join("?01"[value + 1] for value in values.tolist())
+
+
+def _from_letters(letters: str) -> Tensor:
+    """Return the int8 values of :func:`_to_letters`."""
+    return torch.tensor(["?01".index(letter) - 1 for letter in letters], dtype=torch.int8)

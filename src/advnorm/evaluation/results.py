@@ -273,13 +273,3 @@ def render_table(table: Table) -> str:
     with console.capture() as capture:
         console.print(table)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
-
-
-def to_letters(values: Tensor) -> str:
-    """Return a letter per image: 1 for true, 0 for false, ? for -1."""
-    return "".join("?01"[value + 1] for value in values.tolist())
-
-
-def from_letters(letters: str) -> Tensor:
-    """Return the int8 values of :func:`to_letters`."""
-    return torch.tensor(["?01".index(letter) - 1 for letter in letters], dtype=torch.int8)

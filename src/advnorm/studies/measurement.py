@@ -46,17 +46,17 @@ def measure_run(run: Run, measure: Measure, task: Task, *, progress: bool = Fals
                 bits = {f"{epoch}/{name}": bits for name, bits in part["bits"].items()}
                 found.outcomes.append({"rows": part["rows"], "bits": bits})
         return found
-    if measure.name == "benchmark":
-        path = run.folder / "measures" / f"{measure.key}.json"
-        return _run_benchmark(run, measure, task, path, progress=progress)
-    return Measured(_analysis_values(run, measure, task), [])
-
-
-def _analysis_values(run: Run, measure: Measure, task: Task) -> dict[str, float]:
     if measure.name == "metrics":
         rows = run.metrics()
-        return {f"{row['epoch']}/{name}": measure.scale * value for row in rows for name, value in _numbers(row)}
+        values = {f"{row['epoch']}/{name}": measure.scale * value for row in rows for name, value in _numbers(row)}
+        return Measured(values, [])
     path = run.folder / "measures" / f"{measure.key}.json"
+    if measure.name == "benchmark":
+        return _run_benchmark(run, measure, task, path, progress=progress)
+    return Measured(_analysis_values(run, measure, task, path), [])
+
+
+def _analysis_values(run: Run, measure: Measure, task: Task, path: Path) -> dict[str, float]:
     if not path.exists():
         _run_analysis(run, measure, task, path)
     record = read_json(path)

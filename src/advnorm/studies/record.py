@@ -9,25 +9,30 @@ from typing import Any, get_args
 
 from advnorm._core.errors import ConfigError, Problem, collect_problems, unknown_name
 from advnorm.config import Config
+from advnorm.evaluation.outcomes import CELL_FORMAT
 from advnorm.studies.protocols import plan_cell, with_autoattack
 from advnorm.studies.registry import find
 from advnorm.studies.study import Cell, Protocol
 from advnorm.studies.uncertainty import kind_of_value
 
-FORMAT = "advnorm.cell/1"
 #: Settings that distinguish runs but not methods.
 _RUN_ONLY = ("seed", "name")
 _DEFAULTS = Config().to_dict()
 CellRecord = dict[str, Any]
 
 
+def record_name(study: str, cell: str, protocol: str, seed: object) -> str:
+    """Return the path of a record below the folder of records: ``A/table3/single/eps8/fast-seed0.json``."""
+    return f"{study}/{cell}/{protocol}-seed{seed!r}.json"
+
+
 def record_problems(record: CellRecord, name: str) -> list[Problem]:
-    """Validate the record in the file ``name``, such as ``A/table3/single/eps8/fast-seed0.json``."""
-    if record.get("format") != FORMAT:
-        message = f"its format must be {FORMAT!r}"
+    """Validate the record in the file ``name``, which is that of :func:`record_name`."""
+    if record.get("format") != CELL_FORMAT:
+        message = f"its format must be {CELL_FORMAT!r}"
         return [Problem(code="wrong_format", message=message, field="format", got=record.get("format"))]
     study, cell, protocol, seed = (record.get(key) for key in ("study", "cell", "protocol", "seed"))
-    stated = f"{study}/{cell}/{protocol}-seed{seed!r}.json"
+    stated = record_name(f"{study}", f"{cell}", f"{protocol}", seed)
     if stated != name:
         return [Problem(code="conflict", message=f"it claims to be {stated!r}", field="study")]
     found: list[Problem] = []

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from advnorm._core.errors import ConfigError, Problem
 from advnorm.config import Config
-from advnorm.studies.record import CellRecord, outdated_settings
+from advnorm.studies.record import CellRecord, outdated_settings, record_name
 from advnorm.studies.registry import STUDIES
 from advnorm.studies.store import RecordStore
 from advnorm.studies.study import Cell, Conclusion, Protocol, Study, Values
@@ -65,7 +65,7 @@ def missing_numbers(study: Study, records: Sequence[CellRecord], conclusion: Con
         Problem(
             code="missing_value",
             message=f"{{field}} lacks {', '.join(lacking)}",
-            field=f"records/{study.name}/{record['cell']}/{record['protocol']}-seed{record['seed']}.json",
+            field=f"records/{record_name(study.name, record['cell'], record['protocol'], record['seed'])}",
             hint="delete the file, then the same command measures the cell again",
         )
         for record in records

@@ -22,9 +22,9 @@ from advnorm._core.progress import show_progress
 from advnorm._core.provenance import environment
 from advnorm._core.records import writable_problems
 from advnorm.data import data_problems
-from advnorm.evaluation.outcomes import PackedOutcomes
+from advnorm.evaluation.outcomes import CELL_FORMAT, PackedOutcomes
 from advnorm.studies.measurement import describe_measure, measure_run, write_features
-from advnorm.studies.record import FORMAT, CellRecord
+from advnorm.studies.record import CellRecord
 from advnorm.studies.store import RecordStore
 from advnorm.studies.task import Task
 from advnorm.training import train
@@ -177,7 +177,7 @@ def run_task(task: Task, store: RecordStore | None = None, *, progress: bool = F
         values |= measured.values
         outcomes += measured.outcomes
     record = {
-        "format": FORMAT,
+        "format": CELL_FORMAT,
         **asdict(task),
         "data_dir": None,
         "out": None,

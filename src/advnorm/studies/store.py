@@ -12,7 +12,7 @@ from advnorm._core.errors import AdvnormError, ConfigError, Problem
 from advnorm._core.records import read_json, write_json
 from advnorm._core.shapes import check_record, with_digest
 from advnorm.evaluation.outcomes import CellShape
-from advnorm.studies.record import CellRecord, matches_cell, outdated_settings, record_problems
+from advnorm.studies.record import CellRecord, matches_cell, outdated_settings, record_name, record_problems
 from advnorm.studies.registry import STUDIES, equivalent_cells
 from advnorm.studies.study import Protocol, Study
 from advnorm.studies.task import Task
@@ -57,7 +57,7 @@ class RecordStore:
         if others and any(task.cell in task.sibling(name).prerequisites for name in cells):
             others = ()  # another cell needs this task's network
         for study, name in others:
-            record = self.read(f"{study}/{name}/{task.protocol}-seed{task.seed}.json")
+            record = self.read(record_name(study, name, task.protocol, task.seed))
             if isinstance(record, dict) and matches_cell(record, cell):
                 return record
         return own

@@ -12,6 +12,7 @@ from advnorm._core.records import digest
 from advnorm.config import Config, Named
 from advnorm.data.registry import ENVIRONMENT
 from advnorm.studies.protocols import STRICT_AUTOATTACK, plan_cell, with_autoattack
+from advnorm.studies.record import record_name
 from advnorm.studies.registry import STUDIES
 from advnorm.studies.study import Cell, Protocol, Study
 from advnorm.training.run import Run
@@ -36,7 +37,7 @@ class Task:
     @property
     def record_name(self) -> str:
         """The path of its record below the folder of records."""
-        return f"{self.study}/{self.cell}/{self.protocol}-seed{self.seed}.json"
+        return record_name(self.study, self.cell, self.protocol, self.seed)
 
     @property
     def record_path(self) -> Path:
