@@ -133,6 +133,8 @@ class _Audit:
         self.claims = {route: self._claim(route, self.clean[route]) for route in routes}
         self.route = given or max(routes, key=lambda route: fraction(self.claims[route]))
         self.correct = self.clean[self.route]
+        self.ladder: list[RungResult] = []
+        self.worst = self.correct  # the images that are robust to every rung so far
         self.results: dict[str, Tensor] = {}  # of the ladder
         #: Of the nearest adversarial image found.
         self.distances = torch.zeros(len(labels), dtype=torch.float64).masked_fill(self.correct, math.inf)
@@ -140,22 +142,22 @@ class _Audit:
     def run(self, identity: Mapping[str, Any]) -> Verdict:
         plan, runner, route = self.plan, self.runner, self.route
         self._measure_outputs(self.outputs[route])
-        ladder, worst = self._run_ladder()
+        self._run_ladder()
         obstacles = self._find_obstacles()
-        worst = self._overcome_obstacles(ladder, worst, obstacles)
+        self._overcome_obstacles(obstacles)
         if self.budget == "full" or obstacles:
-            worst = self._transfer_from_copy(ladder, worst)
-        worst = self._transfer(ladder, worst)
-        curve = self._vary_eps(worst)
+            self._transfer_from_copy()
+        self._transfer()
+        curve = self._vary_eps()
         others = {
             str(other): self._summarize(other, self.clean[other], self.claims[other])
             for other in plan.routes
             if other != route
         }
         others |= self._evaluate_components()
-        claimed, worst_case, images = fraction(self.claims[route]), fraction(worst), len(self.correct)
+        claimed, worst_case, images = fraction(self.claims[route]), fraction(self.worst), len(self.correct)
         gap = weigh_gap(claimed, worst_case, self.evidence.items, norm=self.threat.norm, images=images)
-        one_step = next((rung.alone for rung in ladder if rung.attack == "fgsm"), None)
+        one_step = next((rung.alone for rung in self.ladder if rung.attack == "fgsm"), None)
         if one_step is not None:
             clean = fraction(self.correct)
             item = weigh_one_step(one_step, worst_case, clean, images=images, norm=self.threat.norm)
@@ -169,7 +171,7 @@ class _Audit:
             threat=self.threat,
             route=route or DEFAULT_ROUTE,
             images=images,
-            ladder=tuple(ladder),
+            ladder=tuple(self.ladder),
             evidence=tuple(evidence),
             eps_curve=tuple(curve),
             chance=self.chance,
@@ -209,9 +211,25 @@ class _Audit:
 
     # -- attacks -------------------------------------------------------------------------------------------------------
 
-    def _run_ladder(self) -> tuple[list[RungResult], Tensor]:
-        clean, worst, gradients = fraction(self.correct), self.correct, self.gradients[self.route]
-        ladder = [RungResult(attack="clean", text="no attack", alone=clean, worst=clean)]
+    def _add_rung(self, name: str, text: str, robust: Tensor | None, *, alone: bool = False, skipped: str = "") -> None:
+        """Add a rung to the ladder. ``robust``: the images that withstand its attack; None if it did not run.
+
+        ``alone``: the attack ran on all images, not only on the survivors of the rungs before.
+        """
+        if robust is not None:
+            self.worst = self.worst & robust
+        accuracy = fraction(robust) if robust is not None and alone else None
+        rung = RungResult(attack=name, text=text, alone=accuracy, worst=fraction(self.worst), skipped=skipped)
+        self.ladder.append(rung)
+
+    def _expect_few_lost(self, name: str, text: str, before: Tensor) -> None:
+        """Expect the rungs since ``before`` to take few points from the survivors."""
+        lost = 100 * (fraction(before) - fraction(self.worst))
+        self.evidence.expect(name, text, lost, limits.SURVIVOR_POINTS, points=True)
+
+    def _run_ladder(self) -> None:
+        gradients = self.gradients[self.route]
+        self._add_rung("clean", "no attack", self.correct, alone=True)
         classes = self.plan.references[self.route or DEFAULT_ROUTE].logits.shape[1]
         for rung in build_ladder(self.budget, classes):
             skipped = "no gradients" if rung.gradients and not gradients else ""
@@ -219,37 +237,28 @@ class _Audit:
             skipped = "random outputs" if rung.distances and self.runner.draws > 1 else skipped
             if skipped:
                 # Without gradients PGD-10 changes nothing, so the claim is the clean accuracy.
-                alone = clean if rung.attack == "pgd10" else None
+                robust = self.correct if rung.attack == "pgd10" else None
+                self._add_rung(rung.attack, rung.text, robust, alone=True, skipped=skipped)
+                continue
+            survivors = self.worst
+            if rung.distances:
+                robust = self._measure_distances(rung.attack)
             else:
-                survivors = worst
-                if rung.distances:
-                    robust = self._measure_distances(rung.attack)
-                else:
-                    robust = self._attack(rung.attack, self.route, self.correct if rung.alone else worst)
-                worst, self.results[rung.attack] = worst & robust, robust
-                alone = fraction(robust) if rung.alone else None
-                if rung.needs_pixels:
-                    text = "points that Square, without gradients, takes from the survivors of gradient attacks"
-                    lost = 100 * (fraction(survivors) - fraction(worst))
-                    self.evidence.expect("square", text, lost, limits.SURVIVOR_POINTS, points=True)
-            ladder.append(
-                RungResult(attack=rung.attack, text=rung.text, alone=alone, worst=fraction(worst), skipped=skipped)
-            )
+                robust = self._attack(rung.attack, self.route, self.correct if rung.alone else survivors)
+            self.results[rung.attack] = robust
+            self._add_rung(rung.attack, rung.text, robust, alone=rung.alone)
+            if rung.needs_pixels:
+                text = "points that Square, without gradients, takes from the survivors of gradient attacks"
+                self._expect_few_lost("square", text, survivors)
         if gradients:
             self._compare_strengths()
-        return ladder, worst
 
-    def _overcome_obstacles(self, ladder: list[RungResult], worst: Tensor, obstacles: Obstacles) -> Tensor:
+    def _overcome_obstacles(self, obstacles: Obstacles) -> None:
         """Attack the survivors with what overcomes the obstacles that were found."""
         for rung in adaptive_rungs(self.budget, obstacles):
             gradients = self.gradients[self.route] or "bpda" in rung.attack
-            if gradients:
-                worst = worst & self._attack(rung.attack, self.route, worst)
-            skipped = "" if gradients else "no gradients"
-            ladder.append(
-                RungResult(attack=rung.attack, text=rung.text, alone=None, worst=fraction(worst), skipped=skipped)
-            )
-        return worst
+            robust = self._attack(rung.attack, self.route, self.worst) if gradients else None
+            self._add_rung(rung.attack, rung.text, robust, skipped="" if gradients else "no gradients")
 
     def _find_obstacles(self) -> Obstacles:
         failed = {item.name for item in self.evidence.items if not item.ok}
@@ -287,14 +296,14 @@ class _Audit:
         grey = {"Linf": 0.5, "L2": 0.5 * math.sqrt(pixels), "L1": 0.5 * pixels}[norm]
         return ThreatModel(norm=norm, eps=max(grey, self.threat.eps))
 
-    def _vary_eps(self, worst: Tensor) -> list[tuple[float, float]]:
+    def _vary_eps(self) -> list[tuple[float, float]]:
         """Return the accuracy by eps, from the smallest perturbations found.
 
         They are the distances of the nearest adversarial images, eps where another attack succeeds, and the eps that
         turns every image grey where PGD-20 succeeds there on one of two losses.
         """
         eps, grey, radii = self.threat.eps, self._grey(), [self.threat.eps]
-        distances = torch.where(worst, self.distances, self.distances.clamp_max(eps))
+        distances = torch.where(self.worst, self.distances, self.distances.clamp_max(eps))
         if self.gradients[self.route]:
             radii = [*(factor * eps for factor in EPS_FACTORS if factor * eps < grey.eps), grey.eps]
             robust = self._attack("pgd20", self.route, self.correct, threat=grey)
@@ -309,7 +318,7 @@ class _Audit:
             self.evidence.expect("large eps", text, 100 * fraction(robust), most, points=True)
         return [(0.0, fraction(self.correct)), *((radius, fraction(distances > radius)) for radius in radii)]
 
-    def _transfer(self, ladder: list[RungResult], worst: Tensor) -> Tensor:
+    def _transfer(self) -> None:
         """Transfer attacks from the other branches and from the surrogate to the evaluated branch."""
         others = [route for route in self.plan.routes if route != self.route and self.gradients[route]]
         attacks: dict[str, tuple[Attack, nn.Module | None]] = {
@@ -318,32 +327,27 @@ class _Audit:
         if self.surrogate is not None:
             attack = self._build_attack("pgd50", same_branch(self.surrogate, self.route))
             attacks["from surrogate"] = replace(attack, statistics="running"), self.surrogate
-        pgd10 = next(rung.alone for rung in ladder if rung.attack == "pgd10") or 0.0
+        pgd10 = next(rung.alone for rung in self.ladder if rung.attack == "pgd10") or 0.0
         for name, (attack, source) in attacks.items():
             job = AttackJob(name=name, attack=attack, route=self.route, origin="" if source is None else self.origin)
             robust = self.runner.evaluate_attack(job, self.correct, source=source)
-            alone, worst = fraction(robust), worst & robust
-            ladder.append(RungResult(attack=name, text="PGD-50 transferred", alone=alone, worst=fraction(worst)))
-            text = f"points by which PGD-50 {name} beats PGD-10 on the model itself"
-            self.evidence.expect(f"transfer {name}", text, 100 * (pgd10 - alone), limits.ORDER_POINTS, points=True)
-        return worst
+            self._add_rung(name, "PGD-50 transferred", robust, alone=True)
+            beaten, text = pgd10 - fraction(robust), f"points by which PGD-50 {name} beats PGD-10 on the model itself"
+            self.evidence.expect(f"transfer {name}", text, 100 * beaten, limits.ORDER_POINTS, points=True)
 
-    def _transfer_from_copy(self, ladder: list[RungResult], worst: Tensor) -> Tensor:
+    def _transfer_from_copy(self) -> None:
         """Transfer attacks from a copy that learned the answers of the evaluated branch, if images survive."""
-        if not bool(worst.any()):
-            return worst
-        survivors, copy = worst, distill(self.plan, self.route)
+        if not bool(self.worst.any()):
+            return
+        survivors, copy = self.worst, distill(self.plan, self.route)
         for rung in copy_rungs(self.budget):
             attack = self._build_attack(rung.attack.removesuffix(FROM_COPY), None)
             attack = replace(attack, statistics="running")
             job = AttackJob(name=rung.attack, attack=attack, route=self.route, origin="copy")
-            robust = self.runner.evaluate_attack(job, self.correct if rung.alone else worst, source=copy)
-            worst, alone = worst & robust, fraction(robust) if rung.alone else None
-            ladder.append(RungResult(attack=rung.attack, text=rung.text, alone=alone, worst=fraction(worst)))
+            robust = self.runner.evaluate_attack(job, self.correct if rung.alone else self.worst, source=copy)
+            self._add_rung(rung.attack, rung.text, robust, alone=rung.alone)
         text = "points that attacks on a trained copy take from the survivors of all attacks on the model"
-        lost = 100 * (fraction(survivors) - fraction(worst))
-        self.evidence.expect("copy", text, lost, limits.SURVIVOR_POINTS, points=True)
-        return worst
+        self._expect_few_lost("copy", text, survivors)
 
     def _evaluate_components(self) -> dict[str, dict[str, float]]:
         """Evaluate each Gaussian alone if norms weight their statistics by the input."""
