@@ -11,7 +11,7 @@ from pathlib import Path
 
 from advnorm._core.errors import ConfigError
 
-#: Seconds to wait for a lock: :func:`is_held` of another process takes it for a moment.
+#: Seconds to wait for a lock: :func:`is_held` in another process holds it for a moment.
 _PATIENCE = 0.2
 _handles: set[int] = set()
 

@@ -73,9 +73,9 @@ def corruption_accuracy(
     """Return the accuracy on images under each corruption and severity, and on the clean ones (D fig. 1).
 
     The corruptions are computed on the device of the model (``advnorm.data.corrupt``). ``arrays`` is the folder of
-    CIFAR-10-C to read them from instead; ``x`` then are CIFAR-10 test images, the first ones or those at ``rows``, and
-    frost and spatter are available, too. ``adapt``: also with batch statistics re-estimated on the
-    corrupted images (D table 7), in a copy of the model. One corruption at one severity is in memory at a time.
+    CIFAR-10-C to read them from instead. Then ``x`` must be CIFAR-10 test images, the first ones or those at ``rows``,
+    and frost and spatter are available too. ``adapt``: also with batch statistics re-estimated on the corrupted images
+    (D table 7), in a copy of the model. One corruption at one severity is in memory at a time.
     """
     problems = setting_problems(corruption_accuracy, locals())
     known = list_corruptions() if arrays is None else CORRUPTIONS

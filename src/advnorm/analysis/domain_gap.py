@@ -59,7 +59,8 @@ class LayerDistances(Finding):
     def set_distances(self) -> dict[Any, dict[str, dict[str, float]]]:
         """1-Wasserstein distances between the *sets* of channel values, by comparison and layer.
 
-        Sorting forgets which channel is which: no distance between statistics, but that of paper A's public code.
+        Sorting discards which channel a value belongs to, so this is no distance between statistics. Paper A's public
+        code computes it.
         """
         return {
             name: {

@@ -71,9 +71,9 @@ def statistics_shift(
 
     They show the difference between the normalization in training and at test time (paper C, fig. 4). ``inputs``: a
     tensor or batches by name. A ``sequential`` batch is forwarded alone and normalized by its own moments. In a
-    ``concatenated`` batch, all images that update the same bank normalize together; ``moments`` of each kind are then
-    those of all of them, or its ``own``. ``routes``: the branch of each
-    name, by default the branch of the same name. Both variances are unbiased.
+    ``concatenated`` batch, the images that update the same bank share its moments. ``moments`` compares these
+    (``shared``), or those of each kind of images alone (``own``). ``routes``: the branch of each name, by default the
+    branch of the same name. Both variances are unbiased.
     """
     problems = setting_problems(statistics_shift, locals())
     require_any(inputs, "inputs", "{'clean': x}")

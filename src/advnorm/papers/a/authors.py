@@ -1,8 +1,8 @@
 """The protocol ``authors``: what the public code of paper A's group does differently from the text.
 
-Not repeated: Setup1 there updates its running statistics twice per step, and Cross-BN divides by the unbiased deviation
-without ε and averages deviations instead of variances. Figures 6 and 7 there compare sets of channel values, which
-``set_distances`` of the analyses record beside ours.
+Not reproduced: Setup1 in that code updates its running statistics twice per step, and Cross-BN divides by the unbiased
+deviation without ε and averages deviations instead of variances. Its figures 6 and 7 compare sets of channel values,
+which ``set_distances`` of the analyses record beside ours.
 """
 
 from __future__ import annotations

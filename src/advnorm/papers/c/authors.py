@@ -1,6 +1,6 @@
 """The protocol ``authors``: what the authors' code of paper C does differently from the text.
 
-Not repeated: the best checkpoint there is that with the highest adversarial accuracy alone.
+Not reproduced: that code chooses the best checkpoint by adversarial accuracy alone.
 """
 
 from __future__ import annotations
