@@ -5,10 +5,12 @@ every bit. In the backward pass a function without a useful gradient is replaced
 
 | function | backward pass |
 |---|---|
-| round, floor, ceil, trunc, sign, detach | the identity |
-| conversion to integers and back | the identity |
+| round, floor, ceil, trunc, sign, bucketize, detach; also in place | the identity |
+| floor division | division |
+| remainder | half the identity, so that `x - x % step` keeps a gradient |
+| conversion to integers, calculation with them, and back | the same calculation without the conversion |
 | comparison, converted to numbers | a sigmoid of the difference |
-| where with a comparison | both sides, weighted by a sigmoid of the difference |
+| where and masked_fill with a comparison | both sides, weighted by a sigmoid of the difference |
 | tanh, sigmoid, softmax | the same of an argument divided so that it does not saturate |
 | a module without a gradient, whose output has the shape of its input | the identity |
 """
@@ -24,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from advnorm.attacks.model_access import Predict
 from advnorm.threat import per_image
@@ -40,15 +43,30 @@ def _functions(*names: str) -> set[Any]:
     return {getattr(owner, name) for name in names for owner in (torch, Tensor) if hasattr(owner, name)}
 
 
-_IDENTITY = _functions("round", "floor", "ceil", "trunc", "fix", "sign", "sgn", "detach") | {Tensor.data.__get__}  # pyright: ignore[reportAttributeAccessIssue]
+_ROUNDING = ("round", "floor", "ceil", "trunc", "fix", "sign", "sgn")
+_IDENTITY = _functions(*_ROUNDING, "bucketize", "detach") | {Tensor.data.__get__}  # pyright: ignore[reportAttributeAccessIssue]
+#: Functions that change their argument, and those that return a new tensor.
+_IN_PLACE = {
+    getattr(owner, f"{name}_"): getattr(owner, name)
+    for name in (*_ROUNDING, "floor_divide", "remainder", "fmod", "frac")
+    for owner in (torch, Tensor)
+    if hasattr(owner, f"{name}_")
+} | {Tensor.__ifloordiv__: Tensor.floor_divide, Tensor.__imod__: Tensor.remainder}
+_FLOOR_DIVISIONS = _functions("floor_divide", "__floordiv__")
+_REMAINDERS = _functions("remainder", "fmod", "frac", "__mod__")
 _COMPARISONS = {
     **dict.fromkeys(_functions("gt", "ge", "greater", "greater_equal", "__gt__", "__ge__"), 1.0),
     **dict.fromkeys(_functions("lt", "le", "less", "less_equal", "__lt__", "__le__"), -1.0),
 }
 _CONVERSIONS = _functions("to", "type", "float", "double", "half", "bfloat16", "int", "long", "short", "byte", "bool")
-_SHAPES = _functions(
-    "flatten", "view", "reshape", "unsqueeze", "squeeze", "permute", "transpose", "movedim", "expand", "contiguous"
-)
+#: Of booleans, as functions of the shares that stand for them.
+_LOGIC: dict[Any, Callable[..., Tensor]] = {
+    **dict.fromkeys(_functions("logical_and", "bitwise_and", "__and__", "__rand__"), lambda a, b: a * b),
+    **dict.fromkeys(_functions("logical_or", "bitwise_or", "__or__", "__ror__"), lambda a, b: a + b - a * b),
+    **dict.fromkeys(_functions("logical_not", "bitwise_not", "__invert__"), lambda a: 1 - a),
+}
+#: Places of the condition and of both sides among the arguments.
+_CHOICES = {torch.where: (0, 1, 2), Tensor.where: (1, 0, 2)} | dict.fromkeys(_functions("masked_fill"), (1, 2, 0))
 _SATURATING = _functions("tanh", "sigmoid") | {torch.special.expit, nn.functional.tanh, nn.functional.sigmoid}
 _SOFTMAX = _functions("softmax") | {nn.functional.softmax, torch.special.softmax}
 _LEAVES_TORCH = {Tensor.numpy, Tensor.__array__}
@@ -96,10 +114,12 @@ class StraightThrough(TorchFunctionMode):
         first = args[0]
         if func in _LEAVES_TORCH and isinstance(first, Tensor):
             return func(first.detach(), *args[1:], **kwargs)
+        if func in _IN_PLACE and isinstance(first, Tensor) and first.requires_grad and not first.is_leaf:
+            return first.copy_(self.__torch_function__(_IN_PLACE[func], types, args, kwargs))
         value = func(*args, **kwargs)
-        if not isinstance(value, Tensor) or not isinstance(first, Tensor):
+        if not isinstance(value, Tensor):
             return value
-        smooth = self._smooth_value(func, first, args, kwargs, value)
+        smooth = self._smooth_value(func, args, kwargs, value)
         if smooth is None or not smooth.requires_grad or smooth.shape != value.shape:
             return value
         if not value.is_floating_point():
@@ -108,11 +128,23 @@ class StraightThrough(TorchFunctionMode):
             return value
         return self._replace(value, smooth)
 
-    def _smooth_value(self, func: Any, first: Tensor, args: Any, kwargs: Any, value: Tensor) -> Tensor | None:
+    def _smooth_value(self, func: Any, args: Any, kwargs: Any, value: Tensor) -> Tensor | None:
         """The value that stands for this call in the backward pass; None if the call stays."""
-        if first.is_floating_point() and first.requires_grad:
-            if func in _IDENTITY or (func in _CONVERSIONS and not value.is_floating_point()):
+        if func in _CHOICES and len(args) == 3:
+            condition, yes, no = (args[place] for place in _CHOICES[func])
+            share = self._smooth_of(condition)
+            return None if share is None else share * yes + (1 - share) * no
+        found: list[Tensor] = []  # what stands for integers and booleans among the arguments
+        if self._smooth:
+            args, kwargs = tree_map(lambda argument: self._substitute(argument, found), (args, kwargs))
+        first = args[0]
+        if isinstance(first, Tensor) and first.is_floating_point() and first.requires_grad:
+            if func in _IDENTITY or (func in _CONVERSIONS and (found or not value.is_floating_point())):
                 return first
+            if func in _FLOOR_DIVISIONS:
+                return first / args[1]
+            if func in _REMAINDERS:
+                return first / 2
             if func in _SATURATING:
                 size = first.detach().abs().flatten(1).amax(1) if first.dim() > 1 else first.detach().abs()
                 scale = per_image((size / 2).clamp_min(1), first)
@@ -124,23 +156,28 @@ class StraightThrough(TorchFunctionMode):
             other = args[1]
             if any(isinstance(side, Tensor) and side.requires_grad for side in (first, other)):
                 return torch.sigmoid(SLOPE * _COMPARISONS[func] * (first - other))
-        if func in (torch.where, Tensor.where) and len(args) == 3:
-            condition, yes, no = args if func is torch.where else (args[1], args[0], args[2])
-            share = self._smooth_of(condition)
-            return None if share is None else share * yes + (1 - share) * no
-        smooth = self._smooth_of(first)
-        if smooth is not None:
-            if func in _SHAPES:
-                return func(smooth, *args[1:], **kwargs)
-            return smooth if func in _CONVERSIONS else None
-        return None
+        if not found:
+            return None
+        try:
+            return _LOGIC[func](*args) if value.dtype == torch.bool and func in _LOGIC else func(*args, **kwargs)
+        except (RuntimeError, TypeError, IndexError):  # bits and indices need integers
+            return found[0]
 
-    def _smooth_of(self, value: Tensor) -> Tensor | None:
+    def _substitute(self, argument: Any, found: list[Tensor]) -> Any:
+        smooth = self._smooth_of(argument)
+        if smooth is None:
+            return argument
+        found.append(smooth)
+        return smooth
+
+    def _smooth_of(self, value: Any) -> Tensor | None:
         reference, smooth = self._smooth.get(id(value), (lambda: None, None))
         return smooth if reference() is value else None
 
     def _replace(self, value: Tensor, smooth: Tensor) -> Tensor:
         self.replaced += 1
+        with torch.no_grad():  # some functions, such as floor division, raise in their backward pass
+            value = value.detach()
         return _Replace.apply(value, smooth)  # pyright: ignore[reportReturnType]
 
     def _after_module(self, module: nn.Module, inputs: Any, output: Any) -> Tensor | None:
