@@ -40,6 +40,32 @@ def test_it_computes_the_formula_in_numpy(domain):
         np.testing.assert_allclose(norm(X).detach().numpy(), z, rtol=1e-12, atol=1e-13)
 
 
+def test_any_number_of_domains_trains_as_plain_norms_with_two_mappings_behind_them():
+    domains = ("clean", "adv", "noise")
+    norm = randomized(make_norm("sandwich_bn", 3, domains=domains).double())
+    own = {name: value.detach().clone().requires_grad_() for name, value in norm.named_parameters()}
+    plain = {domain: nn.BatchNorm2d(3, affine=False).double() for domain in domains}
+    for domain, twin in plain.items():
+        twin.running_mean, twin.running_var = (bank.clone() for bank in norm.statistics_bank(domain)[:2])
+    counts = dict(zip(domains, (3, 2, 1)))
+    with route(norm, counts):
+        outputs = norm(X)
+    expected = []
+    for domain, x in zip(domains, X.split(list(counts.values()))):
+        a, b, c, d = (
+            own[name].view(-1, 1, 1) for name in ("weight", "bias", f"own_weight_{domain}", f"own_bias_{domain}")
+        )
+        expected.append(c * (a * plain[domain](x) + b) + d)
+    torch.testing.assert_close(outputs, torch.cat(expected))
+    outputs.square().sum().backward()
+    torch.cat(expected).square().sum().backward()
+    for name, value in norm.named_parameters():
+        torch.testing.assert_close(value.grad, own[name].grad)
+    for domain, twin in plain.items():
+        torch.testing.assert_close(norm.statistics_bank(domain)[0], twin.running_mean)
+        torch.testing.assert_close(norm.statistics_bank(domain)[1], twin.running_var)
+
+
 def test_shared_parameters_learn_from_both_domains_and_own_ones_from_theirs():
     norm = randomized(make_norm("sandwich_bn", 3).double())
     with route(norm, "adv"):

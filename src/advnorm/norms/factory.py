@@ -68,7 +68,7 @@ for _name, _plan, _details, _summary, _paper in (
     ("dual_affine_bn", partial(batch_plan, own_statistics=False), _TWO, "mixed statistics, own affine", "Setup1 (A)"),
     ("dual_stats_bn", partial(batch_plan, own_affine=False), _TWO, "own statistics, one affine", "Setup2 (A)"),
     ("cross_bn", crossed_plan, _CROSSED, "the other domain's statistics, own affine", "Cross-AT, Cross-Hybrid-AT (A)"),
-    ("sandwich_bn", sandwich_plan, _TWO, "own statistics, shared then own affine", "SaAuxBN (Gong et al. 2021)"),
+    ("sandwich_bn", sandwich_plan, {}, "own statistics, shared then own affine", "SaAuxBN (Gong et al. 2021)"),
     ("triple_bn", batch_plan, _THREE, "three domains, own statistics and affine", "three branches (A, sec. 2.2)"),
     ("multi_bn", batch_plan, {}, "any list of domains, own statistics and affine", ""),
     ("gmm_bn", mixture_plan, {}, "Gaussian per domain, posterior-weighted, one affine", "DBN (C, app. F)"),
