@@ -1,6 +1,7 @@
 """Accuracies between two branches: the ends are the branches, recalibration is that of the norms."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -41,6 +42,19 @@ def test_the_share_of_adversarial_images_is_exact():
     for count in range(11):
         assert mixed_images(x, x + 1, count / 10).mean().item() == pytest.approx(count / 10)
     assert x.sum() == 0
+
+
+def test_no_label_enters_the_recalibrated_statistics(digits, monkeypatch):
+    """Adversarial images of the labels would carry them: the statistics are the same for other labels."""
+    seen = []
+    module = sys.modules["advnorm.analysis.tradeoff"]  # the package has the function under this name
+    monkeypatch.setattr(module, "recalibrate", lambda model, images, **_: seen.append(images))
+    for labels in (digits.y[:40], (digits.y[:40] + 1) % 10):
+        target = digits.target("dual_bn", digits.x[:40], labels)
+        found = ANALYSES.get("tradeoff").run(target, attack="fgsm", mixtures=2)
+    assert len(seen) == 4 and torch.equal(seen[1], seen[3]) and not torch.equal(seen[0], seen[1])
+    assert "evaluated images" in found.draw().axes[0].get_xlabel()
+    assert found.conditions["recalibrated_by"] == "the evaluated images"
 
 
 def test_a_run_is_drawn_and_recorded(digits, tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from advnorm._core.settings import Setting
 from advnorm._core.wrappers import device_of
 from advnorm.analysis.banks import has_batch_statistics, routed_copy
 from advnorm.analysis.base import Finding, TableData, format_percent, register_analysis
-from advnorm.analysis.images import craft_inputs, create_attack, target_conditions, track
+from advnorm.analysis.images import craft_inputs, create_attack, predict_classes, target_conditions, track
 from advnorm.analysis.plots import Figure, Panel, line_figure
 from advnorm.analysis.settings import BatchSize, setting_problems
 from advnorm.attacks import Attack
@@ -56,14 +56,17 @@ class TradeOff(Finding):
         def curve(kind: str, accuracy: str) -> dict[float, float]:
             return {row.share: 100 * getattr(row, accuracy) for row in self.rows if row.statistics == kind}
 
-        settings = {"ylabel": "accuracy (%)", "ylim": (0, 100)}
+        settings = {"ylabel": "accuracy (%)", "ylim": (0, 102)}
         lines = {
             f"{words}, {kind} statistics": curve(kind, accuracy)
             for kind in kinds
             for accuracy, words in (("clean", "clean"), ("robust", self.attack))
         }
         panel = Panel(f"From the branch {self.domains[0]} to {self.domains[1]}", lines, settings)
-        return line_figure([panel], xlabel=f"share of {self.domains[1]}", label=str)
+        xlabel = f"share of {self.domains[1]}"
+        if "recalibrated" in kinds:
+            xlabel += "\nrecalibrated statistics: moments of the evaluated images"
+        return line_figure([panel], xlabel=xlabel, label=str)
 
 
 def tradeoff(
@@ -81,7 +84,8 @@ def tradeoff(
     """Return the accuracies of networks between two branches: :func:`advnorm.strip` with shares of both.
 
     ``attack`` runs against every mixture. Recalibrated statistics are the moments of images in the mixture's shares:
-    clean ones of ``x`` and adversarial ones of ``x_adv``, the same images as ``x``. Labels play no part in it.
+    clean ones of ``x`` and adversarial ones of ``x_adv``, the same images as ``x``. No label plays a part in it if
+    ``x_adv`` maximizes the loss of predicted classes.
     """
     problems = setting_problems(tradeoff, {"mixtures": mixtures, "batch_size": batch_size})
     known = branches(model)
@@ -105,7 +109,7 @@ def tradeoff(
         for kind, network in networks.items():
             found = benchmark(network, (x, y), attack.threat, {name: attack}, batch_size=batch_size)
             rows.append(MixtureRow(share, kind, found.accuracy(), found.robust_accuracy(name)))
-    conditions = {"attack": repr(attack), "images": len(x)}
+    conditions = {"attack": repr(attack), "images": len(x), "recalibrated_by": "the evaluated images"}
     return TradeOff(domains=domains, attack=name, rows=tuple(rows), conditions=conditions)
 
 
@@ -125,10 +129,17 @@ def tradeoff_of_run(
     attack: Annotated[str, Setting("Attack by name.")] = "pgd10",
     mixtures: Mixtures = 11,
 ) -> TradeOff:
-    """Evaluate the mixtures of a run's branches on its test images."""
+    """Evaluate the mixtures of a run's branches on its test images.
+
+    The adversarial images that recalibrate the statistics are crafted against predicted classes: those of the labels
+    would carry the labels into the statistics.
+    """
     device, how = device_of(target.model), {"threat": target.attack.threat, "seed": target.attack.seed}
     built = create_attack(attack, device, **how)
-    x_adv = craft_inputs(target, ("adv",))["adv"] if "adv" in branches(target.model) else target.images
+    x_adv = target.images
+    if "adv" in branches(target.model):
+        predicted = predict_classes(target.model, x_adv, batch_size=target.batch_size, route="adv")
+        x_adv = craft_inputs(replace(target, data=(x_adv, predicted)), ("adv",))["adv"]
     data = (target.model, target.images, target.labels, built)
     found = tradeoff(*data, x_adv=x_adv, name=attack, mixtures=mixtures, batch_size=target.batch_size)
     return found.under(target_conditions(target, **found.conditions))
