@@ -155,6 +155,18 @@ def test_transferred_attacks_count_for_the_worst_case(undefended, data):
     assert {"copy", "transfer from surrogate"} <= failed(verdict)
 
 
+class Mirrored(torch.autograd.Function):
+    """The identity, with mirrored gradients."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return gradients[0].flip(-1, -2)
+
+
 def test_a_copy_is_trained_if_something_stands_between_gradients_and_the_model(sound, undefended, data, monkeypatch):
     module, trained = import_module("advnorm.evaluation.audit"), []
 
@@ -168,6 +180,8 @@ def test_a_copy_is_trained_if_something_stands_between_gradients_and_the_model(s
     assert [rung.attack for rung in noisy.ladder][-3] == "pgd50 from copy" and trained == [None]
     broken = quick(Masked(undefended, after=lambda z: 1e4 * z), data, limit=24)
     assert broken.worst_case == 0 and len(trained) == 1, "no image is left"
+    mirrored = quick(Masked(sound, before=Mirrored.apply), data, limit=60)
+    assert "square" in failed(mirrored) and len(trained) == 2, "Square beats the gradients"
 
 
 def test_accuracy_that_keeps_falling_with_more_steps_is_a_sign():

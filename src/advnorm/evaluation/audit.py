@@ -268,6 +268,7 @@ class _Audit:
             missing=not failed.isdisjoint(("zero gradients", "broken gradients")),
             random=random,
             shattered="gradient angle" in failed and not random,
+            misleading=any(name == "square" or name.startswith("noise") for name in failed),
         )
 
     def _compare_strengths(self) -> None:

@@ -67,9 +67,10 @@ class Obstacles:
     missing: bool = False  # gradients that are zero or not finite
     random: bool = False
     shattered: bool = False  # gradients that change their direction from point to point
+    misleading: bool = False  # gradients that attacks without gradients beat
 
     def __bool__(self) -> bool:
-        return self.blocked or self.missing or self.random or self.shattered
+        return self.blocked or self.missing or self.random or self.shattered or self.misleading
 
 
 def adaptive_rungs(budget: Budget, obstacles: Obstacles) -> tuple[Rung, ...]:
