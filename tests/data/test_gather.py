@@ -134,3 +134,9 @@ def test_spread_images_of_a_folder_are_the_only_ones_that_are_decoded(mostly_dam
 def test_data_without_images_and_labels_is_rejected(wrap, code, few):
     with raises_problem(code, "data"):
         gather(wrap(*few))
+
+
+def test_images_and_labels_of_different_number_are_an_error(few):
+    for limit in (None, 3):
+        with raises_problem("wrong_shape", "data"):
+            gather_spread((few[0], few[1][1:]), limit)

@@ -43,6 +43,11 @@ def test_every_problem_of_wrong_data_is_reported_at_once():
     [
         (lambda data: {"labels": torch.nn.functional.one_hot(data.labels).float()}, "argmax"),
         (lambda data: {"labels": data.labels.float()}, "long"),
+        (lambda data: {"labels": data.labels[:, None]}, "y[:, 0]"),
+        (lambda data: {"labels": data.labels[1:]}, "each image"),
+        (lambda data: {"images": data.images.double()}, "float()"),
+        (lambda data: {"images": data.images.long()}, "uint8"),
+        (lambda data: {"images": torch.full_like(data.images, torch.nan, dtype=torch.float32)}, "NaN"),
         (lambda data: {"images": (data.images.float() - 0.5) / 0.25}, "normalization"),
         (lambda data: {"images": data.images.float() * 255 + 2}, "divide"),
     ],

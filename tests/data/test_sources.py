@@ -148,6 +148,12 @@ def test_a_file_may_have_the_channels_last_or_no_channels(channels, suffix, tmp_
         ImageData(name="mine", split="train", images=layouts[1], labels=y, num_classes=3)
 
 
+def test_a_file_may_hold_the_float64_images_of_numpy(tmp_path):
+    x, y = torch.rand(6, 1, 8, 9, dtype=torch.float64), torch.arange(6) % 3
+    data = load(write_arrays(tmp_path / "double.npz", {"x": x, "y": y}), "test")
+    assert torch.equal(data.images, x.float())
+
+
 def test_data_given_in_python_train_and_need_test_data_of_their_own(tmp_path):
     x, y = torch.rand(32, 1, 8, 8), torch.arange(32) % 4
     given_data = [TensorDataset(x, y), (x, y), ImageData(name="mine", split="train", images=x, labels=y, num_classes=4)]

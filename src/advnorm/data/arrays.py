@@ -22,9 +22,10 @@ FILE_KEYS = ("x", "images"), ("y", "labels")
 
 
 def read_arrays(path: Path | str, split: str) -> tuple[Tensor, Tensor]:
-    """Read images and labels of a split. Bytes are divided by 255. A pickle is never opened: it can run any code.
+    """Read images and labels of a split as float32 and int64. A pickle is never opened: it can run any code.
 
-    Images may have the channels last, ``(N, H, W, C)`` with one or three channels, or be grey, ``(N, H, W)``.
+    Bytes are divided by 255. Images may have the channels last, ``(N, H, W, C)`` with one or three channels, or be
+    grey, ``(N, H, W)``.
     """
     path = require_regular(path, "data")
     try:
@@ -46,6 +47,8 @@ def read_arrays(path: Path | str, split: str) -> tuple[Tensor, Tensor]:
         images = images.movedim(-1, 1).contiguous()
     if images.dtype == torch.uint8:
         images = images.float() / 255
+    elif images.is_floating_point():
+        images = images.float()  # NumPy computes in float64
     return images, labels if labels.is_floating_point() else labels.long()
 
 

@@ -57,6 +57,9 @@ def gather_spread(data: Any, limit: int | None) -> tuple[Tensor, Tensor, Tensor]
         if len(images) == len(rows):  # otherwise the items are batches
             return images, labels, rows
     images, labels = gather(data)
+    if images.shape[:1] != labels.shape[:1]:
+        got = Description(f"labels of shape {tuple(labels.shape)} for images of shape {tuple(images.shape)}")
+        raise ConfigError("wrong_shape", "{field} must have one label for each image", field="data", got=got)
     rows = spread_rows(len(images), limit)
     return images[rows], labels[rows], rows
 

@@ -50,17 +50,23 @@ class ImageData:
             hint = "move the channels: images.movedim(-1, 1)" if has_channels_last(images.shape) else ""
             report("wrong_shape", "images", "have shape (N, C, H, W) and not be empty", tuple(images.shape), hint)
         if images.dtype not in (torch.uint8, torch.float32):
-            report("wrong_dtype", "images", "be uint8, or float32 in [0, 1]", Description(images.dtype))
+            fix = "convert them with " + ("x.float()" if images.is_floating_point() else "x.astype('uint8')")
+            report("wrong_dtype", "images", "be uint8, or float32 in [0, 1]", Description(images.dtype), fix)
         elif images.dtype == torch.float32 and not bool(((images >= 0) & (images <= 1)).all()):
             got = Description(f"values from {float(images.min()):g} to {float(images.max()):g}")
             hint = "divide by the largest possible value"
-            if bool((images < 0).any()):
+            if bool(images.isnan().any()):
+                hint = "remove images with NaN, which have no pixels"
+            elif bool((images < 0).any()):
                 hint = "give the pixels; input normalization belongs inside the model (its mean and std)"
             report("out_of_range", "images", "lie in [0, 1]", got, hint)
         if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
             got = Description(f"{labels.dtype} of shape {tuple(labels.shape)} for {len(images)} images")
-            fix = "y.argmax(1) for one-hot labels" if labels.dim() == 2 else "y.astype('int64') or y.long()"
-            fix = f"give classes as integers: {fix}" if labels.shape[:1] == images.shape[:1] else ""
+            fix = "give classes as integers: y.astype('int64') or y.long()"
+            if labels.shape[:1] != images.shape[:1]:
+                fix = "give each image a label"
+            elif labels.dim() == 2:  # the largest value of a single column is always the first
+                fix = "use " + ("y.argmax(1) for one-hot labels" if labels.shape[1] > 1 else "y[:, 0]")
             report("wrong_shape", "labels", "be int64, one for each image", got, fix)
         elif len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < self.num_classes:
             got = Description(f"{int(labels.min())} to {int(labels.max())}")
