@@ -177,6 +177,26 @@ def test_a_conversion_without_effect_is_an_error_that_names_what_fits():
     assert list(convert_norm(nn.Sequential(nn.BatchNorm2d(2)), "dual_bn", keep=["0"]).kept) == ["0"]
 
 
+class OwnNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("norm", "fix"),
+    [
+        (nn.LayerNorm(2, elementwise_affine=False), "no parameters"),
+        (nn.InstanceNorm2d(2), "no parameters"),
+        (OwnNorm(), "register_adapter(OwnNorm"),
+    ],
+)
+def test_a_conversion_without_effect_never_proposes_itself(norm, fix):
+    with raises_problem("no_norm_of_kind", "norm", SurgeryError) as caught:
+        convert_norm(nn.Sequential(norm), "dual_affine_in" if isinstance(norm, nn.InstanceNorm2d) else "dual_affine_ln")
+    assert fix in caught.value.problems[0].hint and "use dual" not in caught.value.problems[0].hint
+
+
 def test_each_layer_gets_the_norm_of_the_first_pattern_that_matches():
     model = create_model("small_cnn", norm="bn")
     report = convert_norm(model, {"bn2": "dual_bn", "*": "bn"})

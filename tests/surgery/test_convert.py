@@ -164,6 +164,42 @@ def test_shared_modules_are_converted_once_and_stay_shared():
     assert isinstance(model["a"][0], RoutedNorm) and model["a"][0] is model["b"][1]
 
 
+class Referring(nn.Module):
+    """Uses its norms through attributes that are no children."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3)
+        self.steps = [self.norm, nn.ReLU()]
+        self.by_name = {"last": (nn.Identity(), self.norm)}
+        self.__dict__["plain"] = self.norm
+
+    def forward(self, x):
+        for step in self.steps:
+            x = step(x)
+        return self.by_name["last"][1](self.plain(x))
+
+
+def test_a_norm_that_a_forward_finds_in_a_list_or_dict_is_replaced_there():
+    model, x = Referring(), torch.rand(4, 3, 5, 5)
+    plain = copy.deepcopy(model)
+    convert_norm(model, "dual_bn")
+    with route(model, "adv"):
+        assert torch.equal(model(x), plain(x))
+    stripped = strip(model, "adv")
+    assert type(stripped.by_name["last"][1]) is nn.BatchNorm2d
+    assert torch.equal(stripped.eval()(x), plain.eval()(x))
+
+
+def test_the_report_names_norms_that_only_a_list_or_a_dict_holds():
+    model = Referring()
+    model.steps = [nn.Sequential(nn.ReLU(), nn.BatchNorm2d(3))]
+    model.by_name = {"last": (nn.ReLU(), nn.LayerNorm(3))}
+    report = convert_norm(nn.Sequential(model), "dual_bn")
+    assert list(report.replaced) == ["0.norm"] and set(report.kept) == {"0.steps.0.1", "0.by_name.last.1"}
+    assert all("nn.ModuleList" in reason for reason in report.kept.values())
+
+
 def test_tied_parameters_stay_tied():
     model = nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3))
     model[1].weight = model[0].weight
