@@ -3,6 +3,7 @@
 import argparse
 import os
 import pickle
+import warnings
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,18 @@ def test_wrappers_inside_a_network_are_removed(tmp_path):
     assert same(model.state_dict(), original.state_dict())
 
 
+def test_a_part_of_a_larger_network_is_proposed_and_loads_when_it_is_chosen(tmp_path):
+    original, model, path = network(), network(seed=1), tmp_path / "w.ckpt"
+    state = {f"module.model.{name}": value for name, value in original.state_dict().items()}
+    torch.save({"state_dict": {**state, "module.criterion.weight": torch.ones(10)}}, path)
+    with pytest.raises(ConfigError, match=f"criterion.weight would be left out.*{path}:model"):
+        load_weights(model, path)
+    assert load_weights(model, f"{path}:model").notes == ("took 'state_dict.model'",)
+    assert same(model.state_dict(), original.state_dict())
+    with raises_problem("wrong_tensors", "weights"):  # a part whose names fit and whose shapes do not
+        load_weights(nn.Conv2d(1, 1, 1), path)
+
+
 def test_of_several_sets_that_fit_one_is_chosen(tmp_path):
     live, average = network(seed=1), network(seed=2)
     torch.save({"model": live.state_dict(), "ema": {"module": average.state_dict()}}, tmp_path / "w.pt")
@@ -296,11 +309,14 @@ def write_bad_files(folder: Path) -> dict[str, str]:
     torch.save(nn.Linear(2, 2).state_dict(), folder / "other.pt")
     torch.save(network(num_classes=100).state_dict(), folder / "classes.pt")
     (folder / "w.h5").write_bytes(b"x")
+    with warnings.catch_warnings(action="ignore"):  # TorchScript is deprecated
+        torch.jit.script(nn.Linear(2, 2)).save(folder / "program.pt")
     return {
         "code.pt": "unsafe_file",
         "arguments.pt": "unsafe_file",
         "module.pt": "unsafe_file",
         "raw.pt": "unsafe_file",
+        "program.pt": "unsafe_file",
         "truncated.pt": "damaged_file",
         "old_truncated.pt": "damaged_file",
         "empty.pt": "damaged_file",

@@ -71,6 +71,7 @@ def fit_weights(
 ) -> tuple[str, ...]:
     """Fill a model from the entry whose names fit; return notes on what was done. ``entries``: tensors by place."""
     model = unwrap_model(model)
+    entries = {**entries, **{place: part for choice in choices for place, part in _parts(entries, choice).items()}}
     chosen = {place: set(place.split(".")) & set(choices) for place in entries}
     if named := max(chosen.values(), key=len, default=set[str]()):
         entries = {place: tensors for place, tensors in entries.items() if chosen[place] == named}
@@ -94,6 +95,8 @@ def fit_weights(
         message = f"{source} has the banks {', '.join(best.file_banks)}, and the model has others"
         hint = f"choose a branch: {source}:{best.file_banks[-1]}"
         raise ConfigError("ambiguous", message, field="weights", hint=hint)
+    if best.wrong_names:
+        _propose_part(model, entries, source)
     # An average of all tensors makes floats of counts.
     counts = {name: value.long() for name, value in best.tensors.items() if "num_batches_tracked" in name}
     restore_model(model, best.tensors | counts, source)
@@ -208,6 +211,31 @@ def _match(own: _OwnNames, tensors: Mapping[str, Tensor], branches: list[str], *
     )
 
 
+def _parts(entries: Mapping[str, Mapping[str, Tensor]], choice: str) -> dict[str, dict[str, Tensor]]:
+    """The tensors of each entry whose names have the component ``choice``, as in ``model.conv.weight``, by place."""
+    parts = {}
+    for place, tensors in entries.items():
+        split = [(name.split("."), value) for name, value in tensors.items()]
+        part = {".".join(n[n.index(choice) + 1 :]): value for n, value in split if choice in n[:-1]}
+        if part:
+            parts[f"{place}.{choice}".lstrip(".")] = part
+    return parts
+
+
+def _propose_part(model: nn.Module, entries: Mapping[str, Mapping[str, Tensor]], source: str) -> None:
+    """Raise if a part of an entry fits the model, such as ``model.`` beside the weights of a loss."""
+    own, state = _own_names(model), model.state_dict()
+    for tensors in entries.values():
+        names = {name: _WRAPPED.sub("", name).partition(".")[0] for name in tensors}
+        for choice in dict.fromkeys(names.values()):
+            fits = [fit for part in _parts({"": tensors}, choice).values() for fit in _fits(own, part, choice, [])]
+            if any(not f.wrong_names and all(_kind(f.tensors[n]) == _kind(state[n]) for n in state) for f in fits):
+                others = _some([name for name, first in names.items() if first != choice])
+                message = f"{source} has more than the model: {choice!r} fits, and {others} would be left out"
+                hint = f"if the model does not need them, choose the part: {source}:{choice}"
+                raise ConfigError("wrong_tensors", message, field="weights", hint=hint)
+
+
 def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
@@ -282,6 +310,9 @@ def _unpickle(path: Path) -> Any:
         hint += f"if you trust the file: torch.load({path.name!r}, weights_only=False) reads it"
         raise ConfigError("unsafe_file", message, field="weights", hint=hint) from None
     except Exception as error:  # truncated, TorchScript, or no such file at all
+        if "TorchScript" in str(error):
+            message, hint = f"{path} is a TorchScript program", "save torch.jit.load(FILE).state_dict() instead"
+            raise ConfigError("unsafe_file", message, field="weights", hint=hint) from None
         message = f"{path} is damaged or was not written by torch.save ({first_line(error).partition('. ')[0]})"
         raise ConfigError("damaged_file", message, field="weights", hint="fetch or write it again") from None
 
