@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from advnorm.models.libraries import prepare_torchvision
+from advnorm._core.torchvision_operators import prepare_torchvision
 
 pytest_plugins = ["support.networks", "support.printed_tables"]
 torch.set_num_threads(1)

@@ -1,5 +1,6 @@
 """Models and data sets of the user's own: ``--import``, ADVNORM_IMPORT, and the follow-up command of ``train``."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -147,3 +148,10 @@ def test_a_network_of_timm_is_evaluated_by_its_name_and_a_file_of_weights(tmp_pa
         invoke("audit", "timm:test_resnet", "--weights", "published.pth")
     with raises_problem("unknown_name"):
         invoke("audit", "timm:tset_resnet", "--weights", "published.pth", "--data", "images.npz")
+
+
+def test_code_of_the_user_may_import_timm_first(tmp_path):
+    import_library("timm")
+    (tmp_path / "mine.py").write_text("import timm\n")
+    words = [sys.executable, "-m", "advnorm", "--import", "mine.py", "ls", "norms"]  # this process has prepared torch
+    subprocess.run(words, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)

@@ -41,6 +41,9 @@ def load_plugins() -> None:
         return
     _plugins_loaded = True  # before the imports: a plugin may list names itself
     for plugin in entry_points(group=PLUGINS):
+        from advnorm._core.torchvision_operators import prepare_torchvision  # reports are read without torch
+
+        prepare_torchvision()  # the plugin may import timm
         try:
             plugin.load()
         except Exception as error:  # a plugin may raise anything

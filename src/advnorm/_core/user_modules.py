@@ -14,6 +14,7 @@ from types import ModuleType
 from advnorm._core.errors import ConfigError
 from advnorm._core.records import digest, read_bytes
 from advnorm._core.registry import Registry
+from advnorm._core.torchvision_operators import prepare_torchvision
 
 
 def import_source(source: str) -> ModuleType:
@@ -22,6 +23,7 @@ def import_source(source: str) -> ModuleType:
     A file that is imported already, under any name and with the same content, is not run again: what it registers
     would be registered twice.
     """
+    prepare_torchvision()  # the code may import timm
     with _finding_from(Path.cwd()):
         if source.endswith(".py"):
             return _import_file(Path(source))

@@ -5,15 +5,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError, first_line, unknown_name
+from advnorm._core.torchvision_operators import prepare_torchvision
 from advnorm.models.layers import InputNorm, LayerFactory
 from advnorm.models.weights import load_weights
 
@@ -23,31 +22,6 @@ LIBRARIES = ("timm", "torchvision", "transformers")
 _WEIGHTS = ("checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "weights", "weights_backbone")
 #: Options of these networks; ``arguments`` go to the library's own function or configuration.
 LIBRARY_OPTIONS: Mapping[str, Any] = {"img_size": int | None, "pretrained": str | None, "arguments": dict[str, Any]}
-
-_SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-
-
-@cache
-def prepare_torchvision() -> torch.library.Library | None:
-    """Declare the two operators without which ``import torchvision`` fails if its compiled library does not load.
-
-    The torchvision of PyPI is compiled for CUDA and does not load beside a CPU build of torch. timm and transformers
-    import torchvision. The operators have no kernels: non-maximum suppression still raises when it is called. Nothing
-    happens if the library loads or if torchvision is not installed. The operators exist as long as the result does.
-    """
-    spec = find_spec("torchvision")
-    folders = spec.submodule_search_locations if spec is not None else None
-    compiled = [path for folder in folders or () for path in Path(folder).glob("_C*.so")]
-    if not compiled:
-        return None
-    try:
-        torch.ops.load_library(str(compiled[0]))
-    except (ImportError, OSError):
-        library = torch.library.Library("torchvision", "DEF")
-        for name in ("nms", "qnms"):
-            library.define(name + _SCHEMA)
-        return library
-    return None
 
 
 def import_library(name: str) -> Any:
