@@ -197,6 +197,20 @@ def test_a_conversion_without_effect_never_proposes_itself(norm, fix):
     assert fix in caught.value.problems[0].hint and "use dual" not in caught.value.problems[0].hint
 
 
+def test_norms_of_ours_that_do_not_fit_are_named_by_their_plan():
+    with raises_problem("no_norm_of_kind", "norm", SurgeryError) as caught:
+        convert_norm(create_model("small_cnn", norm="gn"), "dual_bn")
+    assert "3 gn" in str(caught.value) and caught.value.problems[0].hint.startswith("use dual_affine_gn")
+
+
+def test_a_model_whose_norms_are_hidden_in_a_list_gets_an_error_that_names_them():
+    model = nn.Sequential(nn.ReLU())
+    model.steps = [nn.BatchNorm2d(3)]
+    with raises_problem("no_norm", "model", SurgeryError) as caught:
+        convert_norm(model, "dual_bn")
+    assert caught.value.problems[0].hint.startswith("steps.0: ")
+
+
 def test_each_layer_gets_the_norm_of_the_first_pattern_that_matches():
     model = create_model("small_cnn", norm="bn")
     report = convert_norm(model, {"bn2": "dual_bn", "*": "bn"})

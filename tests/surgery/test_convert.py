@@ -3,6 +3,7 @@
 import copy
 import gc
 from itertools import product
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -189,6 +190,21 @@ def test_a_norm_that_a_forward_finds_in_a_list_or_dict_is_replaced_there():
     stripped = strip(model, "adv")
     assert type(stripped.by_name["last"][1]) is nn.BatchNorm2d
     assert torch.equal(stripped.eval()(x), plain.eval()(x))
+
+
+class Pair(NamedTuple):
+    name: str
+    norm: nn.Module
+
+
+def test_references_in_named_tuples_and_in_cycles_are_replaced():
+    model = Referring()
+    model.steps = [Pair("norm", model.norm), model]
+    model.steps.append(model.steps)
+    assert convert_norm(model, "dual_bn").kept == {}
+    assert model.steps[0].norm is model.norm and isinstance(model.norm, RoutedNorm)
+    copied = copy.deepcopy(model)
+    assert copied.steps[0].norm is copied.norm is copied.plain is not model.norm
 
 
 def test_the_report_names_norms_that_only_a_list_or_a_dict_holds():

@@ -34,6 +34,7 @@ from advnorm.surgery.replace import (
     AFFINE,
     STATISTICS,
     SurgeryReport,
+    map_modules,
     other_parts,
     replace_modules,
     validate_class,
@@ -88,7 +89,7 @@ def convert_norm(
     heading = f"cannot convert to {shown} (pass keep=['module.name', ...] to leave modules unchanged)"
     raise_problems(problems, heading, SurgeryError)
     for pattern, conversion in conversions.items():
-        conversion.validate_effect(None if isinstance(name, str) else pattern, kept_modules)
+        conversion.validate_effect(None if isinstance(name, str) else pattern, kept_modules, kept)
     encoders = [layer for layer in transformers.values() if isinstance(layer, nn.TransformerEncoderLayer)]
     notes = []
     if any(conversion.changes_outputs for conversion in conversions.values()):
@@ -121,7 +122,7 @@ def _decide_changes(
             if isinstance(module, RoutedLinear):
                 for conversion in conversions.values():
                     conversion.validate_head(module)
-            elif isinstance(module, RoutedNorm) or type(module) in adapters or _is_norm(module):
+            elif type(module) in adapters or _is_norm(module):
                 pattern = next((pattern for pattern in conversions if fnmatchcase(name, pattern)), None)
                 if pattern is None:
                     kept[name] = "no pattern matches"
@@ -130,6 +131,14 @@ def _decide_changes(
                 conversion.matches[name] = module
                 change = "named in keep" if module in kept_modules else conversion.decide(module)
                 (replaced if module in conversion.replacements else kept)[name] = change
+    registered = {*model.modules()}
+
+    def keep_unregistered(name: str, module: nn.Module) -> nn.Module:
+        if module not in registered and (type(module) in adapters or _is_norm(module)):
+            kept[name] = f"{type(module).__name__} is hidden from PyTorch; hold it in an nn.ModuleList or nn.ModuleDict"
+        return module
+
+    map_modules(model, keep_unregistered)
     return replaced, kept, problems
 
 
@@ -161,7 +170,7 @@ def _batch_order_problems(transformers: Mapping[str, Any]) -> list[Problem]:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    if isinstance(module, _BASES) or find_adapter(type(module)) is not None:
+    if isinstance(module, (RoutedNorm, *_BASES)) or find_adapter(type(module)) is not None:
         return True
     named = "norm" in type(module).__name__.lower() and not list(module.children())
     return _is_frozen(module) or (named and any(value is not None for value in module._parameters.values()))
@@ -169,6 +178,10 @@ def _is_norm(module: nn.Module) -> bool:
 
 def _is_frozen(module: nn.Module) -> bool:
     return "FrozenBatchNorm" in type(module).__name__  # its weights and statistics are buffers that nothing updates
+
+
+def _norm_name(norm: nn.Module) -> str:
+    return norm.plan.name if isinstance(norm, RoutedNorm) else type(norm).__name__
 
 
 def _is_routed(module: nn.Module | None) -> bool:
@@ -202,37 +215,51 @@ class _Conversion:
             message = f"has the domains {', '.join(domains)}, and no route fits it and the norms"
             raise SurgeryError("conflict", message, hint=f"convert the norms first, or use domains={[*domains]}")
 
-    def validate_effect(self, pattern: str | None, kept: set[nn.Module]) -> None:
+    def validate_effect(self, pattern: str | None, named: set[nn.Module], kept: Mapping[str, str]) -> None:
         """Raise if there is no norm that the requested one replaces, unless ``keep`` names them all."""
         if not self.matches and pattern is not None:
             raise SurgeryError("no_norm", f"{pattern!r} matches no norm layer", field="norm")
         if not self.matches:
             hint = "a norm-free network trains as it is, with one branch: create_model(..., norm='none')"
+            hint = next((f"{name}: {reason}" for name, reason in kept.items()), hint)
             raise SurgeryError("no_norm", "the model has no norm layers", field="model", hint=hint)
-        decided = [norm for norm in self.matches.values() if norm not in kept]
+        decided = [norm for norm in self.matches.values() if norm not in named]
         if self.replacements or self.updates or not decided:
             return
-        found = Counter(type(norm).__name__ for norm in decided)
+        found = Counter(map(_norm_name, decided))
         classes = ", ".join(f"{count} {kind}" for kind, count in found.items())
-        families = [adapter.kind.family for norm in decided if (adapter := self._adapter(norm)) is not None]
-        fitting = [n for n in NORMS if NORMS.get(n).family in families and make_plan(n).routed == self.plan.routed]
-        hint = f"use {' or '.join(fitting)}" if fitting else "name their kind: treat_as={MyNorm: 'layer_norm'}"
-        if any(_is_frozen(norm) for norm in decided):
-            hint = "replace frozen norms by batch norms first, as timm.layers.unfreeze_batch_norm_2d does"
         where = "the model" if pattern is None else repr(pattern)
         message = f"no norm can become {self.plan.name}: {where} has {classes}"
-        raise SurgeryError("no_norm_of_kind", message, field="norm", hint=hint)
+        raise SurgeryError("no_norm_of_kind", message, field="norm", hint=self._fix(decided))
+
+    def _fix(self, norms: Sequence[nn.Module]) -> str:
+        """How to convert norms of which none can become the requested one."""
+        known = [(norm, adapter.kind) for norm in norms if (adapter := self._adapter(norm)) is not None]
+        settings = [(kind, read_settings(norm, kind)) for norm, kind in known]
+        routable = [(kind, own) for kind, own in settings if own["affine"] or not self.plan.routed]
+        alike = [name for name in NORMS if make_plan(name).routed == self.plan.routed]
+        fitting = [n for n in alike if any(kind.becomes(own, NORMS.get(n).family) for kind, own in routable)]
+        if fitting:
+            return f"use {' or '.join(fitting)}"
+        if any(_is_frozen(norm) for norm in norms):
+            return "replace frozen norms by batch norms first, as timm.layers.unfreeze_batch_norm_2d does"
+        if known:
+            return "norms with no parameters have nothing that could differ by domain; build them with parameters"
+        name = type(norms[0]).__name__
+        return f"if it treats every sample alone: advnorm.surgery.register_adapter({name}, 'layer_norm')"
 
     def _adapter(self, norm: nn.Module) -> NormAdapter | None:
+        if isinstance(norm, RoutedNorm):
+            return NormAdapter(kind_of(norm), norm.after)
         return self.adapters.get(type(norm)) or find_adapter(type(norm))
 
     def decide(self, norm: nn.Module) -> str:
         """Decide whether a norm is replaced or kept, and return that in words; raise if neither is possible."""
         if isinstance(norm, RoutedNorm):
             return self._decide_routed(norm)
-        name, adapter = type(norm).__name__, self._adapter(norm)
-        if adapter is not None:
-            return self._replace(norm, adapter)
+        if self._adapter(norm) is not None:
+            return self._replace(norm)
+        name = type(norm).__name__
         if _is_frozen(norm):
             return f"{name} has fixed statistics and parameters, equal in all domains"
         if not isinstance(norm, _BASES):
@@ -267,12 +294,13 @@ class _Conversion:
             raise SurgeryError("not_supported", message, hint="take a branch out with advnorm.strip first")
         if old.statistics == "none":
             return "none has nothing to convert"
-        return self._replace(norm, NormAdapter(kind_of(norm), norm.after))
+        return self._replace(norm)
 
-    def _replace(self, old: nn.Module, adapter: NormAdapter) -> str:
+    def _replace(self, old: nn.Module) -> str:
+        adapter: Any = self._adapter(old)
         kind, settings = adapter.kind, read_settings(old, adapter.kind)
         template = old.template if isinstance(old, RoutedNorm) else old
-        name = old.plan.name if isinstance(old, RoutedNorm) else type(old).__name__
+        name = _norm_name(old)
         if not kind.becomes(settings, self.family):
             return f"{name} is not replaced by {self.plan.name}"
         if kind.statistics != "batch" and self.plan.routed and not settings["affine"]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from advnorm._core.errors import SurgeryError
 from advnorm._core.wrappers import parallel_wrappers
-from advnorm.norms.routed_module import validate_module
+from advnorm.norms.routed_module import RoutedModule, validate_module
 
 #: Names of the tensors of the built-in norms and of ``nn.Linear``.
 AFFINE, STATISTICS = ("weight", "bias"), ("running_mean", "running_var", "num_batches_tracked")
@@ -74,16 +75,52 @@ def validate_class(
 
 
 def replace_modules(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> int:
-    """Put new modules in the place of old ones, also where a module is held twice; return the added parameters."""
+    """Put new modules in the place of old ones, wherever the model refers to them; return the added parameters."""
     if model in replacements:
         message = f"the model itself is a {type(model).__name__} and cannot be replaced in place"
         raise SurgeryError("not_supported", message, field="model", hint="wrap it in nn.Sequential")
     before = sum(parameter.numel() for parameter in model.parameters())
-    for parent in list(model.modules()):
-        for name, child in parent._modules.items():
-            if child is not None and child in replacements:
-                parent._modules[name] = move_hooks(child, replacements[child])
+
+    def replacement(_: str, module: nn.Module) -> nn.Module:
+        return move_hooks(module, replacements[module]) if module in replacements else module
+
+    map_modules(model, replacement)
     return sum(parameter.numel() for parameter in model.parameters()) - before
+
+
+def map_modules(model: nn.Module, change: Callable[[str, nn.Module], nn.Module]) -> None:
+    """Put ``change(name, module)`` in the place of each module that ``model`` refers to.
+
+    References are children, plain attributes, and items of lists, dicts and tuples.
+    """
+    entered = {id(vars(model))}
+    holders: deque[tuple[str, Any]] = deque([("", vars(model))])
+
+    def changed(name: str, value: Any) -> Any:
+        if isinstance(value, tuple):
+            values = [changed(f"{name}.{index}", item) for index, item in enumerate(value)]
+            if all(new is old for new, old in zip(values, value)):
+                return value
+            return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
+        if isinstance(value, nn.Module):
+            new = change(name, value)
+            if new is not value or isinstance(value, RoutedModule):  # what a routed norm hides is no part of the model
+                return new
+        if isinstance(value, (nn.Module, dict, list)):
+            holder = vars(value) if isinstance(value, nn.Module) else value
+            if id(holder) not in entered:
+                entered.add(id(holder))
+                holders.append((name, holder))
+        return value
+
+    while holders:
+        prefix, holder = holders.popleft()
+        for key, value in holder.items() if isinstance(holder, dict) else enumerate(holder):
+            if isinstance(value, (nn.Module, dict, list, tuple)):
+                name = prefix if key == "_modules" else f"{prefix}.{key}".lstrip(".")
+                new = changed(name, value)
+                if new is not value:
+                    holder[key] = new
 
 
 def move_hooks(old: nn.Module, new: nn.Module) -> nn.Module:
