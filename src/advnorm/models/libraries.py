@@ -85,9 +85,9 @@ def input_statistics(name: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 def logits_of(outputs: Any) -> Tensor:
     """The logits among the outputs of a network: those of that name, else the first tensor."""
-    if isinstance(outputs, Tensor):
-        return outputs
-    return outputs.logits if hasattr(outputs, "logits") else outputs[0]
+    if isinstance(outputs, tuple | list | dict):
+        return outputs.logits if hasattr(outputs, "logits") else outputs[0]  # pyright: ignore
+    return outputs  # a tensor, or what stands for it while the network is traced
 
 
 class LibraryModel(nn.Module):
