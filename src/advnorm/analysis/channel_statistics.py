@@ -22,7 +22,7 @@ from advnorm.evaluation.target import EvaluationTarget
 from advnorm.norms import mixture_norms
 from advnorm.norms.plan import SHARED
 
-Channels = Annotated[int | Sequence[int], Setting("Channels by number, or how many to draw at random.")]
+Channels = Annotated[int | Sequence[int], Setting("List of channels, or number of channels to draw at random.")]
 BatchCount = Annotated[int, Setting("Number of batches.", "[1, inf)")]
 
 
@@ -103,7 +103,8 @@ def batch_channels(
         problems.append(Problem(code="not_supported", message=message, field="model", hint=hint))
     if not problems and len(x) < count * batch_size:
         message = f"{count} batches of {batch_size} need {count * batch_size} images"
-        problems.append(Problem(code="conflict", message=message, field="count", got=Description(f"{len(x)} images")))
+        got, hint = Description(f"{len(x)} images"), "lower count or batch_size"
+        problems.append(Problem(code="conflict", message=message, field="count", got=got, hint=hint))
     raise_problems(problems, "bad analysis")
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
     stored = banks.stored_statistics(model, route)

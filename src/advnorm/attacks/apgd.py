@@ -31,8 +31,8 @@ from advnorm.threat import ThreatModel, per_image
 Value = Callable[[Tensor, Tensor, Tensor], Tensor]
 #: Steps between two verifications of the candidates.
 VERIFY_EVERY = 5
-#: APGD also verifies after its first steps, when most images fall; not for randomized models, whose draws would get
-#: more chances.
+#: APGD also verifies after its first steps, in which it fools most images. It does not for randomized models, because
+#: each verification is another draw.
 VERIFY_FIRST = 3
 STRAIGHT = NameOption(setting="straight", value=True)
 
@@ -68,9 +68,9 @@ class APGD(Search):
     def search(
         self, victim: VictimModel, x: Tensor, y: Tensor, noise: ImageNoise, *, start: Tensor | None = None
     ) -> SearchResult:
-        """``start``: start of every variant instead of a random point; the targets are the most likely classes there.
+        """Search from random points, or from ``start``, whose most likely classes are then the targets.
 
-        Not for L1, whose search starts outside the ball.
+        L1 uses ``start`` for the targets only, because its search begins outside the ball.
         """
         clean = victim.strict_logits(x)
         classes = clean.shape[1]
@@ -153,7 +153,7 @@ class _Ascent:
     rises: Tensor
     checked_value: Tensor
     halved: Tensor
-    # L1: number of coordinates that the best point had moved at the last checkpoint; a step moves 1.5 times fewer
+    # L1: number of coordinates in which the best point differed from the image at the last checkpoint
     moved: Tensor
 
     def back_to_best(self, where: Tensor) -> None:

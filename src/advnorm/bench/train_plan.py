@@ -21,7 +21,7 @@ from advnorm.training.build import build_model, data_properties
 from advnorm.training.cost import forward_flops
 from advnorm.training.ranks import Ranks
 
-#: Settings in which cases may differ that take turns: what they train, not how much.
+#: Settings in which the cases of a group may differ. They change the method, not the amount of data or steps.
 ALTERNATIVES = ("norm", "norm_options", "dual_head", "objective", "regularizer", "second_pass")
 
 
@@ -70,13 +70,13 @@ def setting_problems(
     if data_dir is not None and not any(source.needs_root for source in sources):
         conflict("data_dir", f"{configs[0].data.name} images have no folder", "use --set data=cifar10, or leave it out")
     if any(config.compile != "auto" for config in configs):
-        conflict("compile", "the mode decides whether a step is compiled", "use --mode eager or compiled")
+        conflict("compile", "{field} must be 'auto' in this benchmark", "omit it, and use --mode eager or compiled")
     if set(modes) & set(REFERENCES) and not all(any(map(has_plain_loop, group)) for group in group_configs(configs)):
         own = " ".join(mode for mode in modes if mode in known and mode not in REFERENCES) or "eager"
         message = (
-            "the plain loops train hybrid PGD by SGD, and no case does so with the other settings at their defaults"
+            "the plain loops train hybrid PGD with SGD and default settings, and a group of cases has no such case"
         )
-        conflict("mode", message, f"use --mode {own}, or sweep the setting from its default: second_pass=none,sam")
+        conflict("mode", message, f"use --mode {own}, or let only {', '.join(ALTERNATIVES)} differ from a default case")
     return problems
 
 

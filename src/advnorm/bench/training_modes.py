@@ -35,6 +35,7 @@ def build_training(mode: TrainMode, config: Config, data: ImageData, ranks: Rank
     journal.log = lambda message: log(message)
     config = replace(config, compile=mode == "compiled")
     loop = TrainingLoop(Run(Path("bench")), config, data, ranks, journal, workers=None)
+    del journal.log  # the step program keeps it for fallbacks; the rest of the log is not of interest
     loop.prepare(0)
     batches = itertools.chain.from_iterable(loop.loader.epoch(epoch, 0) for epoch in itertools.count())
 

@@ -15,7 +15,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
-    help="Adversarial training in which normalization is the subject.",
+    help="Train, evaluate and audit adversarially robust networks with norms for several domains.",
 )
 for verb in (ls.ls, show.show, compare.compare, report.report, card.card, card.push):
     command(app, computes=False)(verb)

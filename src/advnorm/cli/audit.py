@@ -34,7 +34,7 @@ def audit(
             "steps, 5000 queries. full: all images, also PGD with up to 500 steps, and always a trained copy."
         ),
     ] = "standard",
-    surrogate: Annotated[str | None, typer.Option(help="module:function of a model to transfer attacks from.")] = None,
+    surrogate: Annotated[str | None, typer.Option(help="module:function of a model without masking.")] = None,
     surrogate_weights: Annotated[
         str | None, typer.Option(help="Weights of the surrogate, a .safetensors or .pt file. Default: --weights.")
     ] = None,
@@ -70,7 +70,7 @@ def audit(
     opened = open_target(target, options, problems)
     images = min(opened.count, options.limit or opened.count)
     if images < LEAST_IMAGES:
-        say(f"note: {images} images are too few for a verdict; it takes at least {LEAST_IMAGES}")
+        say(f"note: {images} images are too few for the verdict real or false, which needs {LEAST_IMAGES} images")
     record = options.json or default_record("audit", opened, options, route, budget, surrogate, surrogate_weights)
     with printing_result(record, _print_verdict) as show:
         verdict = run_audit(

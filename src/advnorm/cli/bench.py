@@ -63,7 +63,7 @@ def bench_train(
         list[str] | None,
         typer.Option(
             help="Plain PyTorch loops: plain (TF32), careful (bf16, channels-last, frozen weights in the attack), "
-            "careful_compiled. Ours: eager, compiled. Default: all; on the CPU those that do not compile."
+            "careful_compiled. Ours: eager, compiled. Default: all; on the CPU: plain, careful, eager."
         ),
     ] = None,
     processes: Annotated[

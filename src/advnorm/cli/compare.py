@@ -14,7 +14,7 @@ from advnorm.cli.options import JsonCopy
 def compare(
     records: Annotated[
         list[Path],
-        typer.Argument(help="Two records; one record, for two of its branches or attacks; or the first side's seeds."),
+        typer.Argument(help="Two records; one, to compare its branches or attacks; with --against, one per seed."),
     ],
     against: Annotated[list[Path] | None, typer.Option(help="The second side, if it has several records.")] = None,
     attack: Annotated[list[str] | None, typer.Option(help="clean or an attack, or one for each side.")] = None,

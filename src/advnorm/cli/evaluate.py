@@ -25,8 +25,8 @@ def evaluate(
     targets: Annotated[
         list[str],
         typer.Argument(
-            help="One or several: folder of a run, of runs or of a saved model, module:function that returns a model, "
-            "or timm:NAME with --weights."
+            help="One or several targets: a folder (a run, several runs or a saved model), module:function that "
+            "returns a model, or timm:NAME with --weights."
         ),
     ],
     options: EvaluateOptions,
@@ -127,11 +127,12 @@ def _select_targets(targets: list[str], options: EvaluateOptions, problems: list
     strays = [name for name in folders if not _is_target(Path(name))]
     targets = [name for name in targets if name not in strays and not Path(name).is_file()]
     if missing := [name for name in strays if not targets or not Path(name).exists()]:
-        message, hint = f"{', '.join(missing)}: not a run (no run.json)", "name folders that `train` made"
+        message = f"{', '.join(missing)}: neither a run (run.json) nor a saved model (config.json)"
+        hint = "name folders that `advnorm train` or `advnorm card` wrote"
         problems.append(Problem(code="missing_file", message=message, field="targets", hint=hint))
     raise_problems(problems)
     for name in strays:
-        say(f"{name} is skipped: it is not a run (it has no run.json)", style="yellow")
+        say(f"{name} is skipped: it is neither a run nor a saved model", style="yellow")
     return targets
 
 

@@ -24,7 +24,7 @@ Overrides = Annotated[
 ]
 Checkpoint = Annotated[
     str | None,
-    typer.Option(help="best (highest held-out accuracy; default if it exists), last, or a snapshot such as epoch5."),
+    typer.Option(help="best (highest held-out score; default if it exists), last, or a snapshot such as epoch5."),
 ]
 DataDir = Annotated[Path | None, typer.Option(help="Folder that contains the data set.")]
 Eps = Annotated[str | None, typer.Option(help="Radius in pixel scale, for example 8/255. Default: the run's.")]

@@ -41,9 +41,7 @@ def study(
     ] = None,
     strict_search: Annotated[
         bool,
-        typer.Option(
-            "--strict-search", help="AutoAttack also searches in float32. Default: in bf16 on a GPU; float32 decides."
-        ),
+        typer.Option("--strict-search", help="AutoAttack searches in float32. Default: bf16 on a GPU and under fast."),
     ] = False,
     smoke: Annotated[
         bool, typer.Option("--smoke", help="Run two steps on synthetic images, to check that every part works.")
@@ -60,7 +58,7 @@ def study(
     address: Annotated[
         str | None, typer.Option(help="Address of a Ray cluster. Default: a running one, else a new one.")
     ] = None,
-    processes: Annotated[int, typer.Option(min=1, help="Number of workers per device.")] = 1,
+    processes: Annotated[int, typer.Option(min=1, help="Number of processes per device.")] = 1,
     max_minutes: Annotated[
         float | None,
         typer.Option(min=0, help="Stop after this time, list pending cells, exit with 75. The same command resumes."),
@@ -202,6 +200,9 @@ def _choose_protocol(studies: Sequence[Study], protocol: str | None, stand_in: s
     kind = "protocol" if stand_in is None else "stand-in"
     common = [name for name in studies[0].protocols if all(name in study.protocols for study in studies)]
     allowed = [name for name in common if stand_in is None or name == "imagenette"]
+    if stand_in is not None and not allowed:
+        message = f"the stand-in needs cells on ImageNet in {', '.join(study.name for study in studies)}"
+        raise ConfigError("not_supported", message, field="stand_in", got=stand_in, hint="omit --stand-in")
     raise_problems([] if chosen in allowed else [unknown_name(kind, chosen, allowed)])
     return chosen
 

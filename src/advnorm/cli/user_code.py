@@ -89,7 +89,7 @@ def load_library_model(
 ) -> tuple[nn.Module, tuple[str, ...]]:
     """Build a network of a library and fill it. ``images``: their classes and channels. As in `load_user_model`."""
     if weights is None:
-        message, hint = f"{name} has no trained weights here", "--weights FILE; nothing is downloaded"
+        message, hint = f"{name} needs trained weights", "give --weights FILE; advnorm downloads none"
         raise ConfigError("missing_option", message, field="weights", hint=hint)
     model = create_model(name, images[0], in_channels=images[1], mean=mean, std=std)
     notes = _load_weights(model.network, weights)

@@ -73,7 +73,7 @@ class TrainingSettings:
     objective: Annotated[Named, Setting("Objective of `advnorm ls objectives` with its options.")] = Named("hybrid")
     regularizer: Annotated[Named | None, Setting("`ligs` with its options (paper D, fig. 5).")] = None
     second_pass: Annotated[Named | None, Setting("`apart`, `sam`, `apart_sam` or `awp` and options (paper B).")] = None
-    threat: Annotated[Norm, Setting("Distance of the threat model.")] = "Linf"
+    threat: Annotated[Norm, Setting("Norm of the threat model: Linf, L2 or L1.")] = "Linf"
     eps: Annotated[float | str, Setting("Radius of the threat model in pixel scale: a number or a fraction.")] = "8/255"
     attack: Annotated[AttackConfig, Setting("Attack of training; its settings follow below.")] = AttackConfig()
     eps_warmup_epochs: Annotated[

@@ -254,7 +254,7 @@ class _Audit:
             self._compare_strengths()
 
     def _overcome_obstacles(self, obstacles: Obstacles) -> None:
-        """Attack the survivors with what overcomes the obstacles that were found."""
+        """Attack the survivors with attacks that overcome the obstacles found."""
         for rung in adaptive_rungs(self.budget, obstacles):
             gradients = self.gradients[self.route] or "bpda" in rung.attack
             robust = self._attack(rung.attack, self.route, self.worst) if gradients else None

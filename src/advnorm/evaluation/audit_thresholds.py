@@ -31,7 +31,7 @@ ONE_STEP_SHARE = 0.5
 NONE_CLAIMED = 0.10
 #: Up to this worst-case accuracy (or chance, if that is more) no robustness is left.
 NONE_LEFT = 0.05
-#: With fewer images the 95 % interval of an accuracy is wider than 18 points, and the audit is inconclusive.
+#: With fewer images the 95 % interval of an accuracy is wider than 18 points, and no verdict is real or false.
 LEAST_IMAGES = 30
 
 # -- other signs -------------------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ class EvidenceList:
     def expect(
         self, name: str, text: str, value: float, most: float, *, weight: Weight = "doubt", points: bool = False
     ) -> bool:
-        """Add a measurement that should be at most ``most``; a value in ``points`` gets the slack of a few images."""
+        """Add a measurement that should be at most ``most``. ``points``: the limit is at least that of two images."""
         slack = 100 * limits.SLACK_IMAGES / self._images
         words = ""
         if points and slack > most:
@@ -89,7 +89,7 @@ def weigh_gap(
 ) -> Evidence:
     """Weigh the gap from PGD-10 accuracy to worst-case accuracy beside the other ``evidence``.
 
-    The gap must be significant even if two more ``images`` had withstood everything.
+    A gap counts only if it would also count with two more robust images, out of ``images``.
     Under L1 a gap alone decides nothing: PGD is so weak there that it leaves 35 % of a linear model's images, where
     adaptive attacks leave 1 %.
     """

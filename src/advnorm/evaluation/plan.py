@@ -215,7 +215,7 @@ def statistics_problems(statistics: object) -> list[Problem]:
 
 
 def _about_problems(about: Mapping[str, Any] | None) -> list[Problem]:
-    """A record that cannot be written would otherwise fail after hours."""
+    """Return the problem of an ``about`` that JSON cannot hold: writing the record would fail after hours."""
     try:
         json.dumps({**(about or {})}, allow_nan=False)
     except (TypeError, ValueError) as error:

@@ -27,8 +27,9 @@ from advnorm.objectives.execution import EAGER, CraftedBatch, Execution, Objecti
 class DualDomain(Objective):
     """``Σ weight · term`` over cross-entropies of both domains, their divergence, logit distance and likelihood.
 
-    The named objectives differ in the :meth:`weights` of the terms. ``clean_share`` s uses a share s of each batch's
-    clean images, at least one, spread evenly over the batch, and all adversarial ones (paper E, sec. 4.1).
+    Subclasses define the :meth:`weights` of the terms. ``clean_share`` is the share of the clean images of a batch that
+    are used: at least one image, spread evenly over the batch, or none if it is 0. All adversarial images are used
+    (paper E, sec. 4.1).
     """
 
     layout: Annotated[Layout, Setting("One forward of both domains, or one forward for each.")] = "concatenated"
@@ -116,13 +117,13 @@ class Hybrid(DualDomain):
     difference of the logits (ALP; paper E, sec. 4.1), ``likelihood_weight`` the likelihood of mixture norms (C, eq.
     21).
 
-    With ``clean_share`` below 1 the loss is the mean over the remaining images, with the weight γ for clean ones and
-    1 - γ for adversarial ones; 0 is adversarial training.
+    With ``clean_share`` below 1 the loss is the weighted mean over the used images: weight γ for each clean image,
+    1 - γ for each adversarial image. ``clean_share=0`` is adversarial training.
     """
 
     summary, paper = "clean and adversarial cross-entropy (MAT)", "A (eq. 2), C (eq. 1), E (eq. 1)"
 
-    clean_weight: Annotated[float, Setting("Weight of a clean image; 1 minus it: adversarial.", "[0, 1]")] = 0.5
+    clean_weight: Annotated[float, Setting("Weight γ of clean images; adversarial images have 1 - γ.", "[0, 1]")] = 0.5
     kl_weight: Annotated[float, Setting("Weight of the KL term.", "[0, inf)")] = 0.0
     pairing_weight: Annotated[float, Setting("Weight of the squared logit difference.", "[0, inf)")] = 0.0
 
@@ -182,10 +183,10 @@ class AdvProp(Hybrid):
 class Cross(DualDomain):
     """Cross-AT: ``max_δ L_CE(x + δ, y)`` with the adversarial images normalized by the clean ones' statistics.
 
-    The clean images are forwarded without a loss. The weights also learn through the statistics that the clean images
-    lend to the adversarial ones, unless the norm has ``other_gradient=False`` (paper A, sec. 3, fig. 1). The norm is
-    ``cross_bn``. Its branch ``adv`` is trained: BN_clean of the paper, for images of either domain. The other branch
-    gets no gradient: give DDP ``find_unused_parameters=True``.
+    The clean images are forwarded without a loss. Gradients also flow through their statistics, unless the norm has
+    ``other_gradient=False`` (paper A, sec. 3, fig. 1). The norm is ``cross_bn``. Training updates its branch ``adv``,
+    which the paper calls BN_clean; evaluate images of both domains through it. The other branch gets no gradient, so
+    DDP needs ``find_unused_parameters=True``.
     """
 
     summary, paper = "adversarial images normalized by clean statistics (Cross-AT)", "A (fig. 1, 2)"
@@ -209,8 +210,8 @@ class Cross(DualDomain):
 class TRADES(DualDomain):
     """``L_CE(x, y) + β max_δ KL(f(x) || f(x + δ))`` (Zhang et al. 2019; paper C, eq. 2).
 
-    The attack maximizes the KL divergence: a PGD, which may have no target, is used with ``loss="kl"``, and the clean
-    output is computed once. An attack of your own keeps its settings.
+    The attack maximizes the KL divergence. PGD runs with ``loss="kl"`` and must not have a target; the clean output is
+    computed once. Searches and cascades are rejected. Other attacks keep their settings.
     """
 
     summary, paper = "clean cross-entropy and KL to the adversarial output", "C (eq. 2)"
@@ -221,7 +222,7 @@ class TRADES(DualDomain):
     def plan_problems(cls, plans: Sequence[Plan], **settings: Any) -> list[Problem]:
         problems = super().plan_problems(plans, **settings)
         if settings["clean_share"] != 1:
-            message = "TRADES compares each adversarial output with its clean one"
+            message = "{field} must be 1, because TRADES compares each adversarial output with the clean output"
             problems.append(Problem(code="conflict", message=message, field="clean_share", hint="leave it at 1"))
         return problems
 
@@ -235,7 +236,7 @@ class TRADES(DualDomain):
             what = type(attack).__name__ if target is None else f"the target {target!r}"
             raise ConfigError(
                 "conflict",
-                "TRADES maximizes the KL divergence to the clean output",
+                "{field} must be able to maximize the KL divergence to the clean output for TRADES",
                 field="attack",
                 got=Description(what),
                 hint="use PGD without a target",

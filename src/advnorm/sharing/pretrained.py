@@ -47,9 +47,9 @@ def save_pretrained(
 ) -> Path:
     """Save a model, or a checkpoint of a run, with its configuration and model card; return the folder.
 
-    A run brings the evaluations and audits in its folder that belong to these weights. :func:`from_pretrained` rebuilds
-    networks of :func:`create_model` and of runs, also with a converted head; other networks are loaded into a ``model``
-    that the caller builds.
+    For a run, the card lists the evaluations and audits of these weights in the folder of the run.
+    :func:`from_pretrained` rebuilds networks of :func:`create_model` and of runs, also with a converted head; for other
+    networks the caller builds the ``model``.
     """
     folder = Path(folder)
     config: dict[str, Any] = {"format": FORMAT}
@@ -169,8 +169,8 @@ def _header_config(path: Path) -> Any:
         with safe_open(path, framework="pt") as file:
             return json.loads((file.metadata() or {})["advnorm"])["meta"]
     except (SafetensorError, LookupError, ValueError, TypeError) as error:
-        message = f"{path} was not written by save_pretrained ({error})"
-        raise ConfigError("damaged_file", message, field=WEIGHTS) from None
+        message, hint = f"{path} was not written by save_pretrained ({error})", "save or fetch it again"
+        raise ConfigError("damaged_file", message, field=WEIGHTS, hint=hint) from None
 
 
 # -- networks ----------------------------------------------------------------------------------------------------------

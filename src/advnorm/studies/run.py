@@ -29,7 +29,7 @@ from advnorm.studies.store import RecordStore
 from advnorm.studies.task import Task
 from advnorm.training import train
 
-#: Between checks of tasks that another process is running.
+#: Seconds between checks of tasks that another process runs.
 BUSY_SECONDS = 2.0
 
 

@@ -16,8 +16,8 @@ from advnorm.config import Config
 from advnorm.studies.claims import Values
 from advnorm.studies.decision import Check, ClaimVerdict, Conclusion, decide
 
-#: As printed; as in the authors' code; a shortened schedule; that on Imagenette instead of ImageNet; or two steps on
-#: synthetic images.
+#: ``paper``: as printed. ``authors``: as in the authors' code. ``fast``: a shorter schedule. ``imagenette``: a shorter
+#: schedule on Imagenette instead of ImageNet. ``smoke``: two steps on synthetic images.
 Protocol = Literal["paper", "authors", "fast", "imagenette", "smoke"]
 #: Protocols that every study has.
 GENERAL_PROTOCOLS: tuple[Protocol, ...] = ("paper", "fast", "smoke")
@@ -56,9 +56,9 @@ class Cell:
 
     ``after`` names a cell of the same study that is trained first. This cell starts from its weights or, with
     ``features`` (a recipe such as ``"D_R"``), trains on features that its network extracts: from ordinary images, or
-    from the features that the cell ``feature_images`` trains on. ``clip``: a shortened schedule clips its gradients
-    whether it needs that or not, because the cells that it is compared with need it. ``protocols`` are those of its
-    paper beside the general ones: what each makes of the cell.
+    from the features that the cell ``feature_images`` trains on. ``clip``: a shortened schedule always clips the
+    gradients of this cell, because the cells that it is compared with need clipping. ``protocols``: functions of its
+    paper's own protocols, each from this cell to the planned cell.
     """
 
     name: str

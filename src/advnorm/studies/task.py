@@ -22,7 +22,8 @@ from advnorm.training.run import Run
 class Task:
     """One cell with one seed under one protocol, and the folders of its results and its data.
 
-    With ``strict_search`` AutoAttack also searches in float32; otherwise, on a GPU, in bf16, and float32 decides.
+    With ``strict_search`` AutoAttack searches in float32. By default it searches in bf16 on a GPU and under ``fast``.
+    A float32 forward decides in both cases.
     """
 
     study: str

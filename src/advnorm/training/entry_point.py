@@ -57,8 +57,8 @@ def train(
         max_minutes: Stop at a checkpoint after this time. SIGTERM does the same; then ``run.finished`` is False.
             Ctrl-C stops at a checkpoint and raises ``KeyboardInterrupt``; a second one stops at once. If SIGTERM comes
             after the last step, the process sends it to itself again, for the caller's handler.
-        checkpoint_minutes: Time between checkpoints within an epoch. The end of an epoch writes one if the last one is
-            at least this old, or half a minute.
+        checkpoint_minutes: Time between checkpoints within an epoch. An epoch also ends with a checkpoint if the last
+            checkpoint is older than this time or than half a minute.
         progress: Show a bar on a terminal, else a line per epoch and one every half minute.
         tensorboard: Write TensorBoard events.
 

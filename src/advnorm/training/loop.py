@@ -113,7 +113,7 @@ class TrainingLoop:
         self.optimizer = make_optimizer(self.model, config)
         self.state = TrainingState(self.model, self.optimizer, self.ema, ranks)
         self.signals = StopSignals()
-        # Of this attempt: when to stop, seconds between checkpoints, the last checkpoint, and the first step.
+        # For this attempt: the time to stop, seconds between checkpoints, the time of the last checkpoint, first step.
         self._until = self._checkpoint_seconds = math.inf
         self._saved, self._first_step = time.monotonic(), 0
 

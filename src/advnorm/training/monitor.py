@@ -1,4 +1,4 @@
-"""A monitor of training: it warns if accuracy under a strong attack is far below that under the usual attacks."""
+"""Monitor training: warn if a strong attack leaves far less accuracy than PGD-10 or the training attack."""
 
 from __future__ import annotations
 

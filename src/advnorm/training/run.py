@@ -97,7 +97,7 @@ class Run:
         try:
             return Config.from_dict(data["config"])
         except ConfigError as error:
-            hint = "if it is a relative path: run the command in the folder of the training; "
+            hint = "if it is a relative path: run the command in the working directory of the training; "
             hint += "if your own code registers it: advnorm --import FILE.py, or import it first"
             problems = [
                 replace(problem, hint=hint) if problem.code == "unknown_name" else problem for problem in error.problems
@@ -125,7 +125,7 @@ class Run:
         return [_read_row(line, f"{path}, line {place}") for place, line in enumerate(whole, 1)]
 
     def model(self, which: CheckpointName | None = None, device: str | torch.device = "cpu") -> nn.Module:
-        """Load the model of the ``best`` checkpoint (by held-out accuracy), the ``last``, or a snapshot (``epoch5``).
+        """Load the model of the ``best`` checkpoint (by held-out score), the ``last``, or a snapshot (``epoch5``).
 
         By default the best if there is one, else the last. With an EMA it is the averaged model. It is in eval mode.
         """

@@ -1,4 +1,4 @@
-"""One evaluation by AutoAttack: stages that run in turn on the images that are still robust."""
+"""One evaluation by a cascade such as AutoAttack: stages run in turn on the images that are still robust."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from advnorm.attacks.model_access import Predict, never_alone, pad_rows, padded_
 from advnorm.attacks.search import Search, SearchResult
 from advnorm.attacks.victim import VictimModel
 
-#: The stage that decides close calls of a fast search. A margin is close if it is at most CLOSE times the tolerance.
+#: Last stage of a fast search: FAB-T in float32 on images whose margin is at most CLOSE times the tolerance.
 FINISH, CLOSE = "float32", 8
 #: Value of ``fooled_by`` for an image that no attack fooled.
 ROBUST = -1
@@ -33,7 +33,8 @@ ROBUST = -1
 PROBE = 64
 #: Rows of a forward: on a CPU, and at most on a GPU, where more rows do not increase the throughput.
 CPU_ROWS, GPU_ROWS = 512, 4096
-#: On a GPU a strict forward is padded to a multiple of DECISION_ROWS, or in a search of 1 / SEARCH_PARTS of all rows.
+#: On a GPU, strict forwards are padded to a multiple of DECISION_ROWS, and to 1 / SEARCH_PARTS of the batch size if
+#: they also search (there is no surrogate).
 DECISION_ROWS, SEARCH_PARTS = 32, 8
 
 
@@ -140,7 +141,7 @@ class Cascade:
         return logits.shape[1], stages
 
     def _compare(self, probe: Tensor, labels: Tensor, logits: Tensor) -> None:
-        """Set the tolerance from images with finite margins in both precisions; without any, search in float32."""
+        """Set the tolerance from finite margins. Without finite margins raise if ``given``, else search in float32."""
         gap = (label_margin(self.victim.search_logits(probe), labels) - label_margin(logits, labels)).abs()
         gap = gap[gap.isfinite()]
         if len(gap):

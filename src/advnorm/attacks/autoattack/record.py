@@ -120,7 +120,9 @@ class CascadeFile(TypedDict):
 
 
 class CascadeRecord:
-    """A folder: ``record.json`` (the request, finally also the answer), and the images in ``answer.safetensors``.
+    """A folder that holds the request and, at the end, the result of a cascade.
+
+    ``record.json`` holds the request and the numbers, ``answer.safetensors`` the images.
 
     While the evaluation runs, the folder holds a file for each finished batch. Every file is written atomically.
     """
@@ -133,7 +135,7 @@ class CascadeRecord:
         self._count = 0
         if not self._json.exists():
             if folder.exists() and not (folder.is_dir() and all(map(interrupted_write, folder.iterdir()))):
-                message, hint = f"{folder} is not a record of AutoAttack", "give record= a folder of its own"
+                message, hint = f"{folder} is not the record of a cascade", "set record= to a new folder"
                 raise ConfigError("already_exists", message, field="record", hint=hint)
             write_json(self._json, with_digest({"format": self.FORMAT, "asked": request}))
         self._data = self._read()
