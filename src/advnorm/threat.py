@@ -48,9 +48,7 @@ def length_problem(field: str, value: float | str, norm: str) -> Problem | None:
         return replace(error.problems[0], field=field)
     if norm == "Linf" and length > 1:
         hint = f"did you mean '{length:g}/255'?"
-        return Problem(
-            code="out_of_range", message="{field} must lie in pixel scale [0, 1]", field=field, got=value, hint=hint
-        )
+        return Problem("out_of_range", "{field} must lie in pixel scale [0, 1]", field, got=value, hint=hint)
     return None
 
 

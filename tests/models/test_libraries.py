@@ -6,7 +6,20 @@ import pytest
 import torch
 from torch import nn
 
-from advnorm import Config, ConfigError, SurgeryError, convert_norm, create_model, load_config, route, strip, train
+from advnorm import (
+    Config,
+    ConfigError,
+    SurgeryError,
+    ThreatModel,
+    convert_norm,
+    create_model,
+    load_config,
+    route,
+    strip,
+    train,
+)
+from advnorm.attacks import AutoAttack
+from advnorm.attacks.folded_copy import make_folded_copy
 from advnorm.models.libraries import import_library
 from advnorm.models.registry import MODELS
 from advnorm.training.cost import forward_flops
@@ -17,7 +30,7 @@ X = torch.rand(4, 3, 32, 32)
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "patch_size": 8}
 
 
-@pytest.mark.parametrize(
+NETWORKS = pytest.mark.parametrize(
     ("name", "norm", "options"),
     [
         ("timm:test_efficientnet", "dual_bn", {}),
@@ -27,6 +40,9 @@ TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "in
         ("transformers:vit", "dual_affine_ln", {"img_size": 32, "arguments": TINY}),
     ],
 )
+
+
+@NETWORKS
 def test_a_network_of_a_library_takes_images_and_routes(name, norm, options):
     model = create_model(name, 7, norm, **options)
     with route(model, {"clean": 2, "adv": 2}):
@@ -36,6 +52,18 @@ def test_a_network_of_a_library_takes_images_and_routes(name, norm, options):
     model.eval(), again.eval()
     with route(model, "adv"), route(again, "adv"):
         assert torch.equal(model(X), again(X))
+
+
+@NETWORKS
+def test_a_network_of_a_library_is_attacked_through_a_folded_copy(name, norm, options):
+    model = strip(create_model(name, 7, norm, **options), route="adv").eval()
+    attack = AutoAttack(threat=ThreatModel(eps="0.01/255"), precision="bf16", attacks=("apgd-ce",), steps=2)
+    messages = []
+    copy = make_folded_copy(model, dtype=torch.bfloat16, on_failure=messages.append)
+    assert (copy is None) == bool(messages)  # a network that cannot be traced is attacked itself
+    if copy is not None:
+        torch.testing.assert_close(copy(X), model(X), rtol=0.1, atol=0.1)
+    assert attack(model, X, model(X).argmax(1)).shape == X.shape
 
 
 def test_images_are_normalized_as_the_weights_expect():

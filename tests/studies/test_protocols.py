@@ -129,7 +129,7 @@ def test_a_strict_search_is_recorded_and_serves_the_same_cell(tmp_path):
 @pytest.mark.parametrize(
     ("options", "code", "field"),
     [
-        (("A/table3", "--stand-in", "imagenette"), "unknown_name", "stand-in"),
+        (("A/table3", "--stand-in", "imagenette"), "not_supported", "stand_in"),
         (("E/fig1", "--stand-in", "cifar10"), "unknown_name", "stand-in"),
         (("E/fig1", "--stand-in", "imagenette", "--protocol", "fast"), "conflict", "stand_in"),
         (("E/fig1", "--protocol", "authors"), "unknown_name", "protocol"),

@@ -18,7 +18,7 @@ class NOTHING:
     """Stands for "no value was received", since ``None`` is a value."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Problem:
     """One problem: a stable code, the setting or argument, the requirement, the received value and the fix.
 
@@ -55,9 +55,9 @@ class AdvnormError(Exception):
     """
 
     def __init__(
-        self, code: str, message: str, *, field: str = "", got: Any = NOTHING, hint: str = "", heading: str = ""
+        self, code: str, message: str, field: str = "", *, got: Any = NOTHING, hint: str = "", heading: str = ""
     ) -> None:
-        self._set((Problem(code=code, message=message, field=field, got=got, hint=hint),), heading)
+        self._set((Problem(code, message, field, got, hint),), heading)
 
     @classmethod
     def listing(cls, problems: Iterable[Problem], heading: str = "") -> Self:

@@ -88,8 +88,7 @@ def writable_problems(path: Path | str) -> list[Problem]:
         reason = f"no permission for {folder}"
     except (OSError, ValueError) as error:  # ValueError: a null byte
         reason = getattr(error, "strerror", None) or str(error)
-    words = f"cannot write {{field}}: {reason}"
-    return [Problem(code="not_writable", message=words, field=str(path), hint="choose another place")]
+    return [Problem("not_writable", f"cannot write {{field}}: {reason}", str(path), hint="choose another place")]
 
 
 def _behind_links(path: Path | str) -> Path:

@@ -36,8 +36,7 @@ def check_record(record: Any, shape: Any, source: object, fix: str, form: str | 
         raise ConfigError("not_supported", words, field=f"{source}: format", got=found.get("format"), hint=fix)
     problems = list(islice(_problems(record, shape, ""), MOST_PROBLEMS))
     if not problems and found.get("digest") not in (None, _content(found)):
-        message = "{field} does not fit the content: it was edited or damaged"
-        problems.append(Problem(code="damaged_file", message=message, field="digest"))
+        problems.append(Problem("damaged_file", "{field} does not fit the content: it was edited or damaged", "digest"))
     raise_problems([_in_file(problem, source, fix) for problem in problems])
 
 
@@ -67,8 +66,7 @@ def _problems(value: Any, hint: Any, where: str) -> Iterator[Problem]:
     elif origin is Annotated:
         found, interval = list(_problems(value, members[0], where)), members[1].range
         if not found and not in_range(interval, value):
-            message = f"{{field}} must {range_words(interval)}"
-            found = [Problem(code="damaged_file", message=message, field=where, got=value)]
+            found = [Problem("damaged_file", f"{{field}} must {range_words(interval)}", where, got=value)]
         yield from found
         return
     elif (is_typeddict(hint) or is_dataclass(hint)) and isinstance(value, dict):

@@ -60,8 +60,7 @@ class Recipe:
             message = "{field} does not apply: features are matched anywhere in the box (app. B.3)"
             problems.append(Problem(code="conflict", message=message, field="eps", hint="leave eps out"))
         if self.towards != "features" and self.eps is None:
-            message = "a target class needs {field}, the largest L2 distance"
-            problems.append(Problem(code="missing_option", message=message, field="eps"))
+            problems.append(Problem("missing_option", "a target class needs {field}, the largest L2 distance", "eps"))
         raise_problems(problems, "bad recipe")
 
 
@@ -195,8 +194,7 @@ def extract_features(
         problems.append(Problem(code="conflict", message=message, field="data", got=data.name, hint=hint))
     part = as_tuple(part)
     if not any(problem.field == "part" for problem in problems) and (len(part) != 2 or not 0 <= part[0] < part[1]):
-        message = "{field} must be (i, n) with 0 <= i < n"
-        problems.append(Problem(code="out_of_range", message=message, field="part", got=part))
+        problems.append(Problem("out_of_range", "{field} must be (i, n) with 0 <= i < n", "part", got=part))
     raise_problems(problems, f"bad feature data set {name}")
     if layer is not None:
         _find_head(unwrap_model(model), layer)  # raises before any work

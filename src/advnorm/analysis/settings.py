@@ -78,8 +78,7 @@ def as_tuple(values: Any) -> tuple[Any, ...]:
 
 def empty_problems(items: Any, field: str, example: str) -> list[Problem]:
     """Return a problem if a collection is empty."""
-    message, hint = "{field} must not be empty", f"for example {example}"
-    return [] if items else [Problem(code="empty", message=message, field=field, hint=hint)]
+    return [] if items else [Problem("empty", "{field} must not be empty", field, hint=f"for example {example}")]
 
 
 def require_any(items: Any, field: str, example: str) -> None:

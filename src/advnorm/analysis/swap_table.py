@@ -122,8 +122,7 @@ def _swap_problems(model: nn.Module, domains: tuple[str, str]) -> list[Problem]:
         if plan.statistics != "batch" or plan.crosses or len({plan.feeds[plan.index(d)] for d in domains}) < 2
     ]
     message = f"{', '.join(shared)} does not normalize each branch by statistics of its own images"
-    hint = "use dual_bn or dual_stats_bn"
-    return [Problem(code="not_supported", message=message, field="model", hint=hint)] if shared else []
+    return [Problem("not_supported", message, "model", hint="use dual_bn or dual_stats_bn")] if shared else []
 
 
 @register_analysis("swap_table", summary="accuracy with swapped and re-calibrated statistics", paper="A table 5")

@@ -124,6 +124,5 @@ def input_gradient(value_N: Tensor, x: Tensor) -> Tensor:
         (grad,) = torch.autograd.grad(value_N.sum(), x, allow_unused=True)
     if grad is None:
         message = "the {field} have no gradient with respect to the images (detach, no_grad, rounding or numpy?)"
-        hint = "use an attack without gradients, such as 'square'"
-        raise ConfigError("no_gradient", message, field="logits", hint=hint)
+        raise ConfigError("no_gradient", message, "logits", hint="use an attack without gradients, such as 'square'")
     return grad.detach()

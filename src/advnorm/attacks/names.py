@@ -74,12 +74,10 @@ def get(name: str, **settings: Any) -> Attack:
     by_name = {**family.settings, **named}
     problems = []
     if "threat" not in settings:
-        hint = "give threat=ThreatModel(eps='8/255')"
-        problems.append(Problem(code="missing", field="threat", message="{field} is missing", hint=hint))
+        problems.append(Problem("missing", "{field} is missing", "threat", hint="give threat=ThreatModel(eps='8/255')"))
     for key in settings:
         if key in by_name:
-            hint = "change one of the two"
-            problems.append(Problem(code="conflict", field=key, message="the name sets {field} already", hint=hint))
+            problems.append(Problem("conflict", "the name sets {field} already", key, hint="change one of the two"))
     norm = getattr(settings.get("threat"), "norm", None)
     for word, option in family.options.items():
         if option.norm is not None and option.setting in named and norm not in (None, option.norm):

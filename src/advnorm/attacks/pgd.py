@@ -93,8 +93,7 @@ class PGD(PGDSettings, Attack):
         if self.step_size is not None:
             problem = length_problem("step_size", self.step_size, getattr(self.threat, "norm", ""))
             if problem is None and parse_length(self.step_size) == 0:
-                message = "{field} must be above 0"
-                problem = Problem(code="out_of_range", field="step_size", message=message, got=self.step_size)
+                problem = Problem("out_of_range", "{field} must be above 0", "step_size", got=self.step_size)
             problems += [problem] if problem else []
         if self.loss == "kl":
             problems += [_KL_TARGET] if self.target is not None else []

@@ -72,7 +72,7 @@ _SOFTMAX = _functions("softmax") | {nn.functional.softmax, torch.special.softmax
 _LEAVES_TORCH = {Tensor.numpy, Tensor.__array__}
 
 
-class _Replace(torch.autograd.Function):
+class Replace(torch.autograd.Function):
     """The value of one tensor with the gradient of another one of the same shape."""
 
     @staticmethod
@@ -178,7 +178,7 @@ class StraightThrough(TorchFunctionMode):
         self.replaced += 1
         with torch.no_grad():  # some functions, such as floor division, raise in their backward pass
             value = value.detach()
-        return _Replace.apply(value, smooth)  # pyright: ignore[reportReturnType]
+        return Replace.apply(value, smooth)  # pyright: ignore[reportReturnType]
 
     def _after_module(self, module: nn.Module, inputs: Any, output: Any) -> Tensor | None:
         if not (torch.is_grad_enabled() and len(inputs) == 1 and isinstance(inputs[0], Tensor)):

@@ -20,7 +20,6 @@ from advnorm.evaluation import audit_thresholds as limits
 from advnorm.evaluation.audit_ladder import BUDGET_IMAGES, Budget, budget_problems
 from advnorm.evaluation.evidence import VerdictName
 from advnorm.evaluation.gallery import SCALES, SPECIMENS, Parents, Part, Truth, known_accuracy, part_of
-from advnorm.evaluation.verdict import Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +164,7 @@ def bench_audit(
             threat=str(threat),
             verdict=verdict.verdict,
             clean=verdict.clean,
-            one_step=_alone(verdict, "fgsm"),
+            one_step=next((rung.alone for rung in verdict.ladder if rung.attack == "fgsm"), None),
             pgd10=verdict.claimed,
             worst_case=verdict.worst_case,
             known=known_accuracy(model, expert, x, y, threat),
@@ -175,7 +174,3 @@ def bench_audit(
         )
         on_result(result)
     return result
-
-
-def _alone(verdict: Verdict, attack: str) -> float | None:
-    return next((rung.alone for rung in verdict.ladder if rung.attack == attack), None)

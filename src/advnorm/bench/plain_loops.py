@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from advnorm._core.precision import choose_kernels, float32_as
@@ -58,11 +58,6 @@ def _equal(settings: Config | AttackConfig, others: Config | AttackConfig, but: 
     return all(getattr(settings, name) == getattr(others, name) for name in names)
 
 
-def own_network(config: Config, data: Mapping[str, Any]) -> nn.Module:
-    """Build the network of a configuration with its own built-in norms, for data with these properties."""
-    return strip(create_model(config.model.name, norm=None, **network_options(config, data)))
-
-
 class PlainLoop:
     """The loop of most public code: float32 with TF32, eager.
 
@@ -84,7 +79,8 @@ class PlainLoop:
         self.rows = config.batch_size // ranks.world
         self.layout = torch.channels_last if careful and config.channels_last is True else torch.contiguous_format
         torch.manual_seed(config.seed)
-        self.model = own_network(config, data_properties(data)).to(device)
+        own_norms = create_model(config.model.name, norm=None, **network_options(config, data_properties(data)))
+        self.model = strip(own_norms).to(device)
         if self.layout == torch.channels_last:
             self.model.to(memory_format=self.layout)  # pyright: ignore[reportCallIssue]
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]

@@ -34,9 +34,8 @@ class MeasuredConditions:
 
 def minimum_problems(minimum: int, **values: int) -> list[Problem]:
     """Return a problem for each value below the minimum."""
-    message = f"{{field}} must be at least {minimum}"
     return [
-        Problem(code="out_of_range", message=message, field=name, got=value)
+        Problem("out_of_range", f"{{field}} must be at least {minimum}", name, got=value)
         for name, value in values.items()
         if value < minimum
     ]

@@ -16,6 +16,7 @@ from advnorm.bench.plain_loops import has_plain_loop
 from advnorm.bench.timing import minimum_problems
 from advnorm.bench.training_modes import REFERENCES, TrainMode, load_images
 from advnorm.config import Config, Named
+from advnorm.config.rows import flat_settings
 from advnorm.data import DATASETS, ImageData, resolve_source
 from advnorm.training.build import build_model, data_properties
 from advnorm.training.cost import forward_flops
@@ -109,20 +110,11 @@ def group_configs(configs: Sequence[Config]) -> list[list[Config]]:
 
 def differences(configs: Sequence[Config]) -> dict[Config, dict[str, Any]]:
     """The settings in which configurations differ, except for those that have a field of their own in a row."""
-    settings = {config: _flat(config) for config in configs}
+    settings = {config: flat_settings(config) for config in configs}
     names = dict.fromkeys(name for each in settings.values() for name in each)
     own = ("model", "batch_size", "attack.steps", "data.image_size", "data.size")
     names = [name for name in names if name not in own and len({str(each.get(name)) for each in settings.values()}) > 1]
     return {config: {name: each.get(name) for name in names} for config, each in settings.items()}
-
-
-def _flat(config: Config) -> dict[str, Any]:
-    """The settings of a configuration with dotted names, as ``--set`` has them."""
-    flat: dict[str, Any] = {}
-    for name, value in config.to_dict().items():
-        parts = value if isinstance(value, Mapping) else {"name": value}
-        flat |= {name if part == "name" else f"{name}.{part}": inner for part, inner in parts.items()}
-    return flat
 
 
 def count_flops(config: Config, data: ImageData) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -53,22 +53,11 @@ def analyze(
     settings, found = convert_options("", parameters, given)
     problems += found + writable_problems(out / f"{name}.json")
     if not analysis.several and len(runs) != 1:
-        message = f"{name} takes one run"
-        problems.append(Problem(code="wrong_number", message=message, field="runs", got=len(runs)))
+        problems.append(Problem("wrong_number", f"{name} takes one run", "runs", got=len(runs)))
     raise_problems(problems, "bad analysis")
-    targets = [
-        open_run(
-            run,
-            checkpoint=checkpoint,
-            data_dir=data_dir,
-            attack=attack,
-            eps=eps,
-            batch_size=batch_size,
-            device=device,
-            seed=seed,
-        ).sample(limit)
-        for run in runs
-    ]
+    how: dict[str, Any] = {"checkpoint": checkpoint, "data_dir": data_dir, "attack": attack, "eps": eps}
+    how |= {"batch_size": batch_size, "device": device, "seed": seed}
+    targets = [open_run(run, **how).sample(limit) for run in runs]
     chosen = (options or [], attack, eps, limit, batch_size, seed)
     marks = [checkpoint] if checkpoint else []
     marks += [digest(repr(chosen))[:8]] if chosen != ([], None, None, LIMIT, BATCH_SIZE, 0) else []

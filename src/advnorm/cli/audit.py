@@ -65,8 +65,7 @@ def audit(
             weights = surrogate_weights or options.weights
             source, _ = load_user_model(surrogate, weights, resolve_device(options.device), options.mean, options.std)
     elif surrogate_weights is not None:
-        message = "--surrogate-weights needs a --surrogate"
-        problems.append(Problem(code="conflict", message=message, field="surrogate_weights"))
+        problems.append(Problem("conflict", "--surrogate-weights needs a --surrogate", "surrogate_weights"))
     opened = open_target(target, options, problems)
     images = min(opened.count, options.limit or opened.count)
     if images < LEAST_IMAGES:

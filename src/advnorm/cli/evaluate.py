@@ -192,17 +192,8 @@ def open_target(name: str, options: EvaluateOptions, problems: list[Problem]) ->
 def _open_run(folder: str, options: EvaluateOptions) -> EvaluationTarget:
     from advnorm.evaluation.target import open_run
 
-    return open_run(
-        folder,
-        checkpoint=options.checkpoint,
-        data=options.data,
-        data_dir=options.data_dir,
-        threat_norm=_threat_norm(options),
-        eps=options.eps,
-        image_size=options.image_size,
-        device=options.device,
-        seed=options.seed,
-    )
+    names = ("checkpoint", "data", "data_dir", "eps", "image_size", "device", "seed")
+    return open_run(folder, threat_norm=_threat_norm(options), **{name: getattr(options, name) for name in names})
 
 
 def _open_model(name: str, options: EvaluateOptions) -> EvaluationTarget:
@@ -263,8 +254,7 @@ def _load_model(
     from advnorm.sharing.pretrained import WEIGHTS, from_pretrained
 
     if options.checkpoint is not None:
-        message = "--checkpoint belongs to the folder of a run"
-        raise ConfigError("conflict", message, field="checkpoint", hint="use --weights")
+        raise ConfigError("conflict", "--checkpoint belongs to the folder of a run", "checkpoint", hint="use --weights")
     device = resolve_device(options.device)
     if split_name(name) is not None and data is not None:
         images = classes_and_channels(data)

@@ -133,8 +133,7 @@ def resolve_config(source: str | None, overrides: Sequence[str]) -> Config:
     if source is None:
         return Config().with_overrides(overrides)
     if Path(source, "config.yaml").is_file():
-        file = Path(source, "config.yaml")
-        raise ConfigError("wrong_type", f"{source} is a folder", field="source", hint=f"use {file}")
+        raise ConfigError("wrong_type", f"{source} is a folder", "source", hint=f"use {Path(source, 'config.yaml')}")
     if find_study(source) is not None:
         from advnorm.studies import get
 

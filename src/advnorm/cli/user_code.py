@@ -64,8 +64,7 @@ def load_user_model(
     build = getattr(module, function, None)
     if build is None:
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        message = f"{name} has no {function!r}{did_you_mean(function, names)}"
-        raise ConfigError("unknown_name", message, field="target")
+        raise ConfigError("unknown_name", f"{name} has no {function!r}{did_you_mean(function, names)}", "target")
     try:
         model = build() if callable(build) and not isinstance(build, nn.Module) else build
     except (Exception, SystemExit) as error:

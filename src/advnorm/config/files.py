@@ -60,8 +60,7 @@ def _read_python(path: Path) -> dict[str, Any]:
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        words = f"the file raised {type(error).__name__}: {error}"
-        raise ConfigError("damaged_file", words, field=str(path)) from error
+        raise ConfigError("damaged_file", f"the file raised {type(error).__name__}: {error}", str(path)) from error
     if not isinstance(config, Config):
         words = "the file must define config, a Config or a function that returns one"
         raise ConfigError("wrong_type", words, field="config", got=config)

@@ -56,8 +56,7 @@ def missing_arrays(root: Path, split: str) -> list[Problem]:
     """Return a problem if the file does not exist."""
     if root.is_file():
         return []
-    hint = "name a .npz or .safetensors file: data=FILE"
-    return [Problem(code="missing_file", message=f"no file {root}", field="root", hint=hint)]
+    return [Problem("missing_file", f"no file {root}", "root", hint="name a .npz or .safetensors file: data=FILE")]
 
 
 @register_dataset("arrays", summary="your own .npz or .safetensors file with x and y", missing=missing_arrays)

@@ -47,8 +47,7 @@ def corrupt(images: Tensor, corruption: str, severity: int, *, seed: int = 0, in
     problems = severity_problems(severity)
     if corruption in NOT_GENERATED:
         hint = f"read it from CIFAR-10-C: load('cifar10c', 'test', root, corruption={corruption!r}, severity=...)"
-        message = f"{corruption} is not computed here"
-        problems.append(Problem(code="not_supported", message=message, field="corruption", hint=hint))
+        problems.append(Problem("not_supported", f"{corruption} is not computed here", "corruption", hint=hint))
     elif not isinstance(corruption, str) or corruption not in GENERATED:
         problems.append(unknown_name("corruption", corruption, GENERATED))
     if images.dtype != torch.float32:
@@ -73,8 +72,7 @@ def severity_problems(severity: Any) -> list[Problem]:
     """Return a problem if a severity is not 1, 2, 3, 4 or 5."""
     if severity in SEVERITIES and not isinstance(severity, bool):
         return []
-    message = "{field} must be 1, 2, 3, 4 or 5"
-    return [Problem(code="out_of_range", message=message, field="severity", got=severity)]
+    return [Problem("out_of_range", "{field} must be 1, 2, 3, 4 or 5", "severity", got=severity)]
 
 
 def list_corruptions() -> list[str]:

@@ -43,8 +43,7 @@ def missing_file_problems(title: str, root: Path, folder: str, files: Sequence[s
         f"{unpack} {address} there, name the folder that holds {folder}, or use advnorm.data.load(..., download=True) "
         "in Python or advnorm train --download in the shell"
     )
-    message = f"{title} is not at {root}: missing {', '.join(missing)}"
-    return [Problem(code="missing_file", message=message, field="root", hint=hint)]
+    return [Problem("missing_file", f"{title} is not at {root}: missing {', '.join(missing)}", "root", hint=hint)]
 
 
 def read_verified(path: Path, md5: str | None) -> bytes:

@@ -29,22 +29,10 @@ class PackedOutcomes(TypedDict):
     bits: dict[str, str]
 
 
-class _Data(TypedDict):
-    name: str
-
-
-class _Settings(TypedDict):
-    data: _Data
-
-
-class _TrainedRun(TypedDict):
-    config: _Settings
-
-
 class CellShape(TypedDict):
     """The parts of a cell's record that a comparison reads. Records of older versions have no outcomes."""
 
-    run: _TrainedRun
+    run: dict[str, Any]
     outcomes: NotRequired[list[PackedOutcomes] | None]
 
 
@@ -119,10 +107,10 @@ def read_cell_outcomes(record: Mapping[str, Any], source: object) -> tuple[str, 
     check_record(record, CellShape, source, cure, CELL_FORMAT)
     parts: Sequence[PackedOutcomes] = record.get("outcomes") or ()
     if not parts:
-        message = f"{source} has no results per image"
-        raise ConfigError("missing_outcomes", message, field="record", hint=cure)
+        raise ConfigError("missing_outcomes", f"{source} has no results per image", "record", hint=cure)
     found: dict[str, dict[str, Tensor]] = {}
     try:
+        data = record["run"]["config"]["data"]["name"]
         rows = decode_rows(parts[0]["rows"])
         for part in parts:
             if part["rows"] == parts[0]["rows"]:  # a cell whose measurements use different images shows the first
@@ -132,4 +120,4 @@ def read_cell_outcomes(record: Mapping[str, Any], source: object) -> tuple[str, 
     except (ConfigError, LookupError, TypeError, ValueError) as error:
         message = "{field} must have a bit for each image"
         raise ConfigError("damaged_file", message, field=f"{source}: outcomes", hint=cure) from error
-    return record["run"]["config"]["data"]["name"], rows, found
+    return data, rows, found

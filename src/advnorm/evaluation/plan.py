@@ -219,8 +219,7 @@ def _about_problems(about: Mapping[str, Any] | None) -> list[Problem]:
     try:
         json.dumps({**(about or {})}, allow_nan=False)
     except (TypeError, ValueError) as error:
-        message = f"{{field}} must be a mapping of plain data for JSON ({error})"
-        return [Problem(code="wrong_type", message=message, field="about")]
+        return [Problem("wrong_type", f"{{field}} must be a mapping of plain data for JSON ({error})", "about")]
     return []
 
 
@@ -281,8 +280,7 @@ def _route_problems(plan: EvaluationPlan, route: str | None, gradients: bool) ->
                     input_gradient(logits.sum(1), x)
     except Exception as error:
         message = f"the model fails on images of shape {tuple(x.shape)} ({type(error).__name__}: {error})"
-        hint = "images are (N, channels, height, width) in [0, 1]"
-        return [Problem(code="wrong_shape", message=message, field="model", hint=hint)]
+        return [Problem("wrong_shape", message, "model", hint="images are (N, channels, height, width) in [0, 1]")]
     return problems + _attack_problems(", ".join(by_gradients) or "attacks", missing)
 
 

@@ -27,8 +27,7 @@ LIBRARY_OPTIONS: Mapping[str, Any] = {"img_size": int | None, "pretrained": str 
 def import_library(name: str) -> Any:
     """Import timm, torchvision or transformers."""
     if find_spec(name) is None:
-        hint = "pip install 'advnorm[models]'"
-        raise ConfigError("missing_package", f"{name} is not installed", field="model", hint=hint)
+        raise ConfigError("missing_package", f"{name} is not installed", "model", hint="pip install 'advnorm[models]'")
     prepare_torchvision()
     return importlib.import_module(name)
 

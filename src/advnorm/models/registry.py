@@ -79,6 +79,8 @@ class ModelRegistry(Registry[ModelSpec]):
 
 
 MODELS = ModelRegistry("model", ModelSpec)
+#: Names of the registered models that match a shell pattern.
+list_models = MODELS.names
 register_model = MODELS.register
 """Decorator that registers a function that builds a network: ``@register_model(name, mean=None, std=None)``.
 
@@ -86,11 +88,6 @@ The function gets ``layers``, which has ``num_classes``, ``in_channels``, ``norm
 ``mean`` and ``std`` normalize the input (default: those of CIFAR-10; None: no normalization). ``has_norm=False``
 declares a network without norms. ``options`` maps names of further keyword arguments of the function to their types.
 """
-
-
-def list_models(pattern: str = "*") -> list[str]:
-    """Names of the registered models that match a shell pattern."""
-    return MODELS.names(pattern)
 
 
 def create_model(
@@ -184,13 +181,11 @@ def _normalization_problems(
         message = "{field}=False excludes mean and std"
         problems.append(Problem(code="conflict", message=message, field="normalize", hint="leave either out"))
     if (mean is None) != (std is None):
-        message = "mean and std belong together; give both or neither"
-        problems.append(Problem(code="conflict", message=message, field="mean"))
+        problems.append(Problem("conflict", "mean and std belong together; give both or neither", "mean"))
     for name, value in (("mean", mean), ("std", std)):
         found = [] if value is None else channel_problems(name, value)
         if value is not None and not found and len(values := channel_values(value)) not in (1, in_channels):
             message = f"{{field}} has {len(values)} values but in_channels is {in_channels}"
-            hint = "give mean and std for your data, or normalize=False"
-            found = [Problem(code="wrong_shape", message=message, field=name, hint=hint)]
+            found = [Problem("wrong_shape", message, name, hint="give mean and std for your data, or normalize=False")]
         problems += found
     return problems

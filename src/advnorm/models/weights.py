@@ -84,13 +84,11 @@ def fit_weights(
     best = min(fits, key=lambda fit: fit.wrong_names)
     if unknown := [branch for branch in branches if branch not in best.file_banks]:
         names = dict.fromkeys([*(part for place in entries for part in place.split(".") if part), *best.file_banks])
-        message = f"{source} has no {unknown[0]!r}{did_you_mean(unknown[0], names)}"
-        raise ConfigError("unknown_name", message, field="weights")
+        raise ConfigError("unknown_name", f"{source} has no {unknown[0]!r}{did_you_mean(unknown[0], names)}", "weights")
     fitting = [fit for fit in fits if not fit.wrong_names]
     if not all(_equal(fit.tensors, best.tensors) for fit in fitting):
         message = f"{source} holds several sets of weights that fit: {', '.join(fit.place for fit in fitting)}"
-        hint = f"choose one: {source}:{best.place.rpartition('.')[2]}"
-        raise ConfigError("ambiguous", message, field="weights", hint=hint)
+        raise ConfigError("ambiguous", message, "weights", hint=f"choose one: {source}:{best.place.rpartition('.')[2]}")
     if fitting and best.undecided:
         message = f"{source} has the banks {', '.join(best.file_banks)}, and the model has others"
         hint = f"choose a branch: {source}:{best.file_banks[-1]}"

@@ -50,11 +50,6 @@ def pool_moments(mean_K: Tensor, var_K: Tensor, count_K: Tensor) -> tuple[Tensor
     return mean, var, count
 
 
-def perturb_moments(mean: Tensor, invstd: Tensor, delta_mean: Tensor, delta_std: Tensor) -> tuple[Tensor, Tensor]:
-    """Perturbed statistics: ``(1 + δ_μ) μ`` and ``(1 + δ_σ) / σ`` (paper B, eq. 3)."""
-    return (1 + delta_mean) * mean, (1 + delta_std) * invstd
-
-
 def standardize(x_GNC: Tensor, mean_GC: Tensor, invstd_GC: Tensor) -> Tensor:
     """``(x - μ) / σ`` with given statistics, in the precision of the statistics."""
     return (x_GNC - channelwise(mean_GC, x_GNC.ndim)) * channelwise(invstd_GC, x_GNC.ndim)

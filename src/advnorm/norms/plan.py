@@ -77,8 +77,7 @@ class Plan:
                 problems.append(Problem(code="wrong_shape", message=message, field=name, got=count))
         unused = sorted(set(self.normalized_by) - set(self.feeds))
         if unused:
-            message = "{field} must only name banks in feeds"
-            problems.append(Problem(code="conflict", message=message, field="normalized_by", got=unused))
+            problems.append(Problem("conflict", "{field} must only name banks in feeds", "normalized_by", got=unused))
         return problems
 
     @property

@@ -70,8 +70,7 @@ def _resolve_route(norms: Mapping[str, RoutedNorm], route: str | None) -> str:
         raise ConfigError("wrong_type", "{field} must be one domain", field="route", got=route)
     untracked = [name for name, norm in norms.items() if not norm.track_running_stats]
     if untracked:
-        message = f"these norms have no running statistics: {', '.join(untracked)}"
-        raise ConfigError("not_supported", message, field="model")
+        raise ConfigError("not_supported", f"these norms have no running statistics: {', '.join(untracked)}", "model")
     plans = [norm.plan for norm in norms.values()]
     routed = next((plan for plan in plans if plan.routed), None)
     if route is None and routed is not None:

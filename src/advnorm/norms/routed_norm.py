@@ -357,7 +357,8 @@ class RoutedNorm(RoutedModule):
         mean, var = (value.detach() for value in moments[bank]) if constant else moments[bank]
         invstd = (var + self.eps).rsqrt()
         if self.state.perturbation is not None and bank in self.state.perturbation:
-            return functional.perturb_moments(mean, invstd, *self.state.perturbation[bank])
+            delta_mean, delta_std = self.state.perturbation[bank]
+            return (1 + delta_mean) * mean, (1 + delta_std) * invstd
         return mean, invstd
 
     def _normalize(self, x: Tensor, segment: Segment, moments: Moments) -> Tensor:
@@ -440,8 +441,7 @@ def _setting_problems(shape: tuple[Any, ...], plan: Plan, dim: Any, **settings: 
         problems.append(Problem(code="out_of_range", message=message, field="num_features", got=shape))
     if not problems and plan.statistics == "group" and shape[0] % settings["num_groups"]:
         message = f"{{field}} must divide the {shape[0]} channels"
-        got = settings["num_groups"]
-        problems.append(Problem(code="not_divisible", message=message, field="num_groups", got=got))
+        problems.append(Problem("not_divisible", message, "num_groups", got=settings["num_groups"]))
     return problems
 
 

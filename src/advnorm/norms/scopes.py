@@ -140,9 +140,8 @@ def _parse_counts(field: str, counts: Mapping[str, int]) -> tuple[tuple[str, int
     if not isinstance(counts, Mapping) or not counts:
         message = "{field} must be a domain or a mapping such as {'clean': 128, 'adv': 128}"
         raise ConfigError("wrong_type", message, field=field, got=counts)
-    message = "{field} must be an integer of at least 0"
     problems = [
-        Problem(code="out_of_range", message=message, field=f"{field}.{domain}", got=count)
+        Problem("out_of_range", "{field} must be an integer of at least 0", f"{field}.{domain}", got=count)
         for domain, count in counts.items()
         if isinstance(count, bool) or not isinstance(count, Integral | torch.SymInt) or count < 0
     ]
@@ -198,8 +197,7 @@ def statistics(
     if mode is not None and mode not in MODES:
         problems.append(unknown_name("statistics mode", mode, MODES, field="mode"))
     if groups is not None and (isinstance(groups, bool) or not isinstance(groups, int) or groups < 1):
-        message = "{field} must be an integer of at least 1"
-        problems.append(Problem(code="out_of_range", message=message, field="groups", got=groups))
+        problems.append(Problem("out_of_range", "{field} must be an integer of at least 1", "groups", got=groups))
     if perturbation is not None:
         problems += _perturbation_problems(routed_modules(model), perturbation)
     raise_problems(problems, "bad statistics scope")

@@ -336,13 +336,9 @@ class Objective(nn.Module):
         """
         _validate_image_dtype(x)
         if torch.finfo(x.dtype).bits < 32:
-            raise ConfigError(
-                "wrong_dtype",
-                "{field} must be float32, because half precision cannot hold a perturbed pixel",
-                field="images",
-                got=Description(x.dtype),
-                hint="use x.float(), and autocast or a model in half precision for speed",
-            )
+            message = "{field} must be float32, because half precision cannot hold a perturbed pixel"
+            hint = "use x.float(), and autocast or a model in half precision for speed"
+            raise ConfigError("wrong_dtype", message, field="images", got=Description(x.dtype), hint=hint)
         if self._range_checked or torch.compiler.is_compiling():
             return
         if x.numel():
@@ -391,13 +387,10 @@ def _attack_choices(attack: Attack) -> str:
 
 
 OBJECTIVES: Registry[type[Objective]] = Registry("objective")
+#: Names of the registered objectives that match a shell pattern.
+list_objectives = OBJECTIVES.names
 register_objective = OBJECTIVES.register
 """Decorator that registers a subclass of :class:`Objective`: ``@register_objective(name)``, without keywords."""
-
-
-def list_objectives(pattern: str = "*") -> list[str]:
-    """Names of the registered objectives that match a shell pattern."""
-    return OBJECTIVES.names(pattern)
 
 
 def needs_both_domains(plan: Plan) -> bool:
@@ -408,12 +401,7 @@ def needs_both_domains(plan: Plan) -> bool:
 def both_domains_problems(plans: Sequence[Plan], but: str, field: str, hint: str) -> list[Problem]:
     """The problem of each norm that needs both domains, where only one is available."""
     return [
-        Problem(
-            code="conflict",
-            message=f"{name} normalizes with the statistics of both domains, and {but}",
-            field=field,
-            hint=hint,
-        )
+        Problem("conflict", f"{name} normalizes with the statistics of both domains, and {but}", field, hint=hint)
         for name in dict.fromkeys(plan.name for plan in plans if needs_both_domains(plan))
     ]
 

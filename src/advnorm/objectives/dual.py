@@ -233,14 +233,9 @@ class TRADES(DualDomain):
     def adapt_attack(cls, attack: Attack) -> Attack:
         target = attack.target if isinstance(attack, PGD) else None
         if target is not None or isinstance(attack, Search | CascadeAttack):
-            what = type(attack).__name__ if target is None else f"the target {target!r}"
-            raise ConfigError(
-                "conflict",
-                "{field} must be able to maximize the KL divergence to the clean output for TRADES",
-                field="attack",
-                got=Description(what),
-                hint="use PGD without a target",
-            )
+            got = Description(type(attack).__name__ if target is None else f"the target {target!r}")
+            message = "{field} must be able to maximize the KL divergence to the clean output for TRADES"
+            raise ConfigError("conflict", message, "attack", got=got, hint="use PGD without a target")
         return dataclasses.replace(attack, loss="kl") if isinstance(attack, PGD) else attack
 
 

@@ -72,6 +72,10 @@ class ObjectiveOutput(NamedTuple):
     terms: dict[str, Tensor]
     labels: dict[str, Tensor]
 
+    def detached(self) -> ObjectiveOutput:
+        logits = {domain: value.detach() for domain, value in self.logits.items()}
+        return self._replace(loss=self.loss.detach(), logits=logits)
+
     def __repr__(self) -> str:
         """Numbers, and shapes instead of logits, so that a printed step fits on a few lines."""
         terms = {name: round(float(value), 4) for name, value in self.terms.items()}

@@ -39,8 +39,7 @@ class SecondPass(Wrapper):
     def __init__(self, objective: Objective, **options: Any) -> None:
         if isinstance(objective, SecondPass):
             message = f"{type(objective).__name__} is a second pass already"
-            hint = "for statistics and weights use APARTSAM"
-            raise ConfigError("conflict", message, field="objective", hint=hint)
+            raise ConfigError("conflict", message, "objective", hint="for statistics and weights use APARTSAM")
         super().__init__(objective, **options)
 
     #: Whether the second pass runs; a training turns it on after its warm-up.
@@ -79,11 +78,8 @@ class SecondPass(Wrapper):
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         if not parameters or not torch.is_grad_enabled():
             why = "no parameter takes a gradient" if not parameters else "torch.no_grad() is on"
-            raise ConfigError(
-                "conflict",
-                f"{type(self).__name__} computes gradients, and {why}",
-                hint="for the loss alone call the objective inside",
-            )
+            message = f"{type(self).__name__} computes gradients, and {why}"
+            raise ConfigError("conflict", message, hint="for the loss alone call the objective inside")
         subset = self._subset(batch)  # before a bank is updated: a batch may be too small
         delta = zero_perturbation(self.model) if self.attacks_statistics else None
 
@@ -109,9 +105,8 @@ class SecondPass(Wrapper):
         loss = (1 - r) * first.loss.detach() + r * second.loss.detach()
         total = [_mixed(g, h, r) for g, h in zip(own, resisting)]
         terms = {**first.terms, "second_pass": second.loss.detach()}
-        # Their graph is gone, and DDP would search it for parameters without a gradient.
-        logits = {domain: value.detach() for domain, value in first.logits.items()}
-        return ObjectiveOutput(_with_gradients(loss, parameters, total), logits, terms, first.labels)
+        # The logits' graph is gone, and DDP would search it for parameters without a gradient.
+        return first.detached()._replace(loss=_with_gradients(loss, parameters, total), terms=terms)
 
     def run_forwards(self, batch: CraftedBatch) -> None:
         """Run the forwards of the second pass, for the errors of a network that cannot take its images."""
@@ -125,12 +120,11 @@ class SecondPass(Wrapper):
             return batch
         for domain, of_domain in self.images_per_domain(count).items():
             if of_domain % self.groups:
-                raise ConfigError(
-                    "conflict",
+                message, hint = (
                     f"{of_domain} {domain} images of a second pass cannot be divided into {self.groups} equal groups",
-                    field="groups",
-                    hint="change groups, samples, clean_share or the batch size",
+                    "change groups, samples, clean_share or the batch size",
                 )
+                raise ConfigError("conflict", message, field="groups", hint=hint)
         order = ImageNoise(self.innermost.seed, batch.index).fold("second pass").bits(()).argsort(stable=True)
         return batch.take(order[:count])
 
@@ -174,12 +168,9 @@ class APART(SecondPass):
     def __init__(self, objective: Objective, **options: Any) -> None:
         super().__init__(objective, **options)
         if any(isinstance(module, _BatchNorm) for module in self.model.modules()):
-            raise ConfigError(
-                "not_supported",
-                "APART perturbs the statistics of routed norms, and the model has built-in batch norms",
-                field="model",
-                hint="convert it first: advnorm.convert_norm(model, 'bn')",
-            )
+            message = "APART perturbs the statistics of routed norms, and the model has built-in batch norms"
+            hint = "convert it first: advnorm.convert_norm(model, 'bn')"
+            raise ConfigError("not_supported", message, field="model", hint=hint)
         zero_perturbation(self.model, requires_grad=False)  # raises if no norm has batch statistics
 
     @classmethod
@@ -208,12 +199,9 @@ class APART(SecondPass):
             samples //= processes
         rows = rows_of_second_pass(batch_size, samples, self.groups)
         if not rows:
-            raise ConfigError(
-                "conflict",
-                f"{{field}}={self.samples} of a batch of {batch_size} images gives no {self.groups} equal groups",
-                field="samples",
-                hint="drop a smaller last batch, or change samples or groups",
-            )
+            message = f"{{field}}={self.samples} of a batch of {batch_size} images gives no {self.groups} equal groups"
+            hint = "drop a smaller last batch, or change samples or groups"
+            raise ConfigError("conflict", message, field="samples", hint=hint)
         return rows
 
     def share(self, batch_size: int) -> float:
@@ -257,12 +245,8 @@ class AWP(SecondPass):
     def __init__(self, objective: Objective, **options: Any) -> None:
         super().__init__(objective, **options)
         if not any(p.requires_grad for p in self._perturbed_weights()):
-            raise ConfigError(
-                "empty",
-                "AWP perturbs the weights of convolutions and linear layers, and none of them is trained",
-                field="model",
-                hint="use SAM, or norms=True for the weights of norms",
-            )
+            message = "AWP perturbs the weights of convolutions and linear layers, and none of them is trained"
+            raise ConfigError("empty", message, field="model", hint="use SAM, or norms=True for the weights of norms")
 
     def weight_perturbations(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
         moved = {id(p) for p in self._perturbed_weights()}

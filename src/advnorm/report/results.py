@@ -67,16 +67,12 @@ def _verdict_table(summary: report_data.StudiesSummary) -> str:
         result = most_informative(study)
         done = sum(bool(cell["seeds"]) for cell in result["cells"])
         minutes = sum(value for device, value in result["minutes"].items() if device != "cpu")
-        name = study["name"]
+        anchor = (name := study["name"]).lower().replace("/", "").replace(".", "")
         rows.append(
-            f"| [{name}](#{_anchor(name)}) | {result['protocol']} | {MARKS[result['verdict']]} "
+            f"| [{name}](#{anchor}) | {result['protocol']} | {MARKS[result['verdict']]} "
             f"{describe_verdict(result)} | {done} of {len(result['cells'])} | {minutes:.1f} |"
         )
     return "\n".join(rows)
-
-
-def _anchor(name: str) -> str:
-    return name.lower().replace("/", "").replace(".", "")
 
 
 def _study_block(study: report_data.StudySummary) -> str:

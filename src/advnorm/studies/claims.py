@@ -69,11 +69,6 @@ def means_along_training(values: Values, cell: str, value: str) -> list[float]:
     return [mean(values, cell, f"{epoch}/{value}") for epoch in epochs_of(values, cell, value)]
 
 
-def are_comparable(one: float, other: float) -> bool:
-    """Whether two accuracies in percent are about the same."""
-    return abs(one - other) <= COMPARABLE
-
-
 def are_robust(*accuracies: float, above: float = ALMOST_NONE) -> bool:
     """Whether each accuracy under attack, in percent, exceeds almost zero, or another level."""
     return min(accuracies) > above
@@ -113,7 +108,7 @@ class Clause(NamedTuple):
 
     @classmethod
     def comparable(cls, text: str, one: float, other: float) -> Clause:
-        return cls(f"{text}: {join_numbers(one, other)}", are_comparable(one, other), COMPARABLE)
+        return cls(f"{text}: {join_numbers(one, other)}", abs(one - other) <= COMPARABLE, COMPARABLE)
 
     @classmethod
     def robust(cls, text: str, *accuracies: float, above: Margin = ALMOST_NONE) -> Clause:

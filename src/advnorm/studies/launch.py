@@ -66,8 +66,7 @@ def launch_problems(
     if launcher not in LAUNCHERS:
         problems.append(unknown_name("launcher", launcher, LAUNCHERS))
     if processes < 1:
-        message = "{field} must be at least 1"
-        problems.append(Problem(code="out_of_range", message=message, field="processes", got=processes))
+        problems.append(Problem("out_of_range", "{field} must be at least 1", "processes", got=processes))
     if launcher == "ray" and (devices is not None or processes > 1):
         message = "{field} and processes apply to the launcher 'local' only"
         problems.append(Problem(code="conflict", message=message, field="devices", hint="leave them out"))

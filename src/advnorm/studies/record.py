@@ -29,8 +29,7 @@ def record_name(study: str, cell: str, protocol: str, seed: object) -> str:
 def record_problems(record: CellRecord, name: str) -> list[Problem]:
     """Validate the record in the file ``name``, which is that of :func:`record_name`."""
     if record.get("format") != CELL_FORMAT:
-        message = f"its format must be {CELL_FORMAT!r}"
-        return [Problem(code="wrong_format", message=message, field="format", got=record.get("format"))]
+        return [Problem("wrong_format", f"its format must be {CELL_FORMAT!r}", "format", got=record.get("format"))]
     study, cell, protocol, seed = (record.get(key) for key in ("study", "cell", "protocol", "seed"))
     stated = record_name(f"{study}", f"{cell}", f"{protocol}", seed)
     if stated != name:
@@ -46,8 +45,7 @@ def record_problems(record: CellRecord, name: str) -> list[Problem]:
         found.append(Problem(code="not_finite", message="{field} must be finite numbers by name", field="values"))
     costs = [run.get("seconds"), run.get("processes")] if isinstance(run, dict) else [None]
     if not isinstance(run, dict) or not isinstance(run.get("config"), dict) or not all(map(_is_finite, costs)):
-        message = "{field} must contain a configuration, seconds and processes"
-        found.append(Problem(code="wrong_type", message=message, field="run"))
+        found.append(Problem("wrong_type", "{field} must contain a configuration, seconds and processes", "run"))
     if not isinstance(measures, list) or not all(isinstance(one, dict) and "options" in one for one in measures):
         found.append(Problem(code="wrong_type", message="{field} must be a list of measurements", field="measures"))
     return found or _impossible_accuracies(record)

@@ -90,7 +90,8 @@ def run_tasks(
     running: dict[Task, list[Task]] = {}
     retried: Counter[Task] = Counter()
     while waiting or running:
-        free = (chain for chain in waiting if not _runs_elsewhere(chain[0]))
+        # No other process may be running the training of a task or of one of its prerequisites.
+        free = (chain for chain in waiting if not any(is_held(step.run.folder) for step in chain[0].lineage))
         for chain in list(islice(free, pool.room - len(running))):
             waiting.remove(chain)
             running[chain[0]] = chain
@@ -126,11 +127,6 @@ def group_into_chains(tasks: Iterable[Task]) -> list[list[Task]]:
                 unrelated.append((others, chain))
         chains = [*unrelated, (folders, members)]
     return [sorted(chain, key=lambda task: len(task.lineage)) for _, chain in chains]
-
-
-def _runs_elsewhere(task: Task) -> bool:
-    """Whether another process is running the training of a task or of one of its prerequisites."""
-    return any(is_held(step.run.folder) for step in task.lineage)
 
 
 def attempt_task(task: Task, store: RecordStore, *, progress: bool = False) -> Outcome:

@@ -97,25 +97,17 @@ class Estimate(float):
         return f"{float(self):{form}} ({low:{form}}–{high:{form}})"
 
 
-class MeasuredValues(Mapping[Key, Sequence[float]]):
+class MeasuredValues(dict[Key, Sequence[float]]):
     """Measured numbers by cell and name, each over seeds, with their uncertainties."""
 
     def __init__(self, samples: Mapping[Key, Sample]) -> None:
+        super().__init__({key: list(sample.values) for key, sample in samples.items()})
         self.samples = dict(samples)
 
     @classmethod
     def wrap(cls, values: Mapping[Key, Sequence[float]]) -> MeasuredValues:
         """Return plain values as numbers of which nothing else is known."""
         return values if isinstance(values, MeasuredValues) else cls({k: Sample(tuple(v)) for k, v in values.items()})
-
-    def __getitem__(self, key: Key) -> Sequence[float]:
-        return list(self.samples[key].values)
-
-    def __iter__(self) -> Iterator[Key]:
-        return iter(self.samples)
-
-    def __len__(self) -> int:
-        return len(self.samples)
 
     def estimate(self, key: Key, mean: float) -> float:
         """Return a mean that shows its interval, if it has one."""

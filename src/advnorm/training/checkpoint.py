@@ -115,9 +115,7 @@ def _record(folder: Path, name: str) -> dict[str, Any]:
     path = _pointer(folder, name)
     if not path.exists():
         names = sorted(other.stem for other in folder.glob("*.json") if _points_to(other))
-        raise ConfigError(
-            "unknown_name", f"no checkpoint {name!r} in {folder}{did_you_mean(name, names)}", field="name"
-        )
+        raise ConfigError("unknown_name", f"no checkpoint {name!r} in {folder}{did_you_mean(name, names)}", "name")
     record = read_record(path, Pointer, FORMAT, _recovery(folder, name))
     if not _FILE.fullmatch(record["file"]) or record["meta_blake2b"] != _hash(_canonical(record["meta"])):
         raise ConfigError("damaged_file", f"{path} is damaged", field=str(path), hint=_recovery(folder, name))

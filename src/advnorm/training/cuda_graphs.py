@@ -143,9 +143,7 @@ class CapturedStep:
         with self._forward_scope():
             output = self._objective.compute_loss(batch, self._execution)
         output.loss.backward()
-        return output._replace(
-            loss=output.loss.detach(), logits={domain: logits.detach() for domain, logits in output.logits.items()}
-        )
+        return output.detached()
 
     def _capture(self, batch: CraftedBatch) -> Callable[[CraftedBatch], ObjectiveOutput]:
         static = batch.map(Tensor.clone)

@@ -101,13 +101,9 @@ def train(
 def _validate(config: object, **settings: object) -> None:
     if not isinstance(config, Config):
         where = repr(config) if isinstance(config, str) else "..."
-        raise ConfigError(
-            "wrong_type",
-            "train needs a Config",
-            field="config",
-            got=Description(type(config).__name__),
-            hint=f"read a file with advnorm.load_config({where}), a study's cell with advnorm.studies.get({where})",
-        )
+        message = "train needs a Config"
+        hint = f"read a file with advnorm.load_config({where}), a study's cell with advnorm.studies.get({where})"
+        raise ConfigError("wrong_type", message, field="config", got=Description(type(config).__name__), hint=hint)
     raise_problems(convert_options("", train, settings)[1], "bad training")
 
 
@@ -118,11 +114,8 @@ def _system_errors_translated() -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise TrainingError(
-            "out_of_memory",
-            f"out of memory: {first_line(error)}",
-            hint=f"lower batch_size, use precision='bf16', or a smaller model; {intact}",
-        ) from error
+        hint = f"lower batch_size, use precision='bf16', or a smaller model; {intact}"
+        raise TrainingError("out_of_memory", f"out of memory: {first_line(error)}", hint=hint) from error
     except OSError as error:
         if isinstance(error, AdvnormError):
             raise

@@ -21,12 +21,9 @@ def recompute_blocks(model: nn.Module) -> int:
     no other block. The recomputation uses the scopes of the forward and updates no bank.
     """
     if any(isinstance(module, _NormBase) and module.track_running_stats for module in model.modules()):
-        raise ConfigError(
-            "not_supported",
-            "{field} would update built-in batch norms twice",
-            field="recompute",
-            hint="convert the model first: advnorm.convert_norm(model, 'bn')",
-        )
+        message = "{field} would update built-in batch norms twice"
+        hint = "convert the model first: advnorm.convert_norm(model, 'bn')"
+        raise ConfigError("not_supported", message, field="recompute", hint=hint)
     lists = [module for module in model.modules() if isinstance(module, nn.Sequential | nn.ModuleList)]
     found = {child for module in lists for child in module if _has_layers(child)}
     blocks = [block for block in found if not any(inner in found for inner in block.modules() if inner is not block)]

@@ -190,8 +190,7 @@ class Run:
                 write_json(self._description, about)
             elif started not in (None, self.description.get("weights_fingerprint")):
                 message = f"{self.folder} was started from other weights than {config.weights} holds now ({started})"
-                hint = "choose another out or name, or delete it"
-                raise ConfigError("already_exists", message, field="weights", hint=hint)
+                raise ConfigError("already_exists", message, "weights", hint="choose another out or name, or delete it")
             write_atomic(self.folder / "config.yaml", self.config.to_yaml().encode())
             yield
 

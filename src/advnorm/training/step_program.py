@@ -109,7 +109,7 @@ class StepProgram:
                 with autocast(self.precision, self.device):
                     output = self._module(part.x, part.y, index=part.index, execution=execution)
                 (output.loss / len(parts)).backward()
-            outputs.append(_detached(output))
+            outputs.append(output.detached())
         return _joined(outputs)
 
     @contextmanager
@@ -166,11 +166,6 @@ class CapturedProgram(CompiledProgram):
         with autocast(self.precision, self.device):
             batch = self.objective.craft_batch(x, y, index, self.execution)
         return self.captured(batch)
-
-
-def _detached(output: ObjectiveOutput) -> ObjectiveOutput:
-    logits = {domain: value.detach() for domain, value in output.logits.items()}
-    return output._replace(loss=output.loss.detach(), logits=logits)
 
 
 def _joined(outputs: Sequence[ObjectiveOutput]) -> ObjectiveOutput:

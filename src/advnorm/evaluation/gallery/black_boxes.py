@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from advnorm.evaluation.gallery.defences import Function
 from advnorm.evaluation.gallery.parents import Parents
-from advnorm.evaluation.gallery.specimens import add_specimen
+from advnorm.evaluation.gallery.specimens import false
 
 #: Largest number of training images: a kernel machine solves a linear system of this size.
 MOST_IMAGES = 5000
@@ -32,15 +33,9 @@ class ByNumPy(nn.Module):
         return F.one_hot(scores.argmax(1), scores.shape[1]).to(x) if self.label_only else scores
 
 
-class Scores(nn.Module):
+def _scores(function: Callable[[Tensor], Tensor]) -> nn.Module:
     """A function of flat images."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x.flatten(1))
+    return nn.Sequential(nn.Flatten(), Function(function))
 
 
 def _training_data(p: Parents) -> tuple[Any, Any]:
@@ -57,7 +52,7 @@ def _kernel_machine(p: Parents) -> tuple[Any, nn.Module]:
         x, np.eye(10)[y]
     )
     centres, weight = (torch.tensor(part).float().to(p.device) for part in (x, fitted.dual_coef_))
-    return fitted.predict, Scores(lambda v: 20 * torch.exp(-width * torch.cdist(v, centres) ** 2) @ weight)
+    return fitted.predict, _scores(lambda v: 20 * torch.exp(-width * torch.cdist(v, centres) ** 2) @ weight)
 
 
 def _perceptron(p: Parents) -> tuple[Any, nn.Module]:
@@ -77,7 +72,7 @@ def _naive_bayes(p: Parents) -> tuple[Any, nn.Module]:
 
     fitted = GaussianNB(var_smoothing=0.05).fit(*_training_data(p))
     mean, variance = (torch.tensor(part).float().to(p.device) for part in (fitted.theta_, fitted.var_))
-    return fitted.predict_proba, Scores(lambda v: -(((v[:, None] - mean) ** 2 / variance) + variance.log()).sum(2) / 2)
+    return fitted.predict_proba, _scores(lambda v: -(((v[:, None] - mean) ** 2 / variance) + variance.log()).sum(2) / 2)
 
 
 def _quadratic(p: Parents) -> tuple[Any, nn.Module]:
@@ -88,7 +83,7 @@ def _quadratic(p: Parents) -> tuple[Any, nn.Module]:
         tuple(torch.tensor(part).float().to(p.device) for part in parts)
         for parts in zip(fitted.means_, fitted.rotations_, fitted.scalings_)
     ]
-    return fitted.predict_proba, Scores(
+    return fitted.predict_proba, _scores(
         lambda v: torch.stack(
             [-(((v - mean) @ axes) ** 2 / size + size.log()).sum(1) / 2 for mean, axes, size in classes], 1
         )
@@ -101,9 +96,8 @@ for _name, _fit, _label_only, _what in (
     ("naive_bayes", _naive_bayes, False, "naive Bayes with its probabilities, most of which are 0 or 1"),
     ("quadratic_labels", _quadratic, True, "quadratic discriminants that return only the predicted class"),
 ):
-    add_specimen(
+    false(
         _name,
-        "false",
         f"{_what}, by NumPy without a gradient; attacks on the same function in PyTorch transfer",
         lambda p, fit=_fit, label_only=_label_only: ByNumPy(fit(p)[0], label_only=label_only),
         lambda p, fit=_fit: fit(p)[1],

@@ -6,27 +6,27 @@ before the first audit. Neither the audit nor its limits were changed afterwards
 
 from __future__ import annotations
 
+from functools import partial
+from typing import get_args
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from advnorm.evaluation.gallery.blind_defences import (
-    ActivationPruning,
-    AntiAdversary,
-    DecoyGradient,
-    Forest,
-    HardLabel,
-    HashNoise,
-    MeanLogits,
-    MixupInference,
-    NearestNeighbours,
-    OutputCode,
-    PatchDictionary,
-    interval_bounds,
+from advnorm.evaluation.gallery import blind_defences, defences
+from advnorm.evaluation.gallery.parents import PARENTS, Parents, Recipe, Scale, parent
+from advnorm.evaluation.gallery.specimens import (
+    FRAGILE,
+    MADRY,
+    PLAIN,
+    Truth,
+    add_specimen,
+    ensemble,
+    large_eps,
+    small_eps,
+    stack,
+    trained,
 )
-from advnorm.evaluation.gallery.defences import ScaledLogits, replace_activations, softened
-from advnorm.evaluation.gallery.parents import Parents, Scale, parent
-from advnorm.evaluation.gallery.specimens import FRAGILE, MADRY, PLAIN, add_specimen, large_eps, small_eps, trained
 from advnorm.models import create_model
 from advnorm.objectives import Classical
 from advnorm.threat import ThreatModel
@@ -36,10 +36,6 @@ from advnorm.threat import ThreatModel
 
 def _l1(scale: Scale) -> ThreatModel:
     return ThreatModel(norm="L1", eps=2 * scale.l2_eps)
-
-
-def _first(model: nn.Module) -> nn.Module:
-    return next(model.children())
 
 
 def _pixels(p: Parents) -> int:
@@ -54,33 +50,11 @@ def interval_trained(p: Parents) -> nn.Module:
 
     def loss(x: Tensor, y: Tensor, index: Tensor) -> Tensor:
         eps = p.scale.small_eps * min(1.0, 2 * (int(index[0]) // images + 1) / epochs)
-        low, high = interval_bounds(model, (x - eps).clamp(0, 1), (x + eps).clamp(0, 1))
+        low, high = blind_defences.interval_bounds(model, (x - eps).clamp(0, 1), (x + eps).clamp(0, 1))
         right = F.one_hot(y, 10).bool()
         return F.cross_entropy(model(x), y) + F.cross_entropy(torch.where(right, low, high), y)
 
     return p.fit(model, loss, epochs=epochs, peak=0.05)
-
-
-@parent("fast_at")
-def fast_at(p: Parents) -> nn.Module:
-    """One step from a random start at a small radius (Wong et al. 2020)."""
-    return p.objective(Classical(p.network(norm="gn"), p.pgd(p.scale.small_eps, steps=1)), epochs=2 * p.scale.epochs)
-
-
-@parent("pgd_at_l1")
-def pgd_at_l1(p: Parents) -> nn.Module:
-    return p.objective(Classical(p.network(), p.pgd(_l1(p.scale).eps, "L1", steps=10)), epochs=2 * p.scale.epochs)
-
-
-@parent("linear")
-def linear(p: Parents) -> nn.Module:
-    return p.standard(nn.Sequential(nn.Flatten(), nn.Linear(_pixels(p), 10)).to(p.device), epochs=5 * p.scale.epochs)
-
-
-@parent("label_smoothing")
-def label_smoothing(p: Parents) -> nn.Module:
-    model = p.network()
-    return p.fit(model, lambda x, y, _: F.cross_entropy(model(x), y, label_smoothing=0.3))
 
 
 @parent("mixup")
@@ -95,26 +69,13 @@ def mixup(p: Parents) -> nn.Module:
     return p.fit(model, loss, epochs=3 * p.scale.epochs)
 
 
-@parent("wrong_classes")
-def wrong_classes(p: Parents) -> nn.Module:
-    """Every class gets the label of the next one."""
-    model = p.network()
-    return p.fit(model, lambda x, y, _: F.cross_entropy(model(x), (y + 1) % 10))
-
-
 @parent("output_code")
 def output_code(p: Parents) -> nn.Module:
-    code = OutputCode().to(p.device)
+    code = blind_defences.OutputCode().to(p.device)
     bits = create_model(p.scale.model, num_classes=16, in_channels=p.train_data[0].shape[1]).to(p.device)
     loss = nn.SoftMarginLoss()
     p.fit(bits, lambda x, y, _: loss(2 * bits(x), code.code[y]), epochs=2 * p.scale.epochs)
     return nn.Sequential(bits, code)
-
-
-@parent("nearest_neighbours")
-def nearest_neighbours(p: Parents) -> nn.Module:
-    images, labels = p.train_data
-    return NearestNeighbours(images.to(p.device), labels.to(p.device))
 
 
 @parent("forest")
@@ -123,122 +84,125 @@ def forest(p: Parents) -> nn.Module:
 
     images, labels = p.train_data
     fitted = RandomForestClassifier(20, max_depth=8, random_state=p.seed).fit(images.flatten(1).numpy(), labels.numpy())
-    return Forest(fitted).to(p.device)
+    return blind_defences.Forest(fitted).to(p.device)
 
+
+_RECIPES: dict[str, Recipe] = {
+    # One step from a random start at a small radius (Wong et al. 2020).
+    "fast_at": lambda p: p.objective(
+        Classical(p.network(norm="gn"), p.pgd(p.scale.small_eps, steps=1)), epochs=2 * p.scale.epochs
+    ),
+    "pgd_at_l1": lambda p: p.objective(
+        Classical(p.network(), p.pgd(_l1(p.scale).eps, "L1", steps=10)), epochs=2 * p.scale.epochs
+    ),
+    "linear": lambda p: p.standard(
+        nn.Sequential(nn.Flatten(), nn.Linear(_pixels(p), 10)).to(p.device), epochs=5 * p.scale.epochs
+    ),
+    "label_smoothing": lambda p: p.standard(p.network(), smoothing=0.3),
+    "wrong_classes": lambda p: p.standard(p.network(), label=lambda y: (y + 1) % 10),
+    "nearest_neighbours": lambda p: blind_defences.NearestNeighbours(*p.train_data).to(p.device),
+}
+for _name, _recipe in _RECIPES.items():
+    PARENTS.add(_name, _recipe)
+
+sound, false, undefended = (partial(add_specimen, truth=truth, blind=True) for truth in get_args(Truth))
 
 # -- sound -------------------------------------------------------------------------------------------------------------
 
-add_specimen(
+sound(
     "interval_trained",
-    "sound",
     "trained on interval bounds, which certify its answers in Linf (Gowal et al. 2018)",
-    trained("interval_trained"),
-    blind=True,
     threat=small_eps,
 )
-add_specimen("pgd_at_l1", "sound", MADRY, trained("pgd_at_l1"), blind=True, threat=_l1)
-add_specimen(
+sound("pgd_at_l1", MADRY, threat=_l1)
+sound(
     "fast_at",
-    "sound",
     "one step from a random start at a small radius, where it does not overfit to the step (Wong et al. 2020)",
-    trained("fast_at"),
-    blind=True,
     threat=small_eps,
 )
-add_specimen(
+sound(
     "mean_of_sound",
-    "sound",
     "the mean log-probabilities of two sound networks, without a vote that hides gradients",
-    lambda p: MeanLogits([p.get("pgd_at"), p.get("trades")]),
-    blind=True,
+    ensemble(defences.mean_logits, "pgd_at", "trades"),
 )
 
 # -- undefended --------------------------------------------------------------------------------------------------------
 
-add_specimen("linear", "undefended", PLAIN, trained("linear"), blind=True, threat=large_eps)
-add_specimen("label_smoothing", "undefended", PLAIN, trained("label_smoothing"), blind=True)
-add_specimen("mixup", "undefended", PLAIN, trained("mixup"), blind=True)
+undefended("linear", PLAIN, threat=large_eps)
+undefended("label_smoothing", PLAIN)
+undefended("mixup", PLAIN)
 
-add_specimen(
+undefended(
     "output_code",
-    "undefended",
     "output codes trained on clean images (Verma & Swami 2019); PGD-10 finds that they are not robust",
-    trained("output_code"),
-    lambda p: nn.Sequential(_first(p.get("output_code")), OutputCode(saturated=False).to(p.device)),
-    blind=True,
+    "output_code",
+    lambda p: nn.Sequential(
+        next(p.get("output_code").children()), blind_defences.OutputCode(saturated=False).to(p.device)
+    ),
 )
-add_specimen(
+undefended(
     "mixup_inference",
-    "undefended",
     "mixtures with random images at test time (Pang et al. 2020); PGD-10 finds that it is not robust",
-    lambda p: MixupInference(p.get("mixup"), p.train_data[0].to(p.device)),
-    trained("mixup"),
-    blind=True,
+    lambda p: blind_defences.MixupInference(p.get("mixup"), p.train_data[0].to(p.device)),
+    "mixup",
 )
 
 # -- false -------------------------------------------------------------------------------------------------------------
 
-add_specimen(
+false(
     "nearest_neighbours",
-    "false",
     "a vote of training images, without a gradient (broken by Sitawarin & Wagner 2019)",
-    trained("nearest_neighbours"),
-    lambda p: softened(p.get("nearest_neighbours")),
-    blind=True,
+    "nearest_neighbours",
+    trained("nearest_neighbours", defences.softened),
 )
-add_specimen(
+false(
     "forest",
-    "false",
     "a random forest trained on clean images, without a gradient; attacks on smooth trees transfer",
-    trained("forest"),
-    lambda p: softened(p.get("forest")),
-    blind=True,
+    "forest",
+    trained("forest", defences.softened),
 )
-add_specimen(
+false(
     "hard_label",
-    "false",
     "an undefended network that returns only its predicted class",
-    lambda p: nn.Sequential(p.get("undefended"), HardLabel()),
-    trained("undefended"),
-    blind=True,
+    stack("undefended", blind_defences.hard_label),
+    "undefended",
 )
-add_specimen(
+false(
     "decoy_gradient",
-    "false",
     "the answers of an undefended network with the gradients of a network for other labels",
-    lambda p: DecoyGradient(p.get("undefended"), p.get("wrong_classes")),
-    trained("undefended"),
-    blind=True,
+    lambda p: blind_defences.DecoyGradient(p.get("undefended"), p.get("wrong_classes")),
+    "undefended",
 )
-add_specimen(
+false(
     "anti_adversary",
-    "false",
     "moves each image towards its predicted class (Alfarra et al. 2022), so wrong answers stay (Croce et al. 2022)",
-    lambda p: AntiAdversary(p.get("undefended"), 0.75 * p.scale.eps),
-    trained("undefended"),
-    blind=True,
+    lambda p: blind_defences.AntiAdversary(p.get("undefended"), 0.75 * p.scale.eps),
+    "undefended",
 )
-add_specimen(
+false(
     "hash_noise",
-    "false",
     "noise that follows from the bits of the image; " + FRAGILE,
-    lambda p: nn.Sequential(HashNoise(2 * p.scale.eps), p.get("noise_trained_strongly"), ScaledLogits(1e4)),
-    trained("noise_trained_strongly"),
-    blind=True,
+    lambda p: stack(
+        partial(blind_defences.hash_noise, height=2 * p.scale.eps),
+        "noise_trained_strongly",
+        defences.scaled_logits(1e4),
+    )(p),
+    "noise_trained_strongly",
 )
-add_specimen(
+false(
     "activation_pruning",
-    "false",
     "random pruning of activations (Dhillon et al. 2018; broken by Athalye et al. 2018)",
-    lambda p: replace_activations(p.get("undefended_wide"), lambda: ActivationPruning(0.5)),
-    trained("undefended_wide"),
-    blind=True,
+    trained(
+        "undefended_wide",
+        lambda model: defences.replace_activations(model, lambda: defences.Function(blind_defences.activation_pruning)),
+    ),
+    "undefended_wide",
 )
-add_specimen(
+false(
     "patch_dictionary",
-    "false",
     "patches replaced by the nearest known patches (Guo et al. 2018; broken by Athalye et al. 2018); " + FRAGILE,
-    lambda p: nn.Sequential(PatchDictionary(p.train_data[0].to(p.device), 256), p.get("undefended_wide")),
-    trained("undefended_wide"),
-    blind=True,
+    lambda p: nn.Sequential(
+        blind_defences.PatchDictionary(p.train_data[0].to(p.device), 256), p.get("undefended_wide")
+    ),
+    "undefended_wide",
 )

@@ -5,12 +5,13 @@ The specimens name the sources of the defences and of the attacks that broke the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from advnorm.attacks.straight_through import Replace
 
 # -- classifiers that are no networks ----------------------------------------------------------------------------------
 
@@ -84,21 +85,9 @@ def _padded(values: Any, size: int) -> Tensor:
 # -- defences ----------------------------------------------------------------------------------------------------------
 
 
-class HardLabel(nn.Module):
+def hard_label(z: Tensor) -> Tensor:
     """1 for the predicted class and 0 for the others."""
-
-    def forward(self, z: Tensor) -> Tensor:
-        return F.one_hot(z.argmax(1), z.shape[1]).to(z)
-
-
-class _Substitute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, differentiated: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
-        return None, grads[0]
+    return F.one_hot(z.argmax(1), z.shape[1]).to(z)
 
 
 class DecoyGradient(nn.Module):
@@ -109,7 +98,7 @@ class DecoyGradient(nn.Module):
         self.model, self.decoy = model, decoy
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Substitute.apply(self.model(x), self.decoy(x))  # pyright: ignore[reportReturnType]
+        return Replace.apply(self.model(x), self.decoy(x))  # pyright: ignore[reportReturnType]
 
 
 class AntiAdversary(nn.Module):
@@ -130,19 +119,13 @@ class AntiAdversary(nn.Module):
         return self.model(x + (moved - x.detach()))
 
 
-class HashNoise(nn.Module):
-    """Uniform noise that follows from the bits of the image: the same image gets the same noise."""
-
-    def __init__(self, height: float) -> None:
-        super().__init__()
-        self.height = height
-
-    def forward(self, x: Tensor) -> Tensor:
-        bits = x.detach().float().contiguous().view(torch.int32).flatten(1).long()
-        place = torch.arange(1, bits.shape[1] + 1, device=x.device)
-        key = _mix(bits + place * 0x9E3779B1).sum(1, keepdim=True)
-        noise = (_mix(key + place * 0x85EBCA77) % 65536).to(x.dtype) / 32768 - 1
-        return x + self.height * noise.view_as(x)
+def hash_noise(x: Tensor, height: float) -> Tensor:
+    """Add uniform noise that follows from the bits of the image: the same image gets the same noise."""
+    bits = x.detach().float().contiguous().view(torch.int32).flatten(1).long()
+    place = torch.arange(1, bits.shape[1] + 1, device=x.device)
+    key = _mix(bits + place * 0x9E3779B1).sum(1, keepdim=True)
+    noise = (_mix(key + place * 0x85EBCA77) % 65536).to(x.dtype) / 32768 - 1
+    return x + height * noise.view_as(x)
 
 
 def _mix(value: Tensor) -> Tensor:
@@ -151,20 +134,14 @@ def _mix(value: Tensor) -> Tensor:
     return value
 
 
-class ActivationPruning(nn.Module):
+def activation_pruning(x: Tensor, share: float = 0.5) -> Tensor:
     """ReLU whose outputs are drawn by size, with replacement; drawn ones are scaled up (Dhillon et al. 2018)."""
-
-    def __init__(self, share: float) -> None:
-        super().__init__()
-        self.share = share
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(x)
-        flat = x.flatten(1)
-        chances = flat.detach() / flat.detach().sum(1, keepdim=True).clamp_min(1e-12)
-        drawn = 1 - (1 - chances) ** round(self.share * flat.shape[1])
-        kept = torch.rand_like(flat) < drawn
-        return torch.where(kept, flat / drawn.clamp_min(1e-12), 0.0).view_as(x)
+    x = F.relu(x)
+    flat = x.flatten(1)
+    chances = flat.detach() / flat.detach().sum(1, keepdim=True).clamp_min(1e-12)
+    drawn = 1 - (1 - chances) ** round(share * flat.shape[1])
+    kept = torch.rand_like(flat) < drawn
+    return torch.where(kept, flat / drawn.clamp_min(1e-12), 0.0).view_as(x)
 
 
 class OutputCode(nn.Module):
@@ -223,17 +200,6 @@ class MixupInference(nn.Module):
             other = self.others[torch.randint(len(self.others), (len(x),), device=x.device)]
             outputs.append(self.model(self.share * x + (1 - self.share) * other).softmax(1))
         return torch.stack(outputs).mean(0).clamp_min(1e-12).log()
-
-
-class MeanLogits(nn.Module):
-    """The mean log-probabilities of several networks."""
-
-    def __init__(self, models: Iterable[nn.Module]) -> None:
-        super().__init__()
-        self.models = nn.ModuleList(models)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([model(x).log_softmax(1) for model in self.models]).mean(0)
 
 
 # -- networks with a certificate ---------------------------------------------------------------------------------------

@@ -15,37 +15,33 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class ScaledLogits(nn.Module):
-    """Logits times a factor: the answers stay, and cross-entropy underflows."""
+class Function(nn.Module):
+    """A function of a tensor as a module."""
 
-    def __init__(self, factor: float) -> None:
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.factor = factor
-
-    def forward(self, z: Tensor) -> Tensor:
-        return z * self.factor
-
-
-class BatchScaledLogits(nn.Module):
-    """Logits divided by their deviation over the batch, times a factor."""
-
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, z: Tensor) -> Tensor:
-        return z * (self.factor / (z.std() + 1e-6))
-
-
-class Quantized(nn.Module):
-    """Pixels rounded to a grid."""
-
-    def __init__(self, levels: int) -> None:
-        super().__init__()
-        self.levels = levels
+        self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x * self.levels).round() / self.levels
+        return self.function(x)
+
+
+Change = Callable[[Tensor], Tensor]
+
+
+def scaled_logits(factor: float) -> Change:
+    """Logits times a factor: the answers stay, and cross-entropy underflows."""
+    return lambda z: z * factor
+
+
+def batch_scaled_logits(factor: float) -> Change:
+    """Logits divided by their deviation over the batch, times a factor."""
+    return lambda z: z * (factor / (z.std() + 1e-6))
+
+
+def quantized(levels: int) -> Change:
+    """Pixels rounded to a grid."""
+    return lambda x: (x * levels).round() / levels
 
 
 class BitDepth(nn.Module):
@@ -115,70 +111,35 @@ class MeanSparse(nn.Module):
         return torch.where(away.abs() <= self.threshold * self.std, self.mean.expand_as(x), x)
 
 
-class Noise(nn.Module):
+def noise(deviation: float) -> Change:
     """Gaussian noise on the pixels, at test time too."""
-
-    def __init__(self, deviation: float) -> None:
-        super().__init__()
-        self.deviation = deviation
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.deviation * torch.randn_like(x)
+    return lambda x: x + deviation * torch.randn_like(x)
 
 
-class RandomResize(nn.Module):
+def random_resize(x: Tensor) -> Tensor:
     """Resize the images of a batch to a random size and pad them at a random place (Xie et al. 2018)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        size = x.shape[-1]
-        smaller = int(torch.randint(round(0.75 * size), size + 1, ()))
-        left, top = (int(torch.randint(0, size - smaller + 1, ())) for _ in range(2))
-        x = F.interpolate(x, smaller, mode="bilinear", align_corners=False)
-        return F.pad(x, (left, size - smaller - left, top, size - smaller - top))
+    size = x.shape[-1]
+    smaller = int(torch.randint(round(0.75 * size), size + 1, ()))
+    left, top = (int(torch.randint(0, size - smaller + 1, ())) for _ in range(2))
+    x = F.interpolate(x, smaller, mode="bilinear", align_corners=False)
+    return F.pad(x, (left, size - smaller - left, top, size - smaller - top))
 
 
-class TestDropout(nn.Module):
-    """Dropout that stays on at test time."""
-
-    __test__ = False  # not a test of pytest
-
-    def __init__(self, share: float) -> None:
-        super().__init__()
-        self.share = share
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.share, training=True)
-
-
-class MedianFilter(nn.Module):
+def half_median_filter(x: Tensor) -> Tensor:
     """A median filter of 3×3 pixels by SciPy, mixed with the image: no gradient passes."""
+    from scipy.ndimage import median_filter
 
-    def __init__(self, strength: float = 1.0) -> None:
-        super().__init__()
-        self.strength = strength
-
-    def forward(self, x: Tensor) -> Tensor:
-        from scipy.ndimage import median_filter
-
-        pixels = x.detach().cpu().numpy()
-        smooth = median_filter(pixels, size=(1, 1, 3, 3), mode="nearest")
-        mixed = self.strength * smooth + (1 - self.strength) * pixels
-        return torch.from_numpy(mixed).to(x)
+    pixels = x.detach().cpu().numpy()
+    smooth = median_filter(pixels, size=(1, 1, 3, 3), mode="nearest")
+    return torch.from_numpy(0.5 * smooth + 0.5 * pixels).to(x)
 
 
-class BlockTransform(nn.Module):
+def block_transform(x: Tensor, step: float = 0.1) -> Tensor:
     """Cosine coefficients of the image rounded to multiples of ``step``, as JPEG does, by NumPy."""
+    from scipy.fft import dctn, idctn
 
-    def __init__(self, step: float) -> None:
-        super().__init__()
-        self.step = step
-
-    def forward(self, x: Tensor) -> Tensor:
-        from scipy.fft import dctn, idctn
-
-        spectrum: Any = dctn(x.detach().cpu().numpy(), axes=(-2, -1), norm="ortho")
-        pixels = idctn((spectrum / self.step).round() * self.step, axes=(-2, -1), norm="ortho")
-        return torch.from_numpy(pixels).to(x)
+    spectrum: Any = dctn(x.detach().cpu().numpy(), axes=(-2, -1), norm="ortho")
+    return torch.from_numpy(idctn((spectrum / step).round() * step, axes=(-2, -1), norm="ortho")).to(x)
 
 
 class SteepTanh(nn.Module):
@@ -205,38 +166,39 @@ class OffGridBranch(nn.Module):
         return self.model(torch.where(off.view(-1, *(1,) * (x.dim() - 1)), rounded, x))
 
 
-class Vote(nn.Module):
+class Ensemble(nn.Module):
+    """The answer of several networks: a function of the networks and the images."""
+
+    def __init__(self, models: Iterable[nn.Module], answer: Callable[[nn.ModuleList, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.models, self.answer = nn.ModuleList(models), answer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.answer(self.models, x)
+
+
+def vote(models: nn.ModuleList, x: Tensor, sharpness: float = 1e4) -> Tensor:
     """The shares of votes of several networks, of which each votes for one class."""
-
-    def __init__(self, models: Iterable[nn.Module], sharpness: float = 1e4) -> None:
-        super().__init__()
-        self.models, self.sharpness = nn.ModuleList(models), sharpness
-
-    def forward(self, x: Tensor) -> Tensor:
-        votes = [(self.sharpness * model(x)).softmax(1) for model in self.models]
-        return torch.stack(votes).sum(0)
+    return torch.stack([(sharpness * model(x)).softmax(1) for model in models]).sum(0)
 
 
-class RandomMember(nn.Module):
+def soft_vote(models: nn.ModuleList, x: Tensor) -> Tensor:
+    return vote(models, x, sharpness=1.0)
+
+
+def random_member(models: nn.ModuleList, x: Tensor) -> Tensor:
     """One of several networks, chosen at random in each forward."""
-
-    def __init__(self, models: Iterable[nn.Module]) -> None:
-        super().__init__()
-        self.models = nn.ModuleList(models)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.models[int(torch.randint(len(self.models), ()))](x)
+    return models[int(torch.randint(len(models), ()))](x)
 
 
-class Wave(nn.Module):
+def mean_logits(models: nn.ModuleList, x: Tensor) -> Tensor:
+    """The mean log-probabilities of several networks."""
+    return torch.stack([model(x).log_softmax(1) for model in models]).mean(0)
+
+
+def wave(x: Tensor, height: float = 0.02, periods: float = 100.0) -> Tensor:
     """A fast wave on the pixels: the gradient points anywhere, the image hardly changes."""
-
-    def __init__(self, height: float = 0.02, periods: float = 100.0) -> None:
-        super().__init__()
-        self.height, self.periods = height, periods
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.height * torch.sin(2 * torch.pi * self.periods * x)
+    return x + height * torch.sin(2 * torch.pi * periods * x)
 
 
 def replace_activations(model: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:

@@ -17,7 +17,15 @@ import advnorm.data as data_sets
 from advnorm._core.registry import Registry
 from advnorm.attacks import FGSM, PGD
 from advnorm.data.gather import gather
-from advnorm.evaluation.gallery.defences import KWTA, RandomResize, SteepTanh, Thermometer, replace_activations
+from advnorm.evaluation.gallery.defences import (
+    KWTA,
+    Change,
+    SteepTanh,
+    Thermometer,
+    noise,
+    random_resize,
+    replace_activations,
+)
 from advnorm.models import create_model
 from advnorm.objectives import AWP, KL, TRADES, Classical, Hybrid
 from advnorm.threat import ThreatModel
@@ -125,8 +133,18 @@ class Parents:
                 schedule.step()
         return model
 
-    def standard(self, model: nn.Module, **options: Any) -> nn.Module:
-        return self.fit(model, lambda x, y, _: F.cross_entropy(model(x), y), **options)
+    def standard(
+        self,
+        model: nn.Module,
+        change: Change = lambda x: x,
+        label: Change = lambda y: y,
+        smoothing: float = 0.0,
+        **options: Any,
+    ) -> nn.Module:
+        """Train on clean images, or on changed ones."""
+        return self.fit(
+            model, lambda x, y, _: F.cross_entropy(model(change(x)), label(y), label_smoothing=smoothing), **options
+        )
 
     def objective(self, objective: Any, **options: Any) -> nn.Module:
         return self.fit(objective.model, lambda x, y, index: objective(x, y, index=index).loss, **options)
@@ -135,84 +153,6 @@ class Parents:
 Recipe = Callable[[Parents], nn.Module]
 PARENTS: Registry[Recipe] = Registry("parent")
 parent = PARENTS.register
-
-
-@parent("undefended")
-def undefended(p: Parents) -> nn.Module:
-    return p.standard(p.network(), epochs=max(p.scale.epochs * 2 // 3, 1))
-
-
-@parent("undefended_wide")
-def undefended_wide(p: Parents) -> nn.Module:
-    return p.standard(p.network(width=2.0))
-
-
-@parent("undefended_ln")
-def undefended_ln(p: Parents) -> nn.Module:
-    return p.standard(p.network(norm="ln"))
-
-
-@parent("noise_trained")
-def noise_trained(p: Parents) -> nn.Module:
-    model = p.network()
-    return p.fit(model, lambda x, y, _: F.cross_entropy(model(x + 0.3 * p.scale.eps * torch.randn_like(x)), y))
-
-
-@parent("pgd_at")
-def pgd_at(p: Parents) -> nn.Module:
-    return p.objective(Classical(p.network(), p.pgd()))
-
-
-@parent("pgd_at_wide")
-def pgd_at_wide(p: Parents) -> nn.Module:
-    return p.objective(Classical(p.network(width=2.0), p.pgd()))
-
-
-@parent("pgd_at_small_eps")
-def pgd_at_small_eps(p: Parents) -> nn.Module:
-    return p.objective(Classical(p.network(), p.pgd(p.scale.small_eps)))
-
-
-@parent("pgd_at_l2")
-def pgd_at_l2(p: Parents) -> nn.Module:
-    return p.objective(Classical(p.network(), p.pgd(p.scale.l2_eps, "L2")))
-
-
-@parent("pgd_at_gn")
-def pgd_at_gn(p: Parents) -> nn.Module:
-    return p.objective(Classical(p.network(norm="gn"), p.pgd()), epochs=3 * p.scale.epochs)
-
-
-@parent("trades")
-def trades(p: Parents) -> nn.Module:
-    return p.objective(TRADES(p.network(), p.pgd()))
-
-
-@parent("awp")
-def awp(p: Parents) -> nn.Module:
-    return p.objective(AWP(Classical(p.network(), p.pgd())))
-
-
-@parent("kl")
-def kl(p: Parents) -> nn.Module:
-    return p.objective(KL(p.network(), p.pgd(), kl_weight=3.0), epochs=2 * p.scale.epochs)
-
-
-@parent("hybrid_dual")
-def hybrid_dual(p: Parents) -> nn.Module:
-    return p.objective(Hybrid(p.network(norm="dual_bn"), p.pgd()))
-
-
-@parent("hybrid_single")
-def hybrid_single(p: Parents) -> nn.Module:
-    return p.objective(Hybrid(p.network(), p.pgd(p.scale.large_eps)), epochs=p.scale.epochs * 5 // 3)
-
-
-@parent("fgsm_at")
-def fgsm_at(p: Parents) -> nn.Module:
-    """One-step training from the clean image, which overfits to that step (Wong et al. 2020)."""
-    attack = FGSM(threat=ThreatModel(eps=p.scale.large_eps))
-    return p.objective(Classical(p.network(width=2.0), attack), epochs=5 * p.scale.epochs)
 
 
 @parent("gradient_regularized")
@@ -236,24 +176,6 @@ def distilled(p: Parents) -> nn.Module:
     return p.fit(model, lambda x, y, _: F.cross_entropy(model(x), teacher(x).softmax(1)))
 
 
-@parent("dropout_trained")
-def dropout_trained(p: Parents) -> nn.Module:
-    model = p.network(width=2.0)
-    return p.fit(model, lambda x, y, _: F.cross_entropy(model(F.dropout(x, 0.3)), y))
-
-
-@parent("noise_trained_strongly")
-def noise_trained_strongly(p: Parents) -> nn.Module:
-    model = p.network(width=2.0)
-    return p.fit(model, lambda x, y, _: F.cross_entropy(model(x + p.scale.eps * torch.randn_like(x)), y))
-
-
-@parent("random_resize")
-def random_resize(p: Parents) -> nn.Module:
-    model, resize = p.network(width=2.0), RandomResize()
-    return p.fit(model, lambda x, y, _: F.cross_entropy(model(resize(x)), y), epochs=3 * p.scale.epochs)
-
-
 @parent("thermometer")
 def thermometer(p: Parents) -> nn.Module:
     levels = 16
@@ -261,11 +183,36 @@ def thermometer(p: Parents) -> nn.Module:
     return p.standard(nn.Sequential(Thermometer(levels).to(p.device), network))
 
 
-@parent("kwta")
-def kwta(p: Parents) -> nn.Module:
-    return p.standard(replace_activations(p.network(width=2.0), lambda: KWTA(0.05)), epochs=2 * p.scale.epochs)
-
-
-@parent("saturating")
-def saturating(p: Parents) -> nn.Module:
-    return p.standard(replace_activations(p.network(), lambda: SteepTanh(3.0)))
+_RECIPES: dict[str, Recipe] = {
+    "undefended": lambda p: p.standard(p.network(), epochs=max(p.scale.epochs * 2 // 3, 1)),
+    "undefended_wide": lambda p: p.standard(p.network(width=2.0)),
+    "undefended_ln": lambda p: p.standard(p.network(norm="ln")),
+    "noise_trained": lambda p: p.standard(p.network(), noise(0.3 * p.scale.eps)),
+    "noise_trained_strongly": lambda p: p.standard(
+        p.network(width=2.0), lambda x: x + p.scale.eps * torch.randn_like(x)
+    ),
+    "dropout_trained": lambda p: p.standard(p.network(width=2.0), lambda x: F.dropout(x, 0.3)),
+    "random_resize": lambda p: p.standard(p.network(width=2.0), random_resize, epochs=3 * p.scale.epochs),
+    "pgd_at": lambda p: p.objective(Classical(p.network(), p.pgd())),
+    "pgd_at_wide": lambda p: p.objective(Classical(p.network(width=2.0), p.pgd())),
+    "pgd_at_small_eps": lambda p: p.objective(Classical(p.network(), p.pgd(p.scale.small_eps))),
+    "pgd_at_l2": lambda p: p.objective(Classical(p.network(), p.pgd(p.scale.l2_eps, "L2"))),
+    "pgd_at_gn": lambda p: p.objective(Classical(p.network(norm="gn"), p.pgd()), epochs=3 * p.scale.epochs),
+    "trades": lambda p: p.objective(TRADES(p.network(), p.pgd())),
+    "awp": lambda p: p.objective(AWP(Classical(p.network(), p.pgd()))),
+    "kl": lambda p: p.objective(KL(p.network(), p.pgd(), kl_weight=3.0), epochs=2 * p.scale.epochs),
+    "hybrid_dual": lambda p: p.objective(Hybrid(p.network(norm="dual_bn"), p.pgd())),
+    "hybrid_single": lambda p: p.objective(
+        Hybrid(p.network(), p.pgd(p.scale.large_eps)), epochs=p.scale.epochs * 5 // 3
+    ),
+    # One step from the clean image, to which the training overfits (Wong et al. 2020).
+    "fgsm_at": lambda p: p.objective(
+        Classical(p.network(width=2.0), FGSM(threat=ThreatModel(eps=p.scale.large_eps))), epochs=5 * p.scale.epochs
+    ),
+    "kwta": lambda p: p.standard(
+        replace_activations(p.network(width=2.0), lambda: KWTA(0.05)), epochs=2 * p.scale.epochs
+    ),
+    "saturating": lambda p: p.standard(replace_activations(p.network(), lambda: SteepTanh(3.0))),
+}
+for _name, _recipe in _RECIPES.items():
+    PARENTS.add(_name, _recipe)

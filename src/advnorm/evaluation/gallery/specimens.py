@@ -9,30 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, get_args
 
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from advnorm._core.registry import Registry
-from advnorm.evaluation.gallery.defences import (
-    BatchScaledLogits,
-    BitDepth,
-    BlockTransform,
-    MedianFilter,
-    Noise,
-    OffGridBranch,
-    Quantized,
-    RandomMember,
-    RandomResize,
-    ScaledLogits,
-    SteepTanh,
-    TestDropout,
-    Vote,
-    Wave,
-    replace_activations,
-    softened,
-    with_mean_sparse,
-)
+from advnorm.evaluation.gallery import defences
 from advnorm.evaluation.gallery.parents import Parents, Scale
 from advnorm.surgery import strip
 from advnorm.threat import ThreatModel
@@ -72,16 +56,34 @@ def part_of(specimen: Specimen) -> Part:
     return "held_out" if seen.index(specimen) % 2 else "fitted"
 
 
-def add_specimen(name: str, truth: Truth, why: str, build: Build, expert: Build | None = None, **details: Any) -> None:
+def add_specimen(
+    name: str, why: str, build: Build | str = "", expert: Build | str | None = None, *, truth: Truth, **details: Any
+) -> None:
+    """Register a specimen: what it builds, or the parent that it is, without ``build`` the parent of its name."""
+    build = trained(build or name) if isinstance(build, str) else build
+    expert = trained(expert) if isinstance(expert, str) else expert
     SPECIMENS.add(name, Specimen(name=name, truth=truth, why=why, build=build, expert=expert, **details))
 
 
-def trained(name: str) -> Build:
-    return lambda parents: parents.get(name)
+sound, false, undefended = (partial(add_specimen, truth=truth) for truth in get_args(Truth))
+
+
+def trained(name: str, change: Callable[[nn.Module], nn.Module] = lambda model: model) -> Build:
+    return lambda parents: change(parents.get(name))
+
+
+def stack(*parts: str | Callable[[Tensor], Tensor]) -> Build:
+    """Build a sequence of parents and functions."""
+    function = defences.Function
+    return lambda p: nn.Sequential(*(p.get(part) if isinstance(part, str) else function(part) for part in parts))
+
+
+def ensemble(answer: Callable[[nn.ModuleList, Tensor], Tensor], *names: str) -> Build:
+    return lambda p: defences.Ensemble(map(p.get, names), answer)
 
 
 def _mean_sparse(parents: Parents) -> nn.Module:
-    return with_mean_sparse(parents.get("pgd_at"), parents.train_data[0][:512].to(parents.device), 1.0)
+    return defences.with_mean_sparse(parents.get("pgd_at"), parents.train_data[0][:512].to(parents.device), 1.0)
 
 
 def large_eps(scale: Scale) -> ThreatModel:
@@ -99,213 +101,161 @@ def _l2(scale: Scale) -> ThreatModel:
 # -- sound -------------------------------------------------------------------------------------------------------------
 
 MADRY = "trained on PGD images of this radius (Madry et al. 2018); AutoAttack confirms such networks on RobustBench"
-add_specimen("pgd_at", "sound", MADRY, trained("pgd_at"))
-add_specimen("pgd_at_wide", "sound", MADRY, trained("pgd_at_wide"))
-add_specimen("trades", "sound", "TRADES (Zhang et al. 2019), confirmed by AutoAttack on RobustBench", trained("trades"))
-add_specimen("awp", "sound", "AWP (Wu et al. 2020), confirmed by AutoAttack on RobustBench", trained("awp"))
-add_specimen(
+sound("pgd_at", MADRY)
+sound("pgd_at_wide", MADRY)
+sound("trades", "TRADES (Zhang et al. 2019), confirmed by AutoAttack on RobustBench")
+sound("awp", "AWP (Wu et al. 2020), confirmed by AutoAttack on RobustBench")
+sound(
     "hybrid_dual",
-    "sound",
     "the adversarial branch of dual BN (paper A, table 1: AutoAttack confirms it)",
-    lambda p: strip(p.get("hybrid_dual"), route="adv"),
+    trained("hybrid_dual", lambda model: strip(model, route="adv")),
 )
-add_specimen("kl", "sound", "hybrid training with a KL term (paper A, table 8; paper C, table 3)", trained("kl"))
-add_specimen("pgd_at_small_eps", "sound", MADRY, trained("pgd_at_small_eps"), threat=small_eps)
-add_specimen("pgd_at_l2", "sound", MADRY, trained("pgd_at_l2"), threat=_l2)
-add_specimen("pgd_at_gn", "sound", MADRY, trained("pgd_at_gn"))
-add_specimen(
+sound("kl", "hybrid training with a KL term (paper A, table 8; paper C, table 3)")
+sound("pgd_at_small_eps", MADRY, threat=small_eps)
+sound("pgd_at_l2", MADRY, threat=_l2)
+sound("pgd_at_gn", MADRY)
+sound(
     "pgd_at_temperature",
-    "sound",
     "a sound network with logits times 3: no attack loses its gradient at this scale",
-    lambda p: nn.Sequential(p.get("pgd_at"), ScaledLogits(3.0)),
+    stack("pgd_at", defences.scaled_logits(3.0)),
 )
-add_specimen(
+sound(
     "pgd_at_noise",
-    "sound",
     "a sound network with a little noise at test time, which changes few answers",
-    lambda p: nn.Sequential(Noise(0.05 * p.scale.eps), p.get("pgd_at")),
-    trained("pgd_at"),
+    lambda p: stack(defences.noise(0.05 * p.scale.eps), "pgd_at")(p),
+    "pgd_at",
 )
-add_specimen("trades_small_eps", "sound", "TRADES, evaluated at half its radius", trained("trades"), threat=small_eps)
+sound("trades_small_eps", "TRADES, evaluated at half its radius", "trades", threat=small_eps)
 
 # -- undefended --------------------------------------------------------------------------------------------------------
 
 PLAIN = "trained on clean images alone; PGD-10 finds that it is not robust"
-add_specimen("undefended", "undefended", PLAIN, trained("undefended"))
-add_specimen("undefended_wide", "undefended", PLAIN, trained("undefended_wide"))
-add_specimen("undefended_ln", "undefended", PLAIN, trained("undefended_ln"))
-add_specimen("noise_trained", "undefended", "trained on weak noise, which is no defence", trained("noise_trained"))
-add_specimen(
-    "undefended_l2",
-    "undefended",
-    PLAIN,
-    trained("undefended_wide"),
-    threat=lambda scale: ThreatModel(norm="L2", eps=2 * scale.l2_eps),
-)
-add_specimen(
+undefended("undefended", PLAIN)
+undefended("undefended_wide", PLAIN)
+undefended("undefended_ln", PLAIN)
+undefended("noise_trained", "trained on weak noise, which is no defence")
+undefended("undefended_l2", PLAIN, "undefended_wide", threat=lambda scale: ThreatModel(norm="L2", eps=2 * scale.l2_eps))
+undefended(
     "hybrid_dual_clean",
-    "undefended",
     "the clean branch of dual BN (paper A, table 1: 0.3 % under PGD-10)",
-    lambda p: strip(p.get("hybrid_dual"), route="clean"),
+    trained("hybrid_dual", lambda model: strip(model, route="clean")),
     threat=large_eps,
 )
-add_specimen(
+undefended(
     "gradient_regularized",
-    "undefended",
     "the gradient is penalized at the images alone (Ross & Doshi-Velez 2018); at a large radius nothing is left",
-    trained("gradient_regularized"),
     threat=large_eps,
 )
 
 # -- false -------------------------------------------------------------------------------------------------------------
 
 FRAGILE = "the network behind the defence was trained on clean images, and attacks on it transfer"
-add_specimen(
+false(
     "hybrid_single",
-    "false",
     "hybrid training with a single BN at a large radius (paper A, table 3: PGD-10 29.9, AutoAttack 0.5)",
-    trained("hybrid_single"),
     threat=large_eps,
 )
-add_specimen(
+false(
     "scaled_logits",
-    "false",
     "logits times 10,000: the answers of the undefended network, without a gradient",
-    lambda p: nn.Sequential(p.get("undefended"), ScaledLogits(1e4)),
-    trained("undefended"),
+    stack("undefended", defences.scaled_logits(1e4)),
+    "undefended",
 )
-add_specimen(
+false(
     "distilled",
-    "false",
     "trained at temperature 100 and tested without it (Papernot et al. 2016; Carlini & Wagner 2017)",
-    lambda p: nn.Sequential(p.get("distilled"), ScaledLogits(100.0)),
-    trained("distilled"),
+    stack("distilled", defences.scaled_logits(100.0)),
+    "distilled",
 )
-add_specimen(
-    "quantized",
-    "false",
-    FRAGILE,
-    lambda p: nn.Sequential(Quantized(16), p.get("undefended")),
-    trained("undefended"),
-)
-add_specimen(
+false("quantized", FRAGILE, stack(defences.quantized(16), "undefended"), "undefended")
+false(
     "thermometer",
-    "false",
     "thermometer encoding of an undefended network (broken by Athalye et al. 2018)",
-    trained("thermometer"),
-    lambda p: softened(p.get("thermometer")),
+    "thermometer",
+    trained("thermometer", defences.softened),
 )
-add_specimen("bit_depth", "false", FRAGILE, lambda p: BitDepth(p.get("undefended"), 3), trained("undefended"))
-add_specimen(
+false("bit_depth", FRAGILE, lambda p: defences.BitDepth(p.get("undefended"), 3), "undefended")
+false(
     "kwta",
-    "false",
     "k-WTA trained on clean images (Xiao et al. 2020; broken by Tramèr et al. 2020)",
-    trained("kwta"),
-    lambda p: softened(p.get("kwta")),
+    "kwta",
+    trained("kwta", defences.softened),
     threat=lambda scale: ThreatModel(eps=0.75 * scale.eps),
 )
-add_specimen(
+false(
     "mean_sparse",
-    "false",
     "MeanSparse with a large threshold on a sound network: it is less robust than the network alone",
     _mean_sparse,
-    lambda p: softened(_mean_sparse(p)),
+    lambda p: defences.softened(_mean_sparse(p)),
 )
-add_specimen(
+false(
     "random_resize",
-    "false",
     "random resizing of an undefended network (Xie et al. 2018; broken by Athalye et al. 2018)",
-    lambda p: nn.Sequential(RandomResize(), Quantized(255), p.get("random_resize")),
-    trained("random_resize"),
+    stack(defences.random_resize, defences.quantized(255), "random_resize"),
+    "random_resize",
 )
-add_specimen(
+false(
     "random_noise",
-    "false",
     FRAGILE,
-    lambda p: nn.Sequential(Noise(p.scale.eps), p.get("noise_trained_strongly"), ScaledLogits(1e4)),
-    trained("noise_trained_strongly"),
+    lambda p: stack(defences.noise(p.scale.eps), "noise_trained_strongly", defences.scaled_logits(1e4))(p),
+    "noise_trained_strongly",
 )
-add_specimen(
+false(
     "random_dropout",
-    "false",
     FRAGILE,
-    lambda p: nn.Sequential(TestDropout(0.3), p.get("dropout_trained"), ScaledLogits(1e3)),
-    trained("dropout_trained"),
+    stack(lambda x: F.dropout(x, 0.3), "dropout_trained", defences.scaled_logits(1e3)),
+    "dropout_trained",
 )
-add_specimen(
-    "median_filter",
-    "false",
-    FRAGILE,
-    lambda p: nn.Sequential(MedianFilter(0.5), p.get("undefended")),
-    trained("undefended"),
-)
-add_specimen(
-    "block_transform",
-    "false",
-    FRAGILE,
-    lambda p: nn.Sequential(BlockTransform(0.1), p.get("undefended_wide")),
-    trained("undefended_wide"),
-)
-add_specimen(
+false("median_filter", FRAGILE, stack(defences.half_median_filter, "undefended"), "undefended")
+false("block_transform", FRAGILE, stack(defences.block_transform, "undefended_wide"), "undefended_wide")
+false(
     "saturating",
-    "false",
     "activations so steep that they have no gradient; the same weights with a slope are not robust",
-    lambda p: replace_activations(p.get("saturating"), lambda: SteepTanh(200.0)),
-    trained("saturating"),
+    trained("saturating", lambda model: defences.replace_activations(model, lambda: defences.SteepTanh(200.0))),
+    "saturating",
 )
-add_specimen(
+false(
     "batch_scaled",
-    "false",
     "logits scaled by a statistic of the batch: the answers of the undefended network, without a gradient",
-    lambda p: nn.Sequential(p.get("undefended_wide"), BatchScaledLogits(1e4)),
-    trained("undefended_wide"),
+    stack("undefended_wide", defences.batch_scaled_logits(1e4)),
+    "undefended_wide",
 )
-add_specimen(
+false(
     "fgsm_at",
-    "false",
     "one-step training that overfits to one step (Wong et al. 2020): PGD-10 removes what FGSM reports",
-    trained("fgsm_at"),
     threat=large_eps,
 )
-add_specimen(
+false(
     "off_grid_branch",
-    "false",
     "images off the data's grid take a branch without gradients; the network in both branches is undefended",
-    lambda p: OffGridBranch(p.get("undefended_ln"), 16),
-    trained("undefended_ln"),
+    lambda p: defences.OffGridBranch(p.get("undefended_ln"), 16),
+    "undefended_ln",
 )
-add_specimen(
+false(
     "vote",
-    "false",
     "a vote of undefended networks, too sharp for gradients",
-    lambda p: Vote([p.get("undefended"), p.get("undefended_wide"), p.get("undefended_ln")]),
-    lambda p: Vote([p.get("undefended"), p.get("undefended_wide"), p.get("undefended_ln")], sharpness=1.0),
+    ensemble(defences.vote, "undefended", "undefended_wide", "undefended_ln"),
+    ensemble(defences.soft_vote, "undefended", "undefended_wide", "undefended_ln"),
 )
-add_specimen(
-    "wave",
-    "false",
-    FRAGILE,
-    lambda p: nn.Sequential(Wave(), p.get("undefended")),
-    trained("undefended"),
-)
-add_specimen(
+false("wave", FRAGILE, stack(defences.wave, "undefended"), "undefended")
+false(
     "quantized_sound",
-    "false",
     "a sound network behind rounded pixels: PGD-10 has no gradient and reports the clean accuracy",
-    lambda p: nn.Sequential(Quantized(8), p.get("pgd_at")),
-    trained("pgd_at"),
+    stack(defences.quantized(8), "pgd_at"),
+    "pgd_at",
 )
-add_specimen(
+false(
     "random_member",
-    "false",
     "a random choice among undefended networks in each forward",
-    lambda p: nn.Sequential(RandomMember([p.get("undefended"), p.get("undefended_ln")]), ScaledLogits(1e3)),
-    lambda p: Vote([p.get("undefended"), p.get("undefended_ln")], sharpness=1.0),
+    lambda p: nn.Sequential(
+        ensemble(defences.random_member, "undefended", "undefended_ln")(p),
+        defences.Function(defences.scaled_logits(1e3)),
+    ),
+    ensemble(defences.soft_vote, "undefended", "undefended_ln"),
 )
-add_specimen(
+false(
     "kwta_full_eps",
-    "false",
     "the network of kwta at the full radius, where PGD-10 overstates less",
-    trained("kwta"),
-    lambda p: softened(p.get("kwta")),
+    "kwta",
+    trained("kwta", defences.softened),
 )
