@@ -10,7 +10,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from advnorm.evaluation.statistics import format_accuracy
+from advnorm.evaluation.intervals import format_accuracy
 from advnorm.report.results import outcome_sentence, results_markdown
 from advnorm.studies.report_data import summarize_studies
 from advnorm.studies.uncertainty import TEST_IMAGES
@@ -496,9 +496,6 @@ def surgery():
     return "\n".join([*rows, "", *(f"- {line}" for line in lines)])
 
 
-AUDIT_PARTS = {"fitted": "thresholds", "held_out": "held out", "blind": "blind"}
-
-
 def audited(name, part, earlier=None):
     """The verdict on each classifier of a record, and the score of one part of the gallery.
 
@@ -506,7 +503,7 @@ def audited(name, part, earlier=None):
     """
     record = json.loads((RECORDS / f"{name}.json").read_text())
     before = json.loads((RECORDS / f"{earlier}.json").read_text()) if earlier else None
-    lines = [f"| {AUDIT_PARTS[part]} | called real | false | inconclusive | none |", "|---|---|---|---|---|"]
+    lines = [f"| {part.replace('_', ' ')} | called real | false | inconclusive | none |", "|---|---|---|---|---|"]
     found = record["scores"][part]
     lines += [f"| {truth} | {' | '.join(map(str, counts.values()))} |" for truth, counts in found["matrix"].items()]
     mean = sum(row["seconds"] for row in record["rows"].values()) / len(record["rows"])
@@ -532,7 +529,7 @@ def audited(name, part, earlier=None):
         if before:
             shares.insert(2, before["rows"][name]["worst_case"])
         numbers = " | ".join(f"{100 * share:.1f}" for share in shares)
-        lines.append(f"| `{name}` | {AUDIT_PARTS[own]} | {row['truth']} | {row['verdict']} | {numbers} |")
+        lines.append(f"| `{name}` | {own.replace('_', ' ')} | {row['truth']} | {row['verdict']} | {numbers} |")
     return "\n".join(lines)
 
 

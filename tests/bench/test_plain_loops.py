@@ -16,7 +16,7 @@ from advnorm.config import Config, Named
 from advnorm.training.journal import Journal
 from advnorm.training.loop import TrainingLoop
 from advnorm.training.ranks import Ranks
-from advnorm.training.run import Run
+from advnorm.training.run_folder import Run
 from support.plain_loop_ranks import train_rank
 
 CPU = Ranks(device=torch.device("cpu"))

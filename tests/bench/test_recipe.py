@@ -21,7 +21,7 @@ from advnorm.bench.recipe import bench_recipe
 from advnorm.bench.training_process import TrainingFailed, read_wall_clock, train_in_process, training_command
 from advnorm.config import load_config
 from advnorm.evaluation.results import BenchmarkResult
-from advnorm.training.run import Run
+from advnorm.training.run_folder import Run
 from support.command import invoke
 from support.problems import raises_problem
 from support.small_runs import ENVIRONMENT

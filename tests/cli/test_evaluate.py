@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import advnorm
-from advnorm.cli.evaluate import faster_search
+from advnorm.cli.evaluate import faster_search_hint
 from support.command import invoke
 from support.problems import raises_problem
 
@@ -153,10 +153,10 @@ def test_no_more_images_of_a_folder_are_decoded_than_evaluated(own_model, tmp_pa
 
 def test_the_faster_search_is_suggested_on_a_gpu():
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    assert "autoattack-steps10-bf16" in faster_search(["pgd10", "autoattack-steps10"], cuda)
-    assert faster_search(["autoattack"], cpu) is None
+    assert "autoattack-steps10-bf16" in faster_search_hint(["pgd10", "autoattack-steps10"], cuda)
+    assert faster_search_hint(["autoattack"], cpu) is None
     for names in (["pgd10", "square"], ["autoattack-bf16"], ["autoattack-float32"]):
-        assert faster_search(names, cuda) is None
+        assert faster_search_hint(names, cuda) is None
 
 
 SMALL = {"model": "small_cnn", "eps": 0.1, "epochs": 1, "batch_size": 256, "attack": {"steps": 1}, "seed": 7}

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from advnorm.evaluation.evidence import Evidence, EvidenceList, decide, weigh_gap, weigh_one_step
+from advnorm.evaluation.evidence import Evidence, EvidenceList, decide_verdict, weigh_gap, weigh_one_step
 
 
 def decided(pgd: float, worst: float, chance: float) -> str:
     """The verdict on accuracies in percent, without other evidence."""
     numbers = pgd / 100, worst / 100
-    return decide(*numbers, [weigh_gap(*numbers)], chance=chance, images=1000)[0]
+    return decide_verdict(*numbers, [weigh_gap(*numbers)], chance=chance, images=1000)[0]
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_pairs_of_pgd_and_autoattack_get_the_verdict_of_the_papers(pgd, worst, e
 def test_under_l1_a_gap_is_false_only_with_another_sign(signs, expected):
     others = [Evidence(name=s, value=9, expected="", ok=False, weight="doubt", text="points that ...") for s in signs]
     gap = weigh_gap(0.35, 0.01, others, norm="L1")
-    assert decide(0.35, 0.01, [gap, *others], chance=0.1, images=1000)[0] == expected
+    assert decide_verdict(0.35, 0.01, [gap, *others], chance=0.1, images=1000)[0] == expected
 
 
 def test_one_step_is_a_claim_except_under_l1_where_it_is_weak_on_every_network():

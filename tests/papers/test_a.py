@@ -10,7 +10,7 @@ from advnorm.attacks import get as get_attack
 from advnorm.papers.a import trainings as paper_a
 from advnorm.studies import STUDIES, Measure, printed_entry
 from advnorm.studies.measurement import measure_run
-from advnorm.studies.run import run_task
+from advnorm.studies.run_tasks import run_task
 from advnorm.studies.task import Task, list_tasks
 from advnorm.threat import ThreatModel
 from support.claim_values import CHANNELS, CURVES, DUAL, GAPS, LAYERS, STANDARD, supporting

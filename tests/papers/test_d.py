@@ -9,7 +9,7 @@ from advnorm.papers.d import features as feature_figures
 from advnorm.studies import STUDIES, printed_entry
 from advnorm.studies.claims import mean
 from advnorm.studies.protocols import plan_cell
-from advnorm.studies.run import run_task, run_tasks
+from advnorm.studies.run_tasks import run_task, run_tasks
 from advnorm.studies.task import Task
 from support.claim_values import LIGS, MADE_UP, fig1, fig2, less_robust
 from support.study_records import collect_values

@@ -7,9 +7,9 @@ import pytest
 
 from advnorm.papers.e import trainings
 from advnorm.studies import STUDIES
-from advnorm.studies.run import run_task
+from advnorm.studies.run_tasks import run_task
 from advnorm.studies.task import list_tasks
-from advnorm.training.run import Run
+from advnorm.training.run_folder import Run
 from advnorm.training.schedule import learning_rate
 from support.claim_values import statistics, supporting
 

@@ -7,8 +7,8 @@ import shutil
 import pytest
 
 import advnorm
+from advnorm.evaluation.intervals import wilson_interval
 from advnorm.evaluation.report_data import collect_results
-from advnorm.evaluation.statistics import wilson_interval
 from advnorm.report.rows import COLUMNS, result_rows
 from support.command import invoke
 from support.problems import raises_problem

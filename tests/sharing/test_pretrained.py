@@ -12,7 +12,7 @@ from torch import nn
 import advnorm
 from advnorm._core.records import model_fingerprint
 from advnorm.data import digits
-from advnorm.evaluation.statistics import wilson_interval
+from advnorm.evaluation.intervals import wilson_interval
 from advnorm.models.weights import save_weights
 from advnorm.sharing.card import read_header
 from support.command import invoke

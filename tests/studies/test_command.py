@@ -143,11 +143,11 @@ main()
 SLOW_MEASUREMENT = f"""{TIMER}
 import time
 from advnorm.cli import main
-from advnorm.studies import run
+from advnorm.studies import run_tasks
 def measure(*_, **__):
     begun.set()
     time.sleep(100)
-run.measure_run = measure
+run_tasks.measure_run = measure
 main()
 """
 

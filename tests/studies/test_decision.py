@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.stats import t
 
 from advnorm.studies.claims import Clause, mean
-from advnorm.studies.decision import decide
+from advnorm.studies.decision import decide_claim
 from advnorm.studies.uncertainty import RESAMPLES, SEED_DEVIATION, SEED_FREEDOM, MeasuredValues, Sample, collect_samples
 
 RECORDS = Path(__file__).parents[2] / "results" / "records"
@@ -48,27 +48,29 @@ def high_and_comparable(values):
     ],
 )
 def test_a_clause_is_decided_if_it_holds_for_other_images_and_seeds(one, other, verdict):
-    assert decide("A/table9", higher, measured(one=one, other=other)).verdict == verdict
+    assert decide_claim("A/table9", higher, measured(one=one, other=other)).verdict == verdict
 
 
 def test_few_images_leave_a_claim_undecided_that_many_decide():
-    verdicts = [decide("x", higher, measured(images=n, one=52.0, other=48.0)).verdict for n in (100, 1000, 10_000)]
+    verdicts = [
+        decide_claim("x", higher, measured(images=n, one=52.0, other=48.0)).verdict for n in (100, 1000, 10_000)
+    ]
     assert verdicts == ["undecided", "undecided", "supported"]
 
 
 def test_an_undecided_claim_says_what_would_decide():
-    needs = decide("x", higher, measured(images=1_000_000, one=50.0, other=49.2)).needs
+    needs = decide_claim("x", higher, measured(images=1_000_000, one=50.0, other=49.2)).needs
     assert needs.endswith(("more seed", "more seeds"))
-    assert "more than 10 seeds" in decide("x", higher, measured(images=1000, one=50.0, other=49.2)).needs
+    assert "more than 10 seeds" in decide_claim("x", higher, measured(images=1000, one=50.0, other=49.2)).needs
 
     def both(values):
         yield from higher(values)
         yield Clause("another cell", mean(values, "missing", "one") > 0)
 
-    found = decide("x", both, measured(one=50.0, other=40.0), cells=["cell", "missing", "third"])
+    found = decide_claim("x", both, measured(one=50.0, other=40.0), cells=["cell", "missing", "third"])
     assert (found.verdict, found.needs, found.missing) == ("undecided", "2 more cells", ("missing", "one"))
-    assert decide("x", both, measured(one=40.0, other=50.0)).verdict == "contradicted"
-    assert decide("x", both, MeasuredValues({})).verdict == "not run"
+    assert decide_claim("x", both, measured(one=40.0, other=50.0)).verdict == "contradicted"
+    assert decide_claim("x", both, MeasuredValues({})).verdict == "not run"
 
 
 @pytest.mark.parametrize("other", [49.6, 49.5, 49.4, 49.3, 49.2, 49.1])
@@ -82,15 +84,15 @@ def test_the_seeds_that_would_decide_are_the_fewest(other):
     fewest = next(seeds for seeds in range(2, 11) if share(seeds) >= 0.975)
     assert share(1) < 0.975
     expected = f"{fewest - 1} more seed{'s' if fewest > 2 else ''}"
-    assert decide("x", higher, values).needs == expected
+    assert decide_claim("x", higher, values).needs == expected
 
 
 def test_numbers_of_one_network_without_an_interval_decide_nothing():
     values = measured(unit=None, images=None, one=5.0, other=1.0)
-    (clause,) = (found := decide("x", higher, values)).clauses
+    (clause,) = (found := decide_claim("x", higher, values)).clauses
     assert found.verdict == "undecided" and found.needs == "1 more seed" and clause.one_network and clause.held
     several = measured(unit=None, images=None, one=(5.0, 5.1), other=(1.0, 1.1))
-    assert decide("x", higher, several).verdict == "supported"
+    assert decide_claim("x", higher, several).verdict == "supported"
 
     def mixed(values):
         distance = mean(values, "cell", "distance")
@@ -98,16 +100,16 @@ def test_numbers_of_one_network_without_an_interval_decide_nothing():
         yield Clause(f"distance: {distance:.3g}", distance > 1)
 
     both = MeasuredValues({**measured(one=50.0).samples, ("cell", "distance"): Sample((3.0,))})
-    assert [clause.one_network for clause in decide("x", mixed, both).clauses] == [False, True]
+    assert [clause.one_network for clause in decide_claim("x", mixed, both).clauses] == [False, True]
 
 
 @settings(max_examples=40, deadline=None)
 @given(ACCURACIES, ACCURACIES, st.floats(0, 30), st.sampled_from([100, 1000, 10_000]))
 def test_a_number_that_moves_away_never_turns_a_verdict_into_supported(one, other, step, images):
     for check in (higher, high_and_comparable):
-        before = decide("x", check, measured(images=images, one=one, other=other)).verdict
+        before = decide_claim("x", check, measured(images=images, one=one, other=other)).verdict
         for moved in ({"one": max(one - step, 0.0), "other": other}, {"one": one, "other": min(other + step, 100.0)}):
-            after = decide("x", check, measured(images=images, **moved)).verdict
+            after = decide_claim("x", check, measured(images=images, **moved)).verdict
             assert after != "supported" or before == "supported"
 
 

@@ -22,7 +22,7 @@ from advnorm._core.records import read_json
 from advnorm.studies import STUDIES
 from advnorm.studies import launch as launching
 from advnorm.studies.launch import launch
-from advnorm.studies.run import Outcome, group_into_chains, run_task, run_tasks
+from advnorm.studies.run_tasks import TaskResult, group_into_chains, run_task, run_tasks
 from advnorm.studies.task import Task, list_tasks
 from support.problems import raises_problem
 
@@ -98,7 +98,7 @@ def a_death_in_training(out, kill):
 def test_local_processes_give_the_records_of_one_process_even_if_one_is_killed(tmp_path, alone):
     reported = []
     with a_death_in_training(tmp_path, lambda pid: os.kill(pid, signal.SIGKILL)) as killed:
-        outcomes = launch(todo(tmp_path), processes=2, on_outcome=reported.append)
+        outcomes = launch(todo(tmp_path), processes=2, on_result=reported.append)
     assert [outcome.error for outcome in outcomes] == [None] * 3
     assert [outcome.task for outcome in outcomes] == todo(tmp_path)
     assert sorted(map(str, reported)) == sorted(map(str, outcomes))
@@ -190,7 +190,7 @@ class Scripted:
 
     def wait_for_next(self):
         task = self.working.popleft()
-        return Outcome(task=task, **self.results[task.cell].pop(0))
+        return TaskResult(task=task, **self.results[task.cell].pop(0))
 
 
 def named(cells):
@@ -216,10 +216,10 @@ def scripted(monkeypatch):
         with context.context():
             pool = Scripted(results)
             monkeypatch.setattr(launching, "LocalPool", lambda devices: pool)
-            monkeypatch.setattr("advnorm.studies.run.BUSY_SECONDS", 0.0)
+            monkeypatch.setattr("advnorm.studies.run_tasks.BUSY_SECONDS", 0.0)
             store, reported = SimpleNamespace(state=lambda task: "pending"), []
             try:
-                outcomes = launch(made, on_outcome=reported.append, store=store, **options)
+                outcomes = launch(made, on_result=reported.append, store=store, **options)
             finally:
                 context.undo()
         return pool.started, reported, outcomes
@@ -278,7 +278,7 @@ def test_chains_group_related_tasks_with_prerequisites_first(data, number):
 
 
 def test_a_task_starts_when_another_process_releases_its_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("advnorm.studies.run.BUSY_SECONDS", 0.05)
+    monkeypatch.setattr("advnorm.studies.run_tasks.BUSY_SECONDS", 0.05)
     task = todo(tmp_path)[0]
     task.run.folder.mkdir(parents=True)
     pool, outcomes = Scripted({task.cell: [OK]}), []
@@ -288,7 +288,7 @@ def test_a_task_starts_when_another_process_releases_its_run(tmp_path, monkeypat
         time.sleep(0.3)
         assert not pool.started
     thread.join()
-    assert pool.started == [task.cell] and outcomes == [Outcome(task=task)]
+    assert pool.started == [task.cell] and outcomes == [TaskResult(task=task)]
 
 
 def test_all_wrong_settings_are_reported_at_once(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from advnorm.data import load
 from advnorm.evaluation import benchmark as evaluate
 from advnorm.studies import STUDIES, Measure
 from advnorm.studies.measurement import measure_run
-from advnorm.studies.run import run_tasks
+from advnorm.studies.run_tasks import run_tasks
 from advnorm.studies.task import Task, list_tasks
 from support.problems import raises_problem
 

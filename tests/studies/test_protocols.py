@@ -14,7 +14,7 @@ from advnorm.norms import mixture_likelihood, mixture_norms
 from advnorm.studies import STUDIES
 from advnorm.studies.protocols import plan_cell, smoke
 from advnorm.studies.record import matches_cell
-from advnorm.studies.run import run_task
+from advnorm.studies.run_tasks import run_task
 from advnorm.studies.store import RecordStore
 from advnorm.studies.task import Task
 from advnorm.training import train

@@ -12,7 +12,7 @@ from advnorm.analysis import ANALYSES
 from advnorm.attacks import get as get_attack
 from advnorm.studies import STUDIES, printed_entry
 from advnorm.studies.protocols import plan_cell
-from advnorm.studies.run import run_tasks
+from advnorm.studies.run_tasks import run_tasks
 from advnorm.studies.store import RecordStore
 from advnorm.studies.study import ClaimVerdict
 from advnorm.studies.task import list_tasks

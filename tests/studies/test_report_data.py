@@ -8,7 +8,7 @@ import pytest
 
 from advnorm.studies import PAPERS, STUDIES
 from advnorm.studies.report_data import summarize_studies
-from advnorm.studies.run import run_task
+from advnorm.studies.run_tasks import run_task
 from advnorm.studies.task import list_tasks
 from support.problems import raises_problem
 from support.study_records import COMMIT, collect_values, entry_in, make_task, study_in, write_record, write_table2

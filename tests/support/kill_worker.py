@@ -29,7 +29,7 @@ import advnorm
 from advnorm import Config, Run
 from advnorm.data import load
 from advnorm.studies import STUDIES
-from advnorm.studies.run import run_tasks
+from advnorm.studies.run_tasks import run_tasks
 from advnorm.studies.task import list_tasks
 from support.train_worker import EVERY_STEP, SMALL, die_after, state
 

@@ -14,7 +14,7 @@ from advnorm.objectives.execution import Craft
 from advnorm.training.journal import Journal
 from advnorm.training.loop import TrainingLoop
 from advnorm.training.ranks import Ranks
-from advnorm.training.run import Run
+from advnorm.training.run_folder import Run
 from advnorm.training.step_program import autocast
 
 SETTINGS = {

@@ -25,7 +25,7 @@ from advnorm._core.exit_codes import PREEMPTED
 from advnorm.training import checkpoint
 from advnorm.training.journal import Journal
 from advnorm.training.loop import TrainingLoop
-from advnorm.training.run import Run
+from advnorm.training.run_folder import Run
 
 SMALL: dict[str, Any] = {
     "data": {"name": "synthetic", "size": 64, "image_size": 8, "channels": 1, "classes": 4},

@@ -25,7 +25,7 @@ from advnorm.attacks import predicting
 from advnorm.data import FeatureFolder, ImageData, add_split, load
 from advnorm.evaluation.model_branches import branches
 from advnorm.evaluation.target import EvaluationTarget
-from advnorm.training.run import Run
+from advnorm.training.run_folder import Run
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

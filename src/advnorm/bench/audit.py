@@ -52,7 +52,7 @@ class AuditBenchmark(MeasuredConditions):
     rows: dict[str, AuditRow]
 
     def part(self, name: Part) -> dict[str, AuditRow]:
-        """Return the rows of one part: thresholds were chosen with the fitted one."""
+        """Return the rows of one part: all thresholds were checked on the fitted one."""
         return {specimen: row for specimen, row in self.rows.items() if row.part == name}
 
     def record(self) -> dict[str, Any]:

@@ -22,13 +22,13 @@ from advnorm.config import Config, load_config
 from advnorm.data import data_problems
 from advnorm.evaluation.benchmark import benchmark
 from advnorm.evaluation.comparison import PairedDifference, compare
+from advnorm.evaluation.intervals import accuracy_interval
 from advnorm.evaluation.model_branches import branches
 from advnorm.evaluation.results import BenchmarkResult
-from advnorm.evaluation.statistics import accuracy_interval
 from advnorm.evaluation.target import open_run
 from advnorm.threat import ThreatModel
 from advnorm.training.cost import passes, training_passes
-from advnorm.training.run import Run
+from advnorm.training.run_folder import Run
 
 #: The attacks of the evaluation; the last one decides.
 ATTACKS = ("pgd10", "autoattack")

@@ -16,7 +16,7 @@ from advnorm.training.compilation import Log
 from advnorm.training.journal import Journal
 from advnorm.training.loop import TrainingLoop
 from advnorm.training.ranks import Ranks
-from advnorm.training.run import Run
+from advnorm.training.run_folder import Run
 
 #: Loops in plain PyTorch, and the steps of ``advnorm train``.
 TrainMode = Literal["plain", "careful", "careful_compiled", "eager", "compiled"]

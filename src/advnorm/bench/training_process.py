@@ -16,7 +16,7 @@ from advnorm._core.exit_codes import OK, PREEMPTED
 from advnorm._core.records import write_json
 from advnorm._core.shapes import read_record, with_digest
 from advnorm.training import checkpoint
-from advnorm.training.run import Run
+from advnorm.training.run_folder import Run
 
 #: The wall-clock times of a run, in its folder.
 FILE, FORMAT = "wall_clock.json", "advnorm.wall_clock/1"

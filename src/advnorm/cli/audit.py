@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from advnorm.cli.command import console, say
-from advnorm.cli.evaluate import default_record, open_target, printing_result, settings
+from advnorm.cli.evaluate import default_record_path, open_target, printing_result, settings
 from advnorm.cli.options import EvaluateOptions
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def audit(
     images = min(opened.count, options.limit or opened.count)
     if images < LEAST_IMAGES:
         say(f"note: {images} images are too few for the verdict real or false, which needs {LEAST_IMAGES} images")
-    record = options.json or default_record("audit", opened, options, route, budget, surrogate, surrogate_weights)
+    record = options.json or default_record_path("audit", opened, options, route, budget, surrogate, surrogate_weights)
     with printing_result(record, _print_verdict) as show:
         verdict = run_audit(
             opened.model,

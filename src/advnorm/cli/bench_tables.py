@@ -18,8 +18,8 @@ from advnorm.bench.quick import QuickBenchmark
 from advnorm.bench.recipe import RECIPE, RecipeBenchmark
 from advnorm.bench.surgery import OUTCOMES, SurgeryBenchmark
 from advnorm.evaluation.gallery import Part
+from advnorm.evaluation.intervals import format_accuracy
 from advnorm.evaluation.results import label_of
-from advnorm.evaluation.statistics import format_accuracy
 
 #: Style of a narrow table.
 _LEFT: dict[str, Any] = {"title_justify": "left", "box": SIMPLE, "collapse_padding": True, "pad_edge": False}
@@ -86,7 +86,7 @@ def audit_tables(result: AuditBenchmark) -> Group:
         accuracies = (f"{100 * value:.1f}" for value in (row.clean, row.pgd10, row.worst_case, row.known))
         table.add_row(name, row.truth, Text(row.verdict, colour), *accuracies, f"{row.seconds:.1f}")
     parts: list[Table | str] = [table]
-    names = {"fitted": "thresholds chosen on this half", "held_out": "held-out half", "blind": "blind part"}
+    names = {"fitted": "fitted half", "held_out": "held-out half", "blind": "blind part"}
     for part in get_args(Part):
         name, found = names[part], score(result.part(part))
         if not found["matrix"]:

@@ -60,9 +60,9 @@ def evaluate(
     def evaluate_one(name: str) -> None:
         target = open_target(name, options, problems)
         routes = route or _default_routes(target)
-        if hint := faster_search(names, device_of(target.model)):
+        if hint := faster_search_hint(names, device_of(target.model)):
             say(hint, style="dim")
-        record = options.json or default_record("evaluation", target, options, names, routes)
+        record = options.json or default_record_path("evaluation", target, options, names, routes)
         with printing_result(record, lambda result: console.print(result.table(console.width))) as show:
             result = benchmark(
                 target.model,
@@ -149,7 +149,7 @@ def _runs_in(target: str) -> list[str]:
     return runs or [target]
 
 
-def default_record(verb: str, target: EvaluationTarget, options: EvaluateOptions, *choices: Any) -> Path | None:
+def default_record_path(verb: str, target: EvaluationTarget, options: EvaluateOptions, *choices: Any) -> Path | None:
     """The record's file in the folder of the run, named by weights and settings; None if the target has no folder."""
     from advnorm._core.records import digest, model_fingerprint
 
@@ -307,7 +307,7 @@ def printing_result(record: Path | None, show: Callable[[Any], object]) -> Itera
         say(f"{label} {record}")
 
 
-def faster_search(attacks: Sequence[str], device: torch.device) -> str | None:
+def faster_search_hint(attacks: Sequence[str], device: torch.device) -> str | None:
     """Return a hint to use the bf16 search if an attack would be faster with it, else None."""
     from advnorm.attacks.autoattack import CascadeAttack
     from advnorm.attacks.names import parse_name

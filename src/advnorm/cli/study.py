@@ -17,7 +17,7 @@ from advnorm.cli.command import INTEGERS, console, say
 from advnorm.cli.options import DataDir, Device
 
 if TYPE_CHECKING:
-    from advnorm.studies.run import Outcome
+    from advnorm.studies.run_tasks import TaskResult
     from advnorm.studies.store import RecordStore
     from advnorm.studies.study import Cell, Protocol, Study
     from advnorm.studies.task import Task
@@ -77,16 +77,16 @@ def study(
     from advnorm.studies.launch import launch_problems
     from advnorm.studies.registry import find_all
     from advnorm.studies.results import training_rates
-    from advnorm.studies.run import TrainingStopped, find_blocking_problems
+    from advnorm.studies.run_tasks import TrainingStopped, find_blocking_problems
     from advnorm.studies.store import RecordStore
 
     chosen = [found for name in dict.fromkeys(names) for found in find_all(name)]
     studies = list({found.name: found for found, _ in chosen}.values())
     protocol = _choose_protocol(studies, protocol, stand_in, smoke=smoke)
     seeds = seeds or [0]
-    failed: list[Outcome] = []
+    failed: list[TaskResult] = []
 
-    def print_outcome(outcome: Outcome) -> None:
+    def print_result(outcome: TaskResult) -> None:
         mark, style = ("failed", "red") if outcome.error else ("done", "green")
         say(f"{mark} {_describe_task(outcome.task, studies)}", style=style)
         if outcome.error:
@@ -111,7 +111,7 @@ def study(
         try:
             with _terminated_after(max_minutes):
                 if not dry_run:
-                    _run(tasks, store, pool, on_outcome=print_outcome, progress=protocol != "smoke")
+                    _run(tasks, store, pool, on_result=print_result, progress=protocol != "smoke")
         except (TrainingStopped, Terminated) as stopped:
             say(stopped if isinstance(stopped, TrainingStopped) else "stopped; run the same command to resume")
             left = [task for task in tasks if store.state(task) != "done"]
@@ -152,19 +152,19 @@ def _run(
     store: RecordStore,
     pool: Mapping[str, Any],
     *,
-    on_outcome: Callable[[Outcome], None],
+    on_result: Callable[[TaskResult], None],
     progress: bool,
 ) -> None:
     """Run tasks in this process, which shows their progress, or in several."""
     import torch
 
     from advnorm.studies.launch import launch
-    from advnorm.studies.run import run_tasks
+    from advnorm.studies.run_tasks import run_tasks
 
     if pool["launcher"] == "local" and pool["processes"] == 1 and torch.cuda.device_count() < 2:
-        run_tasks(tasks, store=store, on_outcome=on_outcome, progress=progress)
+        run_tasks(tasks, store=store, on_result=on_result, progress=progress)
     else:
-        launch(tasks, store=store, on_outcome=on_outcome, **pool)
+        launch(tasks, store=store, on_result=on_result, **pool)
 
 
 @contextmanager

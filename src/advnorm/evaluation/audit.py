@@ -33,7 +33,7 @@ from advnorm.evaluation.audit_ladder import (
     copy_rungs,
 )
 from advnorm.evaluation.distilled_copy import distill
-from advnorm.evaluation.evidence import EvidenceList, RungResult, VerdictName, decide, weigh_gap, weigh_one_step
+from advnorm.evaluation.evidence import EvidenceList, RungResult, VerdictName, decide_verdict, weigh_gap, weigh_one_step
 from advnorm.evaluation.jobs import AttackJob
 from advnorm.evaluation.model_branches import branches, mixing_norms, same_branch
 from advnorm.evaluation.outcomes import encode_rows
@@ -163,7 +163,7 @@ class _Audit:
             item = weigh_one_step(one_step, worst_case, clean, images=images, norm=self.threat.norm)
             self.evidence.items.insert(0, item)
         evidence = [gap, *self.evidence.items]
-        verdict, reasons = decide(claimed, worst_case, evidence, chance=self.chance, images=images)
+        verdict, reasons = decide_verdict(claimed, worst_case, evidence, chance=self.chance, images=images)
         return Verdict(
             verdict=verdict,
             reasons=tuple(reasons),

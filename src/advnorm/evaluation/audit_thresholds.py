@@ -16,7 +16,7 @@ FALSE_RATIO = 0.3
 #: A larger gap is false below this ratio: no sound model of the papers loses as much.
 FALSE_POINTS, FALSE_POINTS_RATIO = 20.0, 0.6
 #: A larger gap is false if this share of the images has zero gradients: PGD-10 then measures nothing.
-BLIND_SHARE, BLIND_POINTS = 0.5, 15.0
+ZERO_GRADIENT_SHARE, ZERO_GRADIENT_POINTS = 0.5, 15.0
 #: A smaller ratio is a doubt, and false beside another doubt: sound models at eps 16/255 reach 0.46.
 DOUBT_RATIO = 0.5
 #: Slack, in images, when deciding whether a gap or an order of attacks is significant.

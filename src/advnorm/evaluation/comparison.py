@@ -13,9 +13,9 @@ from torch import Tensor
 
 from advnorm._core.errors import ConfigError, Problem, raise_problems, unknown_name
 from advnorm._core.records import read_json
+from advnorm.evaluation.intervals import accuracy_interval, format_accuracy, mcnemar_p_value, paired_interval
 from advnorm.evaluation.outcomes import CELL_FORMAT, DEFAULT_ROUTE, read_cell_outcomes
 from advnorm.evaluation.results import BenchmarkResult, label_of, render_table
-from advnorm.evaluation.statistics import accuracy_interval, format_accuracy, mcnemar_p_value, paired_interval
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -96,12 +96,12 @@ def weigh_gap(
     slack = 100 * limits.SLACK_IMAGES / images if images else 0.0
     total, gap = 100 * claimed, round(100 * (claimed - worst), 9)
     zero = max((item.value for item in evidence if item.name == "zero gradients"), default=0.0)
-    blind = limits.BLIND_POINTS if zero >= limits.BLIND_SHARE else math.inf
+    zero_gradients = limits.ZERO_GRADIENT_POINTS if zero >= limits.ZERO_GRADIENT_SHARE else math.inf
     # A gap of up to GAP_POINTS is no sign. Each condition limits the points that may be lost at this PGD-10 accuracy.
     false = min(
         (1 - limits.FALSE_RATIO) * total,
         max(limits.FALSE_POINTS, (1 - limits.FALSE_POINTS_RATIO) * total),
-        blind,
+        zero_gradients,
     )
     most, decides = (  # rounded: sums of floats must not decide
         round(max(limits.GAP_POINTS, points) + slack, 9)
@@ -139,7 +139,7 @@ def _slack_text(images: int) -> str:
     return f"{limits.SLACK_IMAGES} of {images} images of slack included"
 
 
-def decide(
+def decide_verdict(
     claimed: float, worst: float, evidence: Sequence[Evidence], *, chance: float, images: int
 ) -> tuple[VerdictName, list[str]]:
     """Return the verdict and its reasons; the first item of ``evidence`` comes from :func:`weigh_gap`."""

@@ -10,7 +10,7 @@ from advnorm._core.errors import AdvnormError, first_line
 from advnorm._core.records import read_bytes
 from advnorm.evaluation.results import BenchmarkResult, read_from
 from advnorm.evaluation.verdict import Verdict
-from advnorm.training.run import Run
+from advnorm.training.run_folder import Run
 
 #: Larger files, in bytes, are not records.
 LARGEST_RECORD = 1 << 26

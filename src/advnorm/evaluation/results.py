@@ -14,8 +14,8 @@ from torch import Tensor
 from advnorm._core.errors import ConfigError, unknown_name
 from advnorm._core.records import read_json
 from advnorm._core.shapes import Fraction, check_record
+from advnorm.evaluation.intervals import format_accuracy
 from advnorm.evaluation.outcomes import DEFAULT_ROUTE, OLD_DEFAULT_ROUTE, encode_rows, pack_bits, read_outcomes
-from advnorm.evaluation.statistics import format_accuracy
 from advnorm.threat import ThreatModel
 
 if TYPE_CHECKING:

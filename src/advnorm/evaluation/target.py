@@ -23,7 +23,7 @@ from advnorm.data.arrays import read_arrays
 from advnorm.data.gather import gather, spread_rows
 from advnorm.threat import Norm, ThreatModel
 from advnorm.training.build import describe_images
-from advnorm.training.run import CheckpointName, Run
+from advnorm.training.run_folder import CheckpointName, Run
 
 EvaluationData = ImageData | FolderData | tuple[Tensor, Tensor]
 

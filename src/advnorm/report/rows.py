@@ -136,7 +136,7 @@ def method_name(config: Mapping[str, Any]) -> str:
 
 def record_rows(record: Mapping[str, Any]) -> list[Row]:
     """A row per branch and attack of an evaluation, or the row of an audit; with Wilson's 95 % interval."""
-    from advnorm.evaluation.statistics import wilson_interval
+    from advnorm.evaluation.intervals import wilson_interval
 
     about, images = record.get("about") or {}, record["images"]
     conditions = {

@@ -28,7 +28,7 @@ from advnorm.norms import routed_modules
 from advnorm.sharing.card import CARD, read_header, render_card
 from advnorm.sharing.hub import download, upload
 from advnorm.surgery import convert_head
-from advnorm.training.run import Run
+from advnorm.training.run_folder import Run
 
 FORMAT = "advnorm.model/1"
 CONFIG, WEIGHTS = "config.json", "model.safetensors"

@@ -53,7 +53,7 @@ class _Evaluation(NamedTuple):
     missing: Key | None
 
 
-def decide(name: str, check: Check, values: Values, cells: Iterable[str] = ()) -> Conclusion:
+def decide_claim(name: str, check: Check, values: Values, cells: Iterable[str] = ()) -> Conclusion:
     """Evaluate the clauses in order, up to the first that needs a missing number; ``cells`` are those of the study.
 
     Plain values count as exact. For :class:`MeasuredValues`, a clause must hold or fail in 97.5 % of the resampled

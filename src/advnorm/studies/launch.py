@@ -18,7 +18,7 @@ import torch
 
 from advnorm._core.devices import resolve_device
 from advnorm._core.errors import ConfigError, Problem, collect_problems, raise_problems, unknown_name
-from advnorm.studies.run import Outcome, Pool, TrainingStopped, attempt_task, run_tasks
+from advnorm.studies.run_tasks import Pool, TaskResult, TrainingStopped, attempt_task, run_tasks
 from advnorm.studies.store import RecordStore
 from advnorm.studies.task import Task
 
@@ -34,7 +34,7 @@ def launch(
     processes: int = 1,
     address: str | None = None,
     **options: Any,
-) -> list[Outcome]:
+) -> list[TaskResult]:
     """Run tasks in parallel, each in its own process; ``options`` are those of :func:`run_tasks`.
 
     ``"local"`` runs ``processes`` tasks on each of ``devices``: by default the devices that the tasks name, else every
@@ -84,12 +84,12 @@ def _devices(tasks: Sequence[Task], devices: Sequence[str] | None) -> list[str]:
     return list(named) or [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]
 
 
-def try_task(task: Task) -> Outcome:
+def try_task(task: Task) -> TaskResult:
     """Run a task once, in a process of its own."""
     try:
         return attempt_task(task, RecordStore(task.out))
     except TrainingStopped as stopped:  # its process or node is about to end, unlike the launcher
-        return Outcome(task=task, error=str(stopped), retry=True)
+        return TaskResult(task=task, error=str(stopped), retry=True)
 
 
 class LocalPool(Pool):
@@ -120,7 +120,7 @@ class LocalPool(Pool):
         sender.close()
         self._running[receiver] = process, task, device
 
-    def wait_for_next(self) -> Outcome:
+    def wait_for_next(self) -> TaskResult:
         while True:
             # Pipes alone are not enough: the processes of a data loader keep a dead worker's pipe open for seconds.
             wait([*self._running, *(process.sentinel for process, *_ in self._running.values())])
@@ -135,7 +135,7 @@ class LocalPool(Pool):
                     del self._running[receiver]
                     self._free.append(device)
                     if outcome is None:
-                        return Outcome(task=task, error=_describe_exit(process.exitcode), retry=True)
+                        return TaskResult(task=task, error=_describe_exit(process.exitcode), retry=True)
                     return replace(outcome, task=task)
 
 
@@ -205,10 +205,10 @@ class RayPool(Pool):
         settings = {"num_cpus": 1, "num_gpus": int(device == "cuda"), "max_retries": 0, "max_calls": 1}
         self._running[self._ray.remote(**settings)(try_task).remote(remote)] = task
 
-    def wait_for_next(self) -> Outcome:
+    def wait_for_next(self) -> TaskResult:
         [reference], _ = self._ray.wait(list(self._running), num_returns=1)
         task = self._running.pop(reference)
         try:
             return replace(self._ray.get(reference), task=task)
         except self._ray.exceptions.RayError as error:  # a node or process was lost, or cannot import advnorm
-            return Outcome(task=task, error=f"{type(error).__name__}: {error}", retry=True)
+            return TaskResult(task=task, error=f"{type(error).__name__}: {error}", retry=True)

@@ -22,7 +22,7 @@ from advnorm.studies.study import Measure
 from advnorm.studies.task import Task
 from advnorm.studies.uncertainty import ANALYSIS_IMAGES
 from advnorm.threat import ThreatModel
-from advnorm.training.run import Run
+from advnorm.training.run_folder import Run
 
 #: Parts of an analysis' record that are not measured values: settings, and one number per image.
 NOT_VALUES = ("conditions", "per_image", "images", "seed", "severities", "size")

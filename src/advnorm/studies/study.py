@@ -14,7 +14,7 @@ from advnorm._core.errors import ConfigError, raise_problems, unknown_name
 from advnorm._core.records import digest
 from advnorm.config import Config
 from advnorm.studies.claims import Values
-from advnorm.studies.decision import Check, ClaimVerdict, Conclusion, decide
+from advnorm.studies.decision import Check, ClaimVerdict, Conclusion, decide_claim
 
 #: ``paper``: as printed. ``authors``: as in the authors' code. ``fast``: a shorter schedule. ``imagenette``: a shorter
 #: schedule on Imagenette instead of ImageNet. ``smoke``: two steps on synthetic images.
@@ -141,14 +141,14 @@ class Study:
     @cached_property
     def printed_conclusion(self) -> Conclusion:
         """The verdict on the paper's own numbers: a clause that they fail contradicts the paper's sentence."""
-        return decide(self.name, self.check, self.printed_values, self.by_name)
+        return decide_claim(self.name, self.check, self.printed_values, self.by_name)
 
     def verdict(self, values: Values) -> ClaimVerdict:
         return self.evaluate_claim(values).verdict
 
     def evaluate_claim(self, values: Values) -> Conclusion:
-        """Evaluate the claim; see :func:`decide`."""
-        return decide(self.name, self.check, values, self.by_name)
+        """Evaluate the claim; see :func:`decide_claim`."""
+        return decide_claim(self.name, self.check, values, self.by_name)
 
 
 def _located_numbers(study: Study) -> Iterator[PrintedNumber]:

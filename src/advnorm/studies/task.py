@@ -15,7 +15,7 @@ from advnorm.studies.protocols import STRICT_AUTOATTACK, plan_cell, with_autoatt
 from advnorm.studies.record import record_name
 from advnorm.studies.registry import STUDIES
 from advnorm.studies.study import Cell, Protocol, Study
-from advnorm.training.run import Run
+from advnorm.training.run_folder import Run
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from advnorm._core.records import digest
+from advnorm.evaluation.intervals import accuracy_interval
 from advnorm.evaluation.outcomes import decode_rows
-from advnorm.evaluation.statistics import accuracy_interval
 
 #: Number of images of an analysis whose measure names no ``limit``.
 ANALYSIS_IMAGES = 1000

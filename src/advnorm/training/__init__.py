@@ -2,6 +2,6 @@
 
 from advnorm.training.entry_point import train
 from advnorm.training.ranks import TrainingError
-from advnorm.training.run import Run
+from advnorm.training.run_folder import Run
 
 __all__ = ["Run", "TrainingError", "train"]

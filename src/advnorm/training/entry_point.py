@@ -22,7 +22,7 @@ from advnorm.training.build import data_properties
 from advnorm.training.journal import Journal
 from advnorm.training.loop import TrainingLoop
 from advnorm.training.ranks import TrainingError, enter_ranks
-from advnorm.training.run import Run
+from advnorm.training.run_folder import Run
 
 
 def train(

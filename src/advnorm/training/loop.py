@@ -42,7 +42,7 @@ from advnorm.training.monitor import Monitor
 from advnorm.training.optimizer import make_optimizer, only_norms
 from advnorm.training.ranks import Ranks, TrainingError
 from advnorm.training.recomputation import recompute_blocks
-from advnorm.training.run import Run, load_initial_weights, snapshot
+from advnorm.training.run_folder import Run, load_initial_weights, snapshot
 from advnorm.training.schedule import learning_rate
 from advnorm.training.sharding import full_tensor, gathered, shard_model
 from advnorm.training.state import CheckpointMeta, TrainingState

@@ -17,7 +17,7 @@ from advnorm.studies import STUDIES
 from advnorm.studies.claims import mean
 from advnorm.studies.registry import equivalent_cells
 from advnorm.studies.report_data import summarize_studies
-from advnorm.studies.run import TrainingStopped, attempt_task, find_blocking_problems, run_task, run_tasks
+from advnorm.studies.run_tasks import TrainingStopped, attempt_task, find_blocking_problems, run_task, run_tasks
 from advnorm.studies.store import RecordStore
 from advnorm.studies.task import list_tasks
 from support.study_records import collect_values, record_of, state_of
@@ -51,13 +51,13 @@ def test_a_finished_cell_is_not_run_again(smoked):
 
 
 def test_two_processes_share_a_study_and_wait_for_each_other(tmp_path, monkeypatch):
-    monkeypatch.setattr("advnorm.studies.run.BUSY_SECONDS", 0.05)
+    monkeypatch.setattr("advnorm.studies.run_tasks.BUSY_SECONDS", 0.05)
     first, second = list_tasks(STUDIES.get("A/table8"), protocol="smoke", out=tmp_path)[:2]
     first.run.folder.mkdir(parents=True)
     reported, outcomes = [], []
     with exclusive(first.run.folder):
         thread = threading.Thread(
-            target=lambda: outcomes.extend(run_tasks([first, second], on_outcome=lambda one: reported.append(one.task)))
+            target=lambda: outcomes.extend(run_tasks([first, second], on_result=lambda one: reported.append(one.task)))
         )
         thread.start()
         while not reported:
@@ -68,7 +68,7 @@ def test_two_processes_share_a_study_and_wait_for_each_other(tmp_path, monkeypat
 
 
 def test_a_measurement_that_another_process_takes_is_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr("advnorm.studies.run.BUSY_SECONDS", 0.05)
+    monkeypatch.setattr("advnorm.studies.run_tasks.BUSY_SECONDS", 0.05)
     task = list_tasks(STUDIES.get("A/table6"), protocol="smoke", out=tmp_path, device="cpu")[0]
     values, outcomes = run_task(task)["values"], []
     [measured] = (task.run.folder / "measures").glob("*.json")
@@ -186,7 +186,7 @@ def test_a_file_in_the_place_of_a_record_is_reported_and_never_overwritten(tmp_p
 
 
 def test_a_stopped_training_is_not_retried_and_ends_the_study(tmp_path, monkeypatch):
-    import advnorm.studies.run as module
+    import advnorm.studies.run_tasks as module
 
     begun = []
 
@@ -219,7 +219,7 @@ def test_a_prerequisite_with_a_record_but_no_run_names_the_file_to_delete(tmp_pa
 
 
 def test_a_failed_cell_is_retried_then_reported_and_the_others_continue(tmp_path, monkeypatch):
-    import advnorm.studies.run as module
+    import advnorm.studies.run_tasks as module
 
     tried = []
 

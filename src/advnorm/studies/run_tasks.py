@@ -38,7 +38,7 @@ class TrainingStopped(AdvnormError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class TaskResult:
     """A task that was tried, its error if it failed, and whether to try again."""
 
     task: Task
@@ -60,7 +60,7 @@ class Pool(AbstractContextManager["Pool"]):
     def start(self, task: Task) -> None:
         self._outcome = attempt_task(task, self._store, progress=self._progress)
 
-    def wait_for_next(self) -> Outcome:
+    def wait_for_next(self) -> TaskResult:
         """Wait until a task ends."""
         return self._outcome
 
@@ -70,10 +70,10 @@ def run_tasks(
     *,
     pool: Pool | None = None,
     retries: int = 1,
-    on_outcome: Callable[[Outcome], None] = lambda outcome: None,
+    on_result: Callable[[TaskResult], None] = lambda outcome: None,
     progress: bool = False,
     store: RecordStore | None = None,
-) -> list[Outcome]:
+) -> list[TaskResult]:
     """Run tasks in a pool, by default in this process; the outcomes have the order of the tasks.
 
     Tasks that share a training, or depend on each other, run one after another. A task that fails is retried, resumes
@@ -83,9 +83,9 @@ def run_tasks(
     """
     store = store or RecordStore(tasks[0].out if tasks else "")
     pool = pool or Pool(store, progress=progress)
-    outcomes = {task: Outcome(task=task) for task in tasks if store.state(task) == "done"}
+    outcomes = {task: TaskResult(task=task) for task in tasks if store.state(task) == "done"}
     for outcome in outcomes.values():
-        on_outcome(outcome)
+        on_result(outcome)
     waiting = group_into_chains(task for task in tasks if task not in outcomes)
     running: dict[Task, list[Task]] = {}
     retried: Counter[Task] = Counter()
@@ -109,7 +109,7 @@ def run_tasks(
             waiting.insert(0, chain)
         else:
             outcomes[task] = outcome
-            on_outcome(outcome)
+            on_result(outcome)
             waiting[:0] = [others] if others else []
     return [outcomes[task] for task in tasks]
 
@@ -129,19 +129,19 @@ def group_into_chains(tasks: Iterable[Task]) -> list[list[Task]]:
     return [sorted(chain, key=lambda task: len(task.lineage)) for _, chain in chains]
 
 
-def attempt_task(task: Task, store: RecordStore, *, progress: bool = False) -> Outcome:
+def attempt_task(task: Task, store: RecordStore, *, progress: bool = False) -> TaskResult:
     """Run a task once, in the current process."""
     try:
         run_task(task, store, progress=progress)
     except Busy:
-        return Outcome(task=task, busy=True)
+        return TaskResult(task=task, busy=True)
     except ConfigError as error:
-        return Outcome(task=task, error=str(error))
+        return TaskResult(task=task, error=str(error))
     except TrainingStopped:
         raise
     except Exception as error:
-        return Outcome(task=task, error=f"{type(error).__name__}: {error}\n{traceback.format_exc()}", retry=True)
-    return Outcome(task=task)
+        return TaskResult(task=task, error=f"{type(error).__name__}: {error}\n{traceback.format_exc()}", retry=True)
+    return TaskResult(task=task)
 
 
 def run_task(task: Task, store: RecordStore | None = None, *, progress: bool = False) -> CellRecord:

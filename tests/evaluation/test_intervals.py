@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from scipy.stats import binomtest, multinomial, norm
 
 from advnorm import ConfigError
-from advnorm.evaluation.statistics import format_accuracy, mcnemar_p_value, paired_interval, wilson_interval
+from advnorm.evaluation.intervals import format_accuracy, mcnemar_p_value, paired_interval, wilson_interval
 
 
 @pytest.mark.parametrize("confidence", [0.5, 0.9, 0.95, 0.999])
