@@ -116,7 +116,7 @@ def separations(rows: dict[str, AuditRow]) -> dict[str, dict[str, float | None]]
 def bench_audit(
     specimens: Sequence[str] = (),
     *,
-    part: Part | None = None,
+    parts: Sequence[Part] = (),
     data: str = "digits",
     data_dir: Path | str | None = None,
     budget: Budget = "quick",
@@ -127,7 +127,7 @@ def bench_audit(
     on_row: Callable[[str], object] = lambda _: None,
     on_result: Callable[[AuditBenchmark], object] = lambda _: None,
 ) -> AuditBenchmark:
-    """Train and audit the specimens, by default all of them or of a ``part``.
+    """Train and audit the specimens, by default all of them, or those of some ``parts``.
 
     ``on_result`` gets the benchmark after each. ``parents``: networks that were trained before, for the same data and
     seed.
@@ -135,7 +135,7 @@ def bench_audit(
     problems = budget_problems(budget)
     problems += [] if data in SCALES else [unknown_name("data", data, SCALES)]
     problems += [unknown_name("specimen", name, SPECIMENS) for name in specimens if name not in SPECIMENS]
-    problems += [] if part in (None, *get_args(Part)) else [unknown_name("part", part, get_args(Part))]
+    problems += [unknown_name("part", name, get_args(Part)) for name in parts if name not in get_args(Part)]
     place = torch.device("cpu")
     with collect_problems(problems):
         place = resolve_device(device)
@@ -147,13 +147,13 @@ def bench_audit(
     result = AuditBenchmark(
         device=environment(place)["device"], data=data, budget=budget, images=len(chosen), seed=seed, rows=rows
     )
-    chosen_names = specimens or [name for name in SPECIMENS if part in (None, part_of(SPECIMENS.get(name)))]
+    chosen_names = specimens or [name for name in SPECIMENS if not parts or part_of(SPECIMENS.get(name)) in parts]
     for name in chosen_names:
         on_row(name)
         specimen = SPECIMENS.get(name)
         model, threat = specimen.build(parents).eval(), specimen.threat(parents.scale)
         expert = None if specimen.expert is None else specimen.expert(parents).eval()
-        x, y = (part[chosen].to(place) for part in (images, labels))
+        x, y = images[chosen].to(place), labels[chosen].to(place)
         started = time.perf_counter()
         verdict = audit(model, (x, y), threat, budget=budget, limit=len(x), seed=seed)
         seconds = time.perf_counter() - started

@@ -208,7 +208,9 @@ def bench_autoattack(
 @command(app, "audit")
 def bench_audit(
     specimens: Annotated[list[str] | None, typer.Argument(help="Specimens of the gallery. Default: all.")] = None,
-    part: Annotated[str | None, typer.Option(help="Only the specimens of one part: fitted, held_out or blind.")] = None,
+    part: Annotated[
+        list[str] | None, typer.Option(help="Only the specimens of one or several parts: fitted, held_out, blind.")
+    ] = None,
     data: Annotated[str, typer.Option(help="digits (embedded), or cifar10 for a GPU.")] = "digits",
     data_dir: Annotated[Path | None, typer.Option(help="Folder of CIFAR-10.")] = None,
     budget: Annotated[str, typer.Option(help="Budget of each audit; see `advnorm audit --help`.")] = "quick",
@@ -227,7 +229,7 @@ def bench_audit(
     with _measuring(json) as (show, save):
         result = measure(
             specimens or (),
-            part=part,  # pyright: ignore[reportArgumentType]  # validated there
+            parts=part or (),  # pyright: ignore[reportArgumentType]  # validated there
             data=data,
             data_dir=data_dir,
             budget=budget,  # pyright: ignore[reportArgumentType]  # validated there
