@@ -78,7 +78,7 @@ def test_a_score_counts_verdicts_by_truth():
     ("options", "field"),
     [
         ({"specimens": ["kwat"]}, "specimen"),
-        ({"part": "blnd"}, "part"),
+        ({"parts": ["blnd"]}, "part"),
         ({"data": "digit"}, "data"),
         ({"budget": "fast"}, "budget"),
     ],
