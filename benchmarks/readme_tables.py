@@ -496,6 +496,26 @@ def surgery():
     return "\n".join([*rows, "", *(f"- {line}" for line in lines)])
 
 
+def networks():
+    """Trained networks of a library: accuracy of each branch."""
+    lines = ["| network | norm | branch | clean | PGD-10 | AutoAttack |", "|---" * 6 + "|"]
+    conditions = []
+    for path in sorted((RESULTS / "networks").glob("*.json")):
+        record = json.loads(path.read_text())
+        training, images = record["about"]["training"], record["images"]
+        for branch, shares in record["accuracy"].items():
+            accuracies = [format_accuracy(shares[name], images) for name in ("clean", "pgd10", "autoattack-bf16")]
+            cells = [f"`{training['model']['name']}`", f"`{training['norm']}`", branch, *accuracies]
+            lines.append(f"| {' | '.join(cells)} |")
+        pixels = record["image_shape"][-1]
+        conditions.append(
+            f"Accuracy in percent (95 % interval) on {images} test images of {training['data']['name']} at {pixels} "
+            f"pixels, eps {training['eps']}, {training['epochs']} epochs, AutoAttack with a bf16 search, "
+            f"{record['device']}, commit {record['commit']}."
+        )
+    return "\n".join([*lines, "", *dict.fromkeys(conditions)])
+
+
 def audited(name, part, earlier=None):
     """The verdict on each classifier of a record, and the score of one part of the gallery.
 
@@ -548,6 +568,7 @@ PAGES = {
         "quick": quick,
         "recipes": recipes,
         "surgery": surgery,
+        "networks": networks,
     },
     "docs/guides/audit.md": {
         "audit": lambda: audited("audit", "held_out"),
