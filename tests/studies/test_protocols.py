@@ -97,7 +97,7 @@ def test_every_cell_of_paper_e_fits_the_stand_in():
         config = planned.config
         assert config.data == Named("imagenette", image_size=128, resize=128) and config.epochs <= 15
         assert config.batch_size <= 512 and config.schedule == "one_cycle"
-        assert all(one.options["limit"] == 500 for one in planned.measures if one.name == "benchmark")
+        assert all(one.options["limit"] == 200 for one in planned.measures if one.name == "benchmark")
     by_depth = [
         E_CELLS["E/fig7", f"adv/pgd30/running{end}"].config.model.name for end in ("", "/resnet200", "/resnet638")
     ]

@@ -22,7 +22,7 @@ FAST_AUTOATTACK = "autoattack-bf16"
 #: AutoAttack that also searches in float32. Without either name it searches in bf16 on a GPU.
 STRICT_AUTOATTACK = "autoattack-float32"
 #: The stand-in for ImageNet: pixels, epochs and images of an evaluation.
-STAND_IN_PIXELS, STAND_IN_EPOCHS, STAND_IN_IMAGES = 128, 15, 500
+STAND_IN_PIXELS, STAND_IN_EPOCHS, STAND_IN_IMAGES = 128, 15, 200
 _NO_STEPS: dict[str, Any] = {"milestones": (), "gamma": Config.gamma, "warmup_epochs": 0.0}
 
 
@@ -49,7 +49,7 @@ def fast(cell: Cell) -> Cell:
 def on_imagenette(cell: Cell, *, networks: Mapping[str, Named] | None = None, smaller: int = 1) -> Cell:
     """A cell on ImageNet becomes one on Imagenette at 128 pixels with one cycle of 15 epochs; others are ``fast``.
 
-    ``networks`` replaces networks by smaller ones. The batch is ``smaller`` times smaller; evaluations use 500 images.
+    ``networks`` replaces networks by smaller ones. The batch is ``smaller`` times smaller; evaluations use 200 images.
     """
     config = cell.config
     if config.data.name not in ("imagenet", "imagenette"):
