@@ -143,9 +143,9 @@ def outcome():
     ours = next(list(rows.values())[-1] for rows in compared if any("official" in name for name in rows))
     lines = [
         f"- **False robustness, measured.** At {config['eps']} PGD-10 reports {single['shared/pgd10']:.1f} % for a",
-        f"  single batch norm, and AutoAttack leaves {single['shared/autoattack']:.1f} %. With a bank for each domain, "
-        f"PGD-10 reports {dual['adv/pgd10']:.1f} %, and AutoAttack leaves {dual['adv/autoattack']:.1f} % (CIFAR-10, "
-        f"{config['model']['name']}).",
+        f"  single batch norm, but under AutoAttack its accuracy is {single['shared/autoattack']:.1f} %. With a bank "
+        f"for each domain, it is {dual['adv/pgd10']:.1f} % under PGD-10 and {dual['adv/autoattack']:.1f} % under AutoAttack "
+        f"(CIFAR-10, {config['model']['name']}).",
         f"- **Fast.** Hybrid PGD-10 training of a {row['model']} at batch {row['batch_size']} takes "
         f"{row['epoch_seconds']:.1f} s an epoch on an {record['device']},",
         f"  {ratio:.1f} times faster than {REFERENCES[reference]}.",

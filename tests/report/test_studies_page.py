@@ -288,7 +288,10 @@ def test_records_without_results_per_image_are_counted():
 def test_the_markdown_page_lists_every_claim_with_its_evidence():
     text = results_markdown(SUMMARY)
     assert text.startswith("The five papers make 3 claims: 1 supported, 1 contradicted, 0 undecided, 1 not run.")
-    assert "Verdicts by protocol: 1 `paper` (the schedule as printed), 1 `fast` (a shortened schedule)." in text
+    assert (
+        "Verdicts other than not run: 1 by `paper` (the schedule as printed), 1 by `fast` (a shortened schedule)."
+        in text
+    )
     assert "from 4 trained networks and 0.2 GPU hours" in text
     assert "- ✗ fails: the loss <falls>: 3 and 1" in text and "1 records without results per image" in text
     assert "**Contradicted, on 1 network** by `paper`" in text

@@ -42,7 +42,8 @@ def audit(
 ) -> int:
     """Decide whether the robustness of a classifier is real, and show the evidence.
 
-    Exit status: 0 real, 1 false, 2 error, 3 inconclusive, 4 none, 70 crash. Examples:
+    Exit status: 0 real, 1 false, 2 error, 3 inconclusive, 4 none, 70 crash, 75 SIGTERM, 130 Ctrl-C.
+    Examples:
     `advnorm audit my_models:build --weights w.safetensors --data cifar10:data --eps 8/255 --plot audit.png`,
     `advnorm audit runs/NAME --budget quick --json audit.json`,
     `advnorm audit timm:resnet18 --weights w.pth --data images --image-size 128 --eps 4/255`,

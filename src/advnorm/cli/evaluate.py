@@ -38,7 +38,8 @@ def evaluate(
 ) -> int:
     """Measure clean and robust accuracy of runs or of any classifier, for each attack and for their union.
 
-    The record of a run is written to its folder. Exit status: 0 done, 1 one of several targets failed, 2 error.
+    The record of a run is written to its folder. Exit status: 0 done, 1 one of several targets failed, 2 error,
+    70 crash, 75 SIGTERM, 130 Ctrl-C.
     Examples: `advnorm evaluate runs/NAME --attacks pgd10 autoattack --route clean adv`,
     `advnorm evaluate runs/* --attacks pgd10`,
     `advnorm evaluate my_models:build --weights w.safetensors --data cifar10:data --attacks pgd10 autoattack

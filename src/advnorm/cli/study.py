@@ -66,7 +66,8 @@ def study(
 ) -> int:
     """Run every cell of tables or figures and print our numbers beside the paper's.
 
-    Exit status: 0 done, 1 a cell failed, 2 error, 75 stopped before the end. Examples:
+    Exit status: 0 done, 1 a cell failed, 2 error, 70 crash, 75 stopped before the end,
+    130 Ctrl-C. Examples:
     `advnorm study A/table3 --protocol fast --seeds 0 1 2 --data-dir data`, `advnorm study A/table3 --smoke`,
     `advnorm study A/table3/dual_bn/eps16 --protocol fast --data-dir data`,
     `advnorm study 'E/*' --stand-in imagenette --data-dir data --max-minutes 23`

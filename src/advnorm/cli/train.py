@@ -45,7 +45,8 @@ def train(
 ) -> int:
     """Train a network, or several: one for each seed and each combination of a sweep. The same command resumes.
 
-    Exit status: 0 finished, 1 one of several runs failed, 2 error, 75 stopped before the end, 130 Ctrl-C.
+    Exit status: 0 finished, 1 one of several runs failed, 2 error, 70 crash, 75 stopped before the end,
+    130 Ctrl-C.
     Examples: `advnorm train --set norm=dual_bn eps=0.2`,
     `advnorm train --sweep norm=bn,dual_bn --seeds 0 1 2`,
     `advnorm train recipes/cifar10_eps16.yaml --set norm=dual_bn --data-dir data --seed 0`,

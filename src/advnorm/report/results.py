@@ -29,11 +29,11 @@ def outcome_sentence(summary: report_data.StudiesSummary) -> str:
     decided = [result for result in map(most_informative, summary["studies"]) if result["verdict"] != "not run"]
     protocols = Counter(str(result["protocol"]) for result in decided)
     shares = ", ".join(
-        f"{protocols[name]} `{name}` ({re.split('[(;:,]', words)[0].strip()})"
+        f"{protocols[name]} by `{name}` ({re.split('[(;:,]', words)[0].strip()})"
         for name, words in PROTOCOLS.items()
         if protocols[name]
     )
-    by_protocol = f" Verdicts by protocol: {shares}." if shares else ""
+    by_protocol = f" Verdicts other than not run: {shares}." if shares else ""
     hours = sum(minutes for device, minutes in summary["minutes"].items() if device != "cpu") / 60
     return (
         f"The five papers make {sum(counts.values())} claims: {verdicts}.{by_protocol} The records come from "
