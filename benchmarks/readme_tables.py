@@ -144,8 +144,8 @@ def outcome():
     lines = [
         f"- **False robustness, measured.** At {config['eps']} PGD-10 reports {single['shared/pgd10']:.1f} % for a",
         f"  single batch norm, but under AutoAttack its accuracy is {single['shared/autoattack']:.1f} %. With a bank "
-        f"for each domain, it is {dual['adv/pgd10']:.1f} % under PGD-10 and {dual['adv/autoattack']:.1f} % under AutoAttack "
-        f"(CIFAR-10, {config['model']['name']}).",
+        f"for each domain, it is {dual['adv/pgd10']:.1f} % under PGD-10 and {dual['adv/autoattack']:.1f} % under "
+        f"AutoAttack (CIFAR-10, {config['model']['name']}).",
         f"- **Fast.** Hybrid PGD-10 training of a {row['model']} at batch {row['batch_size']} takes "
         f"{row['epoch_seconds']:.1f} s an epoch on an {record['device']},",
         f"  {ratio:.1f} times faster than {REFERENCES[reference]}.",
