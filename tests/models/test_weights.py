@@ -122,6 +122,16 @@ def test_weights_without_dense_values_are_rejected(tmp_path, change):
         load_weights(model.to("meta"), save_weights(tmp_path / "w.safetensors", nn.Linear(2, 3), {}))
 
 
+@pytest.mark.parametrize("name", ["weight", "num_batches_tracked"])
+def test_complex_numbers_are_rejected_without_a_cast(tmp_path, name, recwarn):
+    model = nn.BatchNorm1d(2)
+    state = model.state_dict()
+    torch.save({**state, name: state[name] * 1j}, tmp_path / "w.pt")
+    with raises_problem("wrong_tensors", "weights"):
+        load_weights(model, tmp_path / "w.pt")
+    assert not list(recwarn)
+
+
 @pytest.mark.parametrize("value", [torch.full((4,), torch.nan), torch.ones(4).to(torch.float8_e4m3fn)])
 def test_nan_and_eight_bit_floats_equal_themselves(tmp_path, value):
     routed = advnorm.make_norm("dual_bn", 4)
