@@ -11,6 +11,11 @@ from support.attack_contract import LINF, SMALL, Returns, assert_same, pictures,
 from support.problems import raises_problem
 
 
+def quantized(x: torch.Tensor) -> torch.Tensor:
+    return torch.quantize_per_tensor(x, 0.1, 0, torch.quint8)
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized tensor", "ignore:.*nested tensors")
 @pytest.mark.parametrize(
     ("change", "code", "field", "hint"),
     [
@@ -21,6 +26,16 @@ from support.problems import raises_problem
         (lambda x, y: (x * 4 - 2, y), "out_of_range", "images", "inside the model"),
         (lambda x, y: (x + 1e-6, y), "out_of_range", "images", "x.clamp(0, 1)"),
         (lambda x, y: (x / 0 * 0, y), "out_of_range", "images", "NaN"),
+        (lambda x, y: (x / 0, y), "out_of_range", "images", "infinite"),
+        (lambda x, y: (-x / 0, y), "out_of_range", "images", "infinite"),
+        (lambda x, y: (x > 0.5, y), "wrong_dtype", "images", "use x.float()"),
+        (lambda x, y: (x * 1j, y), "wrong_dtype", "images", "x.real.float()"),
+        (lambda x, y: (x.to_sparse(), y), "wrong_layout", "images", "to_dense"),
+        (lambda x, y: (x.to("meta"), y), "wrong_layout", "images", "no values"),
+        (lambda x, y: (x, y.to("meta")), "wrong_layout", "labels", "no values"),
+        (lambda x, y: (torch.nested.as_nested_tensor(list(x)), y), "wrong_layout", "images", "torch.stack"),
+        (lambda x, y: (quantized(x), y), "wrong_layout", "images", "dequantize"),
+        (lambda x, y: (x[:, :2], y), "wrong_shape", "model", "channels"),
         (lambda x, y: (x, y.int()), "wrong_dtype", "labels", "y.long()"),
         (lambda x, y: (x, nn.functional.one_hot(y).float()), "wrong_dtype", "labels", "y.argmax(1)"),
         (lambda x, y: (x, y[:3]), "wrong_shape", "labels", ""),
@@ -35,7 +50,8 @@ def test_a_bad_batch_raises_with_the_fix(change, code, field, hint):
     before = snapshot(SMALL)
     with raises_problem(code, field) as caught:
         attacks.PGD(threat=LINF)(SMALL, *change(x, y))
-    assert hint in caught.value.problems[0].hint
+    found = caught.value.problems[0].hint
+    assert hint in found and (not hint.endswith("float()") or found.endswith(hint))
     assert_same(before, snapshot(SMALL))
 
 
@@ -54,11 +70,28 @@ def test_all_problems_of_a_batch_are_reported_at_once():
         (lambda z: z[:, 0], "wrong_shape"),
         (lambda z: z[:, :1], "wrong_shape"),
         (lambda z: z * torch.nan, "not_finite"),
+        (lambda z: z * 1j, "wrong_dtype"),
+        (lambda z: z.to_sparse(), "wrong_layout"),
         (lambda z: z.detach(), "no_gradient"),
     ],
 )
 def test_a_model_without_usable_logits_raises(wrap, code):
     with raises_problem(code, "logits"):
+        attacks.PGD(threat=LINF)(Returns(wrap), *pictures())
+
+
+@pytest.mark.parametrize("name", ["pgd2", "autoattack-steps1-queries1", "square-queries5"])
+@pytest.mark.parametrize("model", [nn.Linear(3, 4), nn.Sequential(nn.Flatten(), nn.Linear(7, 4))])
+def test_a_model_that_fails_on_the_images_is_a_problem_of_the_model(name, model):
+    with raises_problem("wrong_shape", "model"):
+        attacks.get(name, threat=LINF)(model, *pictures())
+
+
+def test_running_out_of_memory_in_the_first_forward_is_no_problem_of_the_model():
+    def wrap(z):
+        raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
         attacks.PGD(threat=LINF)(Returns(wrap), *pictures())
 
 

@@ -17,6 +17,8 @@ def leaving():
     raise SystemExit(3)
 def number():
     return 3
+def empty():
+    return build().to("meta")
 """
 
 

@@ -83,6 +83,13 @@ def test_an_error_of_own_code_names_its_line_and_its_cause(own_model):
     assert "own_model.py, line 7" in str(caught.value)
 
 
+def test_a_network_without_values_is_an_error(own_model, recwarn):
+    for weights in ((), ("--weights", "w.safetensors")):
+        with raises_problem("wrong_device", "target"):
+            invoke("evaluate", "own_model:empty", "--data", "digits", *weights, *CPU)
+    assert not [warning for warning in recwarn if "meta" in str(warning.message)]
+
+
 def test_one_error_lists_everything_that_is_wrong_with_a_command(own_model):
     options = ("--data", "digitz", "--eps", "8", "--statistics", "frozen", "--json", own_model, *CPU)
     with pytest.raises(advnorm.AdvnormError) as caught:

@@ -151,6 +151,8 @@ def test_all_problems_are_reported_at_once():
     ]
     with raises_problem("unknown_name", "corruption"):
         corrupt(torch.rand(1, 3, 8, 8), {"name": "fog"}, 1)
+    with raises_problem("wrong_layout", "images"):
+        corrupt(torch.rand(1, 3, 8, 8).to_sparse(), "fog", 1)
     with raises_problem("wrong_shape", "images"):
         corrupt(torch.tensor(0.5), "fog", 1, index=torch.arange(1))
 

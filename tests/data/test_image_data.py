@@ -46,7 +46,13 @@ def test_every_problem_of_wrong_data_is_reported_at_once():
         (lambda data: {"labels": data.labels[:, None]}, "y[:, 0]"),
         (lambda data: {"labels": data.labels[1:]}, "each image"),
         (lambda data: {"images": data.images.double()}, "float()"),
-        (lambda data: {"images": data.images.long()}, "uint8"),
+        (lambda data: {"images": data.images.long()}, "x.float() / 255"),
+        (lambda data: {"images": (data.images * 65535).int()}, "x.float() / 65535"),
+        (lambda data: {"images": data.images > 128}, "with x.float()"),
+        (lambda data: {"images": data.images * 1j}, "x.real.float()"),
+        (lambda data: {"images": data.images.to_sparse()}, "to_dense"),
+        (lambda data: {"images": data.images.to("meta")}, "no values"),
+        (lambda data: {"images": data.images.float() * torch.inf}, "infinite"),
         (lambda data: {"images": torch.full_like(data.images, torch.nan, dtype=torch.float32)}, "NaN"),
         (lambda data: {"images": (data.images.float() - 0.5) / 0.25}, "normalization"),
         (lambda data: {"images": data.images.float() * 255 + 2}, "divide"),
@@ -57,6 +63,7 @@ def test_the_fix_is_that_of_the_usual_mistakes(wrong, fix):
     with pytest.raises(ConfigError) as caught:
         replace(data, **wrong(data))
     assert fix in caught.value.problems[0].hint
+    assert not fix.endswith("float()") or caught.value.problems[0].hint.endswith(fix)
 
 
 def test_pixels_and_rows_are_those_of_the_images(make_data):

@@ -111,6 +111,42 @@ def test_files_that_are_no_weights_are_rejected_with_the_fix(tmp_path):
             load_weights(model, path)
 
 
+@pytest.mark.parametrize("change", [torch.Tensor.to_sparse, lambda value: value.to("meta")])
+def test_weights_without_dense_values_are_rejected(tmp_path, change):
+    model = nn.Linear(2, 3)
+    torch.save({**model.state_dict(), "weight": change(model.weight.detach())}, tmp_path / "w.pt")
+    with raises_problem("wrong_tensors", "weights") as caught:
+        load_weights(model, tmp_path / "w.pt")
+    assert caught.value.problems[0].hint == ""  # the number of classes is right
+    with raises_problem("wrong_tensors", "weights"):
+        load_weights(model.to("meta"), save_weights(tmp_path / "w.safetensors", nn.Linear(2, 3), {}))
+
+
+@pytest.mark.parametrize("name", ["weight", "num_batches_tracked"])
+def test_complex_numbers_are_rejected_without_a_cast(tmp_path, name, recwarn):
+    model = nn.BatchNorm1d(2)
+    state = model.state_dict()
+    torch.save({**state, name: state[name] * 1j}, tmp_path / "w.pt")
+    with raises_problem("wrong_tensors", "weights"):
+        load_weights(model, tmp_path / "w.pt")
+    assert not list(recwarn)
+
+
+@pytest.mark.parametrize("value", [torch.full((4,), torch.nan), torch.ones(4).to(torch.float8_e4m3fn)])
+def test_nan_and_eight_bit_floats_equal_themselves(tmp_path, value):
+    routed = advnorm.make_norm("dual_bn", 4)
+    state = {name: value if part.dim() else part for name, part in routed.state_dict().items()}
+    torch.save(state, tmp_path / "w.pt")
+    for model in (routed, advnorm.make_norm("bn", 4)):  # the banks are equal, so that none needs to be chosen
+        load_weights(model, tmp_path / "w.pt")
+        loaded = [part for part in model.state_dict().values() if part.dim()]
+        assert all(torch.equal(part.nan_to_num(5), value.float().nan_to_num(5)) for part in loaded)
+    name = next(name for name in state if name.startswith("weight"))
+    torch.save({"model": state, "ema": {**state, name: value.double()}}, tmp_path / "w.pt")
+    with raises_problem("ambiguous", "weights"):
+        load_weights(routed, tmp_path / "w.pt")
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, torch.bool])
 def test_weights_of_another_kind_of_numbers_are_not_cast(tmp_path, dtype):
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).half()

@@ -254,6 +254,9 @@ def test_half_precision_is_rejected_in_any_batch_and_bytes_by_any_objective():
         objective(X.half(), Y)
     with raises_problem("wrong_dtype", "images"):
         OBJECTIVES.get("standard")(tiny("bn"))((255 * X).to(torch.uint8), Y)
+    with raises_problem("wrong_dtype", "images") as caught:
+        OBJECTIVES.get("standard")(tiny("bn"))(X > 0.5, Y)
+    assert caught.value.problems[0].hint == "use x.float()"
 
 
 @pytest.mark.parametrize("index", [torch.arange(2), [0, 1, 2, 3]])

@@ -21,7 +21,7 @@ from advnorm.norms import list_norms
 from advnorm.norms.routed_module import routed_modules
 from advnorm.norms.state import UNSCOPED
 from advnorm.objectives import LIGS, TRADES, Classical, Cross, Execution, Hybrid, Objective, Standard
-from advnorm.objectives.ligs import Shift, shift_images
+from advnorm.objectives.ligs import Shift, loss_direction, shift_images
 from support.digits_training import accuracy, train
 from support.norm_oracles import changed, needed, snapshot
 from support.objective_oracles import Given, Network, Tiny, cross_entropy, images, pgd, tiny
@@ -251,6 +251,24 @@ def test_a_size_is_a_length_in_pixel_scale_for_every_shift():
 def test_one_regularizer_is_enough():
     with raises_problem("conflict", "objective"):
         LIGS(LIGS(Standard(tiny("bn"))))
+
+
+@pytest.mark.parametrize("margin", [0.0, 5.0, 17.0, 34.0, 85.0])
+@pytest.mark.parametrize("share", [1.0, 1 - 2**-20, 0.9, 0.5])
+def test_the_direction_with_soft_labels_is_exact_for_confident_images(share, margin):
+    """``p - y`` rounds away in float32. Float64 has the class's part of it without cancellation: ``1 - p`` is a sum."""
+    torch.manual_seed(0)
+    logits = torch.randn(20, 10)
+    logits[:, 3] = logits.scatter(1, torch.full((20, 1), 3), -torch.inf).logsumexp(1) + margin
+    y = (1 - share) * torch.rand(20, 10).scatter(1, torch.full((20, 1), 3), 0).softmax(1)
+    y[:, 3] = share
+    x = logits.requires_grad_()
+    found = loss_direction(x, y, x).double()
+    p, wide = x.detach().double().softmax(1), y.double()
+    beside = 1 - torch.eye(10, dtype=torch.float64)
+    exact = (wide @ beside) * p - wide * (p @ beside)
+    expected = exact / exact.abs().amax(1, keepdim=True)
+    torch.testing.assert_close(found / found.abs().amax(1, keepdim=True), expected, rtol=1e-5, atol=1e-5)
 
 
 # -- the shifts of app. B.4 --------------------------------------------------------------------------------------------

@@ -124,6 +124,14 @@ def test_the_shift_of_statistics_is_evaluated_along_training(sequential, concate
     assert STUDIES.get("C/fig4").verdict(shift(sequential, concatenated)) == verdict
 
 
+@pytest.mark.parametrize("kind", ["clean", "adv"])
+def test_the_claim_about_the_shift_holds_for_both_kinds_of_images(kind):
+    good, steady = (shift(sequential, (16, 8, 3, 1)) for sequential in ((2, 20, 4, 25), (30, 30, 30, 30)))
+    mixed = {key: steady[key] if key[1].endswith(f"/{kind}") else value for key, value in good.items()}
+    assert mixed != good
+    assert STUDIES.get("C/fig4").verdict(mixed) == "contradicted"
+
+
 def test_the_curves_of_clean_and_adversarial_images_are_measured_apart_at_many_moments():
     for cell in STUDIES.get("C/fig4").cells():
         assert cell.measures[0].options["moments"] == "own"

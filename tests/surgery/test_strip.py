@@ -141,6 +141,8 @@ def test_hooks_and_mode_of_every_kind_of_norm_are_those_of_its_plain_module(name
         (nn.SyncBatchNorm(4), "bn"),
         (nn.GroupNorm(2, 4), "gn"),
         (nn.InstanceNorm2d(4, affine=True), "in"),
+        (nn.InstanceNorm2d(4, affine=True, eps=1e-3, momentum=0.3), "in"),
+        (nn.BatchNorm2d(4, eps=1e-3, momentum=None), "bn"),
         (nn.LayerNorm((3, 3)), "ln"),
         (nn.RMSNorm(3), "rms"),
     ],
@@ -151,6 +153,13 @@ def test_strip_gives_the_replaced_class_back_with_the_same_settings(norm, family
     plain = strip(model)[0]
     assert type(plain) is type(norm) and repr(plain) == repr(norm)
     assert {k: v for k, v in vars(plain).items() if k[0] != "_"} == {k: v for k, v in vars(norm).items() if k[0] != "_"}
+
+
+def test_strip_gives_the_settings_that_the_conversion_changed():
+    model = nn.Sequential(nn.BatchNorm2d(4), nn.BatchNorm1d(4))
+    convert_norm(model, "dual_bn", eps=0.5, momentum=0.2)
+    for plain in strip(model, "adv"):
+        assert (plain.eps, plain.momentum) == (0.5, 0.2)
 
 
 def test_strip_gives_the_class_of_the_new_norm_if_the_conversion_changed_the_kind():

@@ -15,7 +15,7 @@ import torch
 
 import advnorm
 from advnorm import ConfigError, Run
-from advnorm.training import TrainingError, checkpoint
+from advnorm.training import TrainingError, checkpoint, loop
 from advnorm.training.loop import TrainingLoop
 from support import train_worker
 from support.problems import raises_problem
@@ -121,6 +121,13 @@ def test_problems_are_reported_before_files_are_written(tmp_path, monkeypatch, s
         advnorm.train(small(**settings), **{"out": "runs", "device": "cpu", **options})
     assert "\n" not in str(raised.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_network_without_values_is_rejected(tmp_path, monkeypatch):
+    build = loop.build_model
+    monkeypatch.setattr(loop, "build_model", lambda *how: build(*how).to("meta"))
+    with raises_problem("wrong_device", "model"):
+        train(small(), tmp_path)
 
 
 def test_a_folder_with_other_content_is_rejected_and_unchanged(tmp_path):

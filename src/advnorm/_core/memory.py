@@ -1,7 +1,8 @@
-"""Batch sizes that adapt to the available memory."""
+"""The memory of the machine, and batch sizes that adapt to the available memory."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -10,6 +11,11 @@ import torch
 from advnorm._core.errors import AdvnormError
 
 R = TypeVar("R")
+
+
+def physical_memory() -> int:
+    """Return the bytes of memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 class AdaptiveBatchSize:

@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from advnorm._core.errors import ConfigError, Description, Problem, raise_problems
+from advnorm._core.errors import AdvnormError, ConfigError, Description, Problem, first_line, raise_problems
+from advnorm._core.tensors import dense_problems, pixel_conversion
 from advnorm.attacks.model_access import Predict
 
 
@@ -16,11 +17,10 @@ def validate_batch(x: Tensor, y: Tensor) -> int:
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
         got = Description(f"{type(x).__name__} and {type(y).__name__}")
         raise ConfigError("wrong_type", "images and labels must be tensors", field="images", got=got)
+    raise_problems(dense_problems(images=x, labels=y), "bad batch")
     problems = []
     if x.dtype != torch.float32:
-        wide = x.dtype == torch.uint16 or (x.numel() > 0 and x.float().amax().item() > 255)
-        fix = "x.float()" if x.is_floating_point() else f"x.float() / {65535 if wide else 255}"
-        problems.append(_wrong("dtype", "images", "{field} must be float32", x.dtype, f"use {fix}"))
+        problems.append(_wrong("dtype", "images", "{field} must be float32", x.dtype, f"use {pixel_conversion(x)}"))
     if x.dim() < 2:
         hint = "add a batch dimension: x[None]"
         problems.append(_wrong("shape", "images", "{field} must have shape (N, ...)", tuple(x.shape), hint))
@@ -41,12 +41,14 @@ def image_range_problems(low: float, high: float) -> list[Problem]:
     """Problems of images whose values range from ``low`` to ``high``: an attack would clip them to its box."""
     if low >= 0 and high <= 1:
         return []
-    if low < 0:
+    if not (math.isfinite(low) and math.isfinite(high)):
+        hint = "check the data for NaN and infinite values"
+    elif low < 0:
         hint = "input normalization belongs inside the model; attack the pixels"
     elif high > 2:
         hint = f"divide by {255 if high <= 255 else 65535}"
     else:
-        hint = "check the data for NaN" if math.isnan(low) else "remove rounding errors with x.clamp(0, 1)"
+        hint = "remove rounding errors with x.clamp(0, 1)"
     got = Description(f"values from {low:g} to {high:g}")
     return [Problem(code="out_of_range", field="images", message="{field} must lie in [0, 1]", got=got, hint=hint)]
 
@@ -82,6 +84,7 @@ def validating_first_logits(
 ) -> Predict:
     """Return ``predict`` with a check of its first output: logits up to the class ``largest``, and no NaN.
 
+    If the model raises an error there, one that names the shape of the images is raised.
     ``clean``: the clean images, if the first images that ``predict`` receives may be perturbed. NaN logits for
     perturbed images alone are a wrong prediction, not an error. ``field``: the argument that holds the classes.
     """
@@ -89,16 +92,29 @@ def validating_first_logits(
 
     def validated(x: Tensor) -> Tensor:
         nonlocal first
-        logits = predict(x)
-        if first:
-            first = False
-            validate_classes(largest, logits, field)
-            if bool(logits.isnan().any()) and (clean is None or bool(predict(clean).isnan().any())):
-                hint = "check the weights and the statistics (was the model ever trained?)"
-                raise ConfigError("not_finite", "the model returns NaN {field}", field="logits", hint=hint)
+        if not first:
+            return predict(x)
+        try:
+            logits = predict(x)
+        except (AdvnormError, torch.OutOfMemoryError):  # a smaller batch may fit
+            raise
+        except Exception as error:
+            raise ConfigError.listing([model_failure(x, error)]) from error
+        first = False
+        raise_problems(dense_problems(logits=logits))
+        validate_classes(largest, logits, field)
+        if bool(logits.isnan().any()) and (clean is None or bool(predict(clean).isnan().any())):
+            hint = "check the weights and the statistics (was the model ever trained?)"
+            raise ConfigError("not_finite", "the model returns NaN {field}", field="logits", hint=hint)
         return logits
 
     return validated
+
+
+def model_failure(x: Tensor, error: Exception) -> Problem:
+    """The problem of a model that raises an error for its first images."""
+    message = f"the model fails on images of shape {tuple(x.shape)} ({type(error).__name__}: {first_line(error)})"
+    return Problem("wrong_shape", message, "model", hint="images are (N, channels, height, width) in [0, 1]")
 
 
 def _wrong(what: str, field: str, message: str, got: object, hint: str = "") -> Problem:

@@ -108,6 +108,9 @@ def extract_logits(output: Any, batch: int) -> Tensor:
     if not isinstance(logits, Tensor):
         got, hint = Description(type(output).__name__), "wrap it in a module whose forward returns them"
         raise ConfigError("wrong_type", "the model must return {field}", field="logits", got=got, hint=hint)
+    if logits.is_complex():
+        got = Description(logits.dtype)
+        raise ConfigError("wrong_dtype", "{field} must be real numbers", "logits", got=got, hint="return z.real")
     if logits.dim() != 2 or len(logits) != batch or logits.shape[1] < 2:
         message = f"{{field}} of {batch} images must have shape ({batch}, classes) with at least 2 classes"
         raise ConfigError("wrong_shape", message, field="logits", got=tuple(logits.shape))

@@ -10,7 +10,8 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from advnorm._core.errors import ConfigError, Description, did_you_mean
+from advnorm._core.errors import ConfigError, Description, did_you_mean, raise_problems
+from advnorm._core.tensors import meta_problems
 from advnorm._core.user_modules import import_source
 from advnorm.cli.command import say
 from advnorm.models import create_model
@@ -72,6 +73,7 @@ def load_user_model(
     if not isinstance(model, nn.Module):
         got = Description(type(model).__name__)
         raise ConfigError("wrong_type", f"{target} must return an nn.Module", field="target", got=got)
+    raise_problems(meta_problems(model, "target"))
     notes = _load_weights(model, weights) if weights is not None else ()
     if mean is not None and std is not None:
         model = Normalized(model, mean, std)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from advnorm._core.errors import Description, Problem, raise_problems, unknown_name
 from advnorm._core.seeding import ImageNoise
+from advnorm._core.tensors import dense_problems
 from advnorm.data.image_filters import (
     box_matrix,
     gather_pixels,
@@ -44,7 +45,7 @@ def corrupt(images: Tensor, corruption: str, severity: int, *, seed: int = 0, in
     ``index`` is the position of each image in its data set. The noise of an image depends on the seed, the corruption,
     the severity and this position, so that it does not depend on the batch. ``list_corruptions()`` gives the names.
     """
-    problems = severity_problems(severity)
+    problems = severity_problems(severity) + dense_problems(images=images)
     if corruption in NOT_GENERATED:
         hint = f"read it from CIFAR-10-C: load('cifar10c', 'test', root, corruption={corruption!r}, severity=...)"
         problems.append(Problem("not_supported", f"{corruption} is not computed here", "corruption", hint=hint))

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, default_collate
 
-from advnorm._core.errors import ConfigError, Description
+from advnorm._core.errors import ConfigError, Description, raise_problems
+from advnorm._core.tensors import dense_problems
 from advnorm.data.image_data import FolderData, ImageData
 from advnorm.data.loader import Loader
 
@@ -22,6 +23,7 @@ def gather(data: Any, limit: int | None = None, rows: Tensor | None = None) -> t
     """
     if isinstance(data, Sequence) and len(data) == 2 and all(hasattr(part, "shape") for part in data):
         images, labels = (torch.as_tensor(part) for part in data)
+        raise_problems(dense_problems(images=images, labels=labels), "bad data")
         return images[:limit].cpu(), labels[:limit].cpu()
     if isinstance(data, ImageData | FolderData):
         data = data.take(slice(limit) if rows is None else rows).in_memory()
@@ -108,6 +110,7 @@ def _as_batch(item: Any) -> tuple[Tensor, Tensor]:
         x, y = (torch.as_tensor(part) for part in item)
     except (RuntimeError, TypeError, ValueError):
         raise _wrong_type(item) from None
+    raise_problems(dense_problems(images=x, labels=y), "bad data")
     return (x[None], y[None]) if y.dim() == 0 else (x, y)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from advnorm._core.errors import ConfigError, Description, Problem, raise_problems
 from advnorm._core.records import digest, require_regular
 from advnorm._core.seeding import ImageNoise
+from advnorm._core.tensors import dense_problems, pixel_conversion
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -41,6 +42,7 @@ class ImageData:
 
     def __post_init__(self) -> None:
         images, labels = self.images, self.labels
+        raise_problems(dense_problems(images=images, labels=labels), f"bad data {self.name}/{self.split}")
         problems: list[Problem] = []
 
         def report(code: str, field: str, message: str, got: object, hint: str = "") -> None:
@@ -50,13 +52,13 @@ class ImageData:
             hint = "move the channels: images.movedim(-1, 1)" if has_channels_last(images.shape) else ""
             report("wrong_shape", "images", "have shape (N, C, H, W) and not be empty", tuple(images.shape), hint)
         if images.dtype not in (torch.uint8, torch.float32):
-            fix = "convert them with " + ("x.float()" if images.is_floating_point() else "x.astype('uint8')")
+            fix = f"convert them with {pixel_conversion(images)}"
             report("wrong_dtype", "images", "be uint8, or float32 in [0, 1]", Description(images.dtype), fix)
         elif images.dtype == torch.float32 and not bool(((images >= 0) & (images <= 1)).all()):
             got = Description(f"values from {float(images.min()):g} to {float(images.max()):g}")
             hint = "divide by the largest possible value"
-            if bool(images.isnan().any()):
-                hint = "remove images with NaN, which have no pixels"
+            if not bool(images.isfinite().all()):
+                hint = "remove images with NaN or infinite values"
             elif bool((images < 0).any()):
                 hint = "give the pixels; input normalization belongs inside the model (its mean and std)"
             report("out_of_range", "images", "lie in [0, 1]", got, hint)

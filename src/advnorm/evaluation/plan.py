@@ -18,8 +18,9 @@ from advnorm._core.errors import ConfigError, Description, Problem, collect_prob
 from advnorm._core.provenance import environment
 from advnorm._core.records import digest, model_fingerprint, writable_problems
 from advnorm._core.settings import Setting, convert
+from advnorm._core.tensors import meta_problems
 from advnorm.attacks import input_gradient
-from advnorm.attacks.inputs import validate_batch, validating_first_logits
+from advnorm.attacks.inputs import model_failure, validate_batch, validating_first_logits
 from advnorm.data import FolderData, ImageData
 from advnorm.data.gather import gather_spread
 from advnorm.evaluation.jobs import AttackJob, Attacks, build_jobs
@@ -225,6 +226,7 @@ def _about_problems(about: Mapping[str, Any] | None) -> list[Problem]:
 
 def model_device(model: nn.Module, device: str | torch.device | None) -> torch.device:
     """Return the device of a model's tensors; raise if ``device`` is another one."""
+    raise_problems(meta_problems(model))
     found = next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), None)
     if device is None:
         return found or torch.device("cpu")
@@ -279,8 +281,7 @@ def _route_problems(plan: EvaluationPlan, route: str | None, gradients: bool) ->
                 if gradients:
                     input_gradient(logits.sum(1), x)
     except Exception as error:
-        message = f"the model fails on images of shape {tuple(x.shape)} ({type(error).__name__}: {error})"
-        return [Problem("wrong_shape", message, "model", hint="images are (N, channels, height, width) in [0, 1]")]
+        return [model_failure(x, error)]
     return problems + _attack_problems(", ".join(by_gradients) or "attacks", missing)
 
 

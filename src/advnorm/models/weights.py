@@ -20,7 +20,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError, Description, did_you_mean, first_line
-from advnorm._core.records import read_bytes, require_regular, write_atomic, writing
+from advnorm._core.records import digest, read_bytes, require_regular, write_atomic, writing
+from advnorm._core.tensors import special_kind
 from advnorm._core.wrappers import unwrap_model
 from advnorm.norms import RoutedModule
 
@@ -96,7 +97,8 @@ def fit_weights(
     if best.wrong_names:
         _propose_part(model, entries, source)
     # An average of all tensors makes floats of counts.
-    counts = {name: value.long() for name, value in best.tensors.items() if "num_batches_tracked" in name}
+    averaged = {n: value for n, value in best.tensors.items() if "num_batches_tracked" in n and not value.is_complex()}
+    counts = {name: value.long() for name, value in averaged.items()}
     restore_model(model, best.tensors | counts, source)
     return best.notes()
 
@@ -192,7 +194,7 @@ def _match(own: _OwnNames, tensors: Mapping[str, Tensor], branches: list[str], *
         for bank, name in banks.items() if found else ():
             options = [bank] if bank in found else [one for one in ("", *branches) if one in found] or list(found)
             fitted[name] = tensors[found[options[0]]]
-            undecided |= any(not torch.equal(fitted[name], tensors[found[other]]) for other in options[1:])
+            undecided |= not all(_same_bits(fitted[name], tensors[found[other]]) for other in options[1:])
             if options != [bank]:
                 filled[bank], sources[options[0]] = None, None
         left -= set(found.values())
@@ -235,7 +237,12 @@ def _propose_part(model: nn.Module, entries: Mapping[str, Mapping[str, Tensor]],
 
 
 def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+    return one.keys() == other.keys() and all(_same_bits(value, other[name]) for name, value in one.items())
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Unlike ``torch.equal``, this compares NaN, 8-bit floats and tensors of two types."""
+    return one is other or digest(one) == digest(other)
 
 
 def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
@@ -249,7 +256,7 @@ def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], source: str) 
     if wrong:
         hint = ""
         shapes = {(tensors[name].shape[:1], own[name].shape[:1]) for name in differ}
-        if len(wrong) == len(differ) and len(shapes) == 1 and all(map(len, *shapes)):  # only the outputs differ
+        if len(wrong) == len(differ) and len(shapes) == 1 and all(len(a) and a != b for a, b in shapes):  # the outputs
             hint = f"if this is the classifier, build the model with {tensors[differ[0]].shape[0]} classes"
         if own and tensors and own.keys().isdisjoint(tensors):
             wrong = [f"no name fits; the file has {_some(tensors)}, the model has {_some(own)}"]
@@ -265,8 +272,8 @@ def _some(names: Collection[str]) -> str:
 
 def _kind(tensor: Tensor) -> str:
     """Shape, and kind if not floats; torch copies quantized weights as floats, and complex ones without a part."""
-    kind = "" if tensor.is_floating_point() else " complex" if tensor.is_complex() else " integers"
-    return f"{tuple(tensor.shape)}{kind}"
+    kind = "" if tensor.is_floating_point() else "complex" if tensor.is_complex() else "integers"
+    return f"{tuple(tensor.shape)} {special_kind(tensor) or kind}".rstrip()
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from advnorm._core.errors import AdvnormError, ConfigError, Description, Problem
 from advnorm._core.precision import at_least_float32
 from advnorm._core.registry import Registry
 from advnorm._core.settings import Setting, class_settings, convert, convert_options
+from advnorm._core.tensors import pixel_conversion
 from advnorm._core.wrappers import dtype_of
 from advnorm.attacks.base import Attack, validated_index
 from advnorm.attacks.inputs import image_range_problems, label_problems, negative_label_problems, validate_classes
@@ -412,7 +413,7 @@ def _validate_image_dtype(x: Tensor) -> None:
         raise ConfigError("wrong_type", "{field} must be a tensor of floats in [0, 1]", field="images", got=got)
     if not x.is_floating_point():
         message, got = "{field} must be floats in [0, 1]", Description(x.dtype)
-        raise ConfigError("wrong_dtype", message, field="images", got=got, hint="use x.float() / 255")
+        raise ConfigError("wrong_dtype", message, field="images", got=got, hint=f"use {pixel_conversion(x)}")
 
 
 def _validate_labels(x: Tensor, y: Tensor) -> None:

@@ -45,14 +45,18 @@ def shift_images(kind: Shift, x: Tensor, y: Tensor, noise: ImageNoise, size: flo
 def loss_direction(logits: Tensor, y: Tensor, x: Tensor, *, create_graph: bool = False) -> Tensor:
     """The gradient of the summed cross-entropy with respect to ``x``, up to a factor for very confident images.
 
-    The gradient of image i's loss is ``σ(m_i) ∇m_i`` with the log-odds ``m``. Float32 cannot hold ``σ(m)`` beyond a
-    margin of 87. A cosine needs the direction alone, so that ``σ(m)`` stops at ``exp(-70)``.
+    ``y``: labels ``(N,)``, or shares of the classes ``(N, K)``. The gradient of image i's loss is ``σ(m_i) ∇m_i`` with
+    the log-odds ``m`` of its label. Float32 cannot hold ``σ(m)`` beyond a margin of 87. A cosine needs the direction
+    alone, so that ``σ(m)`` stops at ``exp(-70)``. Only the class with the largest share can have a gradient that rounds
+    away, so that the other classes add their shares of ``-∇ log p``.
     """
-    if y.dim() == 2:  # soft labels: p - y does not round away
-        loss = F.cross_entropy(at_least_float32(logits), y, reduction="sum")
-        return torch.autograd.grad(loss, x, create_graph=create_graph)[0]
-    odds = log_odds(logits, y)
-    return torch.autograd.grad(odds, x, F.logsigmoid(odds).clamp_min(-70).exp(), create_graph=create_graph)[0]
+    logits = at_least_float32(logits)
+    shares = F.one_hot(y, logits.shape[1]) if y.dim() == 1 else y
+    share, label = shares.to(logits.dtype).max(1)
+    others = shares.to(logits.dtype).scatter(1, label[:, None], 0)
+    odds = log_odds(logits, label)
+    weights = share * F.logsigmoid(odds).clamp_min(-70).exp(), -others
+    return torch.autograd.grad((odds, logits.log_softmax(1)), x, weights, create_graph=create_graph)[0]
 
 
 #: Regularizers by name, for configurations and listings.

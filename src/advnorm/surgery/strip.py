@@ -170,7 +170,9 @@ def _plain_norm(norm: RoutedNorm) -> Any:
     statistics, channels = norm.plan.statistics, norm.shape[0]
     if norm.template is not None:
         plain = empty_copy(norm.template)
-        settings = {eps_name(plain): norm.eps, "momentum": norm.momentum, "process_group": norm.process_group}
+        settings: dict[str | None, Any] = {eps_name(plain): norm.eps}
+        if statistics == "batch":  # other classes with a momentum keep their own
+            settings |= {"momentum": norm.momentum, "process_group": norm.process_group}
         for name, value in settings.items():
             if name in vars(plain):
                 setattr(plain, name, value)

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from advnorm._core.errors import ConfigError
+from advnorm._core.errors import ConfigError, raise_problems
 from advnorm._core.provenance import environment
 from advnorm._core.records import digest, model_fingerprint, write_json
 from advnorm._core.seeding import seed_generators
 from advnorm._core.shapes import check_record, with_digest
+from advnorm._core.tensors import meta_problems
 from advnorm.config import Config
 from advnorm.data import FolderData, ImageData, split_held_out
 from advnorm.data.loader import Batch
@@ -122,6 +123,7 @@ class TrainingLoop:
         config = self.config
         seed_generators(config.seed, self.ranks.device)
         model = build_model(config, data_properties(data))
+        raise_problems(meta_problems(model))
         fingerprint = None
         if config.weights is not None and not checkpoint.exists(self.training_run.checkpoints, "last"):
             self._weights_notes = load_initial_weights(model, config.weights)
