@@ -151,6 +151,9 @@ def test_all_problems_are_reported_at_once():
     ]
     with raises_problem("unknown_name", "corruption"):
         corrupt(torch.rand(1, 3, 8, 8), {"name": "fog"}, 1)
+    for seed in (None, 1.5, [], len, True):
+        with raises_problem("wrong_type", "seed"):
+            corrupt(torch.rand(1, 3, 8, 8), "fog", 1, seed=seed)
     with raises_problem("wrong_layout", "images"):
         corrupt(torch.rand(1, 3, 8, 8).to_sparse(), "fog", 1)
     with raises_problem("wrong_shape", "images"):

@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from advnorm._core.errors import Description, Problem, raise_problems, unknown_name
+from advnorm._core.errors import Description, Problem, collect_problems, raise_problems, unknown_name
 from advnorm._core.seeding import ImageNoise
+from advnorm._core.settings import convert
 from advnorm._core.tensors import dense_problems
 from advnorm.data.image_filters import (
     box_matrix,
@@ -60,6 +61,8 @@ def corrupt(images: Tensor, corruption: str, severity: int, *, seed: int = 0, in
     if index is not None and index.shape != images.shape[:1]:
         message = "{field} must have shape (N,), one integer for each image"
         problems.append(Problem(code="wrong_shape", message=message, field="index", got=tuple(index.shape)))
+    with collect_problems(problems):
+        convert("seed", int, seed)
     raise_problems(problems, "bad corruption")
     if index is None:
         index = torch.arange(len(images))
