@@ -174,10 +174,13 @@ def test_an_edited_record_of_a_cell_or_an_evaluation_is_not_compared(dual, data,
     path.write_text(json.dumps({**cell, "digest": with_digest(cell)["digest"][::-1]}))
     with raises_problem("damaged_file", f"{path}: digest"):
         advnorm.compare(path, path)
-    path.write_text(json.dumps({**cell, "outcomes": [{"rows": [[0, 9]], "bits": {"adv/pgd2": "?"}}]}))
+    path.write_text(json.dumps(cell))  # without a digest, which only cells without outcomes lack
+    with raises_problem("damaged_file", f"{path}: digest"):
+        advnorm.compare(path, path)
+    path.write_text(json.dumps(with_digest({**cell, "outcomes": [{"rows": [[0, 9]], "bits": {"adv/pgd2": "?"}}]})))
     with raises_problem("damaged_file", f"{path}: outcomes"):
         advnorm.compare(path, path)
-    path.write_text(json.dumps({**cell, "run": 3}))
+    path.write_text(json.dumps(with_digest({**cell, "run": 3})))
     with raises_problem("damaged_file", f"{path}: run"):
         advnorm.compare(path, path)
     evaluation = tmp_path / "evaluation.json"

@@ -198,6 +198,10 @@ def test_an_edited_record_is_rejected(tmp_path):
     path.write_text(json.dumps(record))
     with raises_problem("damaged_file", f"{path}: digest"):
         _ = advnorm.Run.open(run.folder).record
+    del record["digest"]
+    path.write_text(json.dumps(record))
+    with raises_problem("damaged_file", f"{path}: digest"):
+        _ = advnorm.Run.open(run.folder).record
 
 
 def test_a_folder_that_cannot_be_named_is_an_error():

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import io
 import json
+import math
 import os
 import re
 import stat
@@ -142,18 +143,27 @@ def write_json(path: Path | str, data: Any) -> None:
     write_atomic(path, text.encode(errors="backslashreplace"))
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a record that :func:`write_json` wrote."""
-    try:
-        data = json.loads(read_bytes(path), parse_constant=int)  # NaN and Infinity, which we never write
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, AdvnormError):
-            raise
-        data = None
+def read_json(path: Path, hint: str = "choose another file") -> dict[str, Any]:
+    """Read a record that :func:`write_json` wrote; ``hint`` is the fix if it is damaged."""
+    data = parse_json(read_bytes(path))
     if not isinstance(data, dict):
         words = "{field} is damaged or was not written by advnorm"
-        raise ConfigError("damaged_file", words, field=str(path), hint="choose another file")
+        raise ConfigError("damaged_file", words, field=str(path), hint=hint)
     return data
+
+
+def parse_json(text: bytes) -> Any:
+    """Return the data of a JSON text; None if it is damaged. Numbers that are not finite are damage: we write none."""
+    try:
+        return json.loads(text, parse_constant=int, parse_float=_finite)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):  # 1e999
+        raise ValueError(text)
+    return value
 
 
 def digest(*parts: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError
 from advnorm._core.locks import exclusive
-from advnorm._core.records import read_bytes, write_atomic, write_json
+from advnorm._core.records import parse_json, read_bytes, write_atomic, write_json
 from advnorm._core.shapes import check_record, read_record
 from advnorm.config import Config
 from advnorm.models.weights import fit_weights, load_weights, restore_model
@@ -53,6 +52,7 @@ class RunRecord(RunDescription):
     threads: int
     torch: str
     commit: str | None
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -196,10 +196,7 @@ class Run:
 
 
 def _read_row(line: bytes, source: str) -> dict[str, Any]:
-    try:
-        row: Any = json.loads(line, parse_constant=int)
-    except (ValueError, RecursionError):
-        row = None
+    row = parse_json(line)
     for shape in (EpochMetrics, dict[str, float | dict[str, float]]):
         check_record(row, shape, source, "restore the file, or train the run again in another folder")
     return row
