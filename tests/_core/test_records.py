@@ -13,6 +13,7 @@ from advnorm._core.records import (
     digest,
     interrupted_write,
     model_fingerprint,
+    output_problems,
     read_bytes,
     read_json,
     writable_problems,
@@ -65,6 +66,17 @@ def test_what_is_not_a_regular_file_is_neither_read_nor_replaced(tmp_path):
         with raises_problem("not_writable"), writing(path):
             write_atomic(path, b"new")
     assert fifo.is_fifo() and loop.is_symlink() and behind.is_symlink() and len(list(tmp_path.iterdir())) == 4
+
+
+def test_an_output_replaces_only_an_earlier_output(tmp_path):
+    path = tmp_path / "out.json"
+    assert output_problems(path, lambda _: False) == []
+    path.touch()
+    assert output_problems(path, lambda _: False) == [], "an empty file holds nothing"
+    path.write_bytes(b"mine")
+    assert output_problems(path, lambda content: content == b"mine") == []
+    (problem,) = output_problems(path, lambda content: content != b"mine")
+    assert (problem.code, problem.field) == ("already_exists", str(path))
 
 
 def test_a_name_leaves_room_for_what_is_added_to_it(tmp_path):

@@ -132,6 +132,9 @@ def test_the_command_prints_and_writes_the_comparison(dual, data, tmp_path):
     for name, seed in (("one", 0), ("two", 1)):
         benchmark(dual, first(data), THREAT, ["pgd2"], ["clean", "adv"], record=tmp_path / f"{name}.json", seed=seed)
     one, two = tmp_path / "one.json", tmp_path / "two.json"
+    with raises_problem("already_exists", str(one)):
+        invoke("compare", one, two, "--json", one)
+    invoke("compare", one, one, "--json", tmp_path / "c.json")
     text = invoke("compare", one, two, "--json", tmp_path / "c.json").output
     assert "adv, pgd2" in text and "Agresti" in text
     rows = json.loads((tmp_path / "c.json").read_text())["rows"]

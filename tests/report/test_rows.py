@@ -9,6 +9,7 @@ import pytest
 import advnorm
 from advnorm.evaluation.intervals import wilson_interval
 from advnorm.evaluation.report_data import collect_results
+from advnorm.report.files import FORMATS
 from advnorm.report.rows import COLUMNS, result_rows
 from support.command import invoke
 from support.problems import raises_problem
@@ -127,6 +128,31 @@ def test_the_numbers_of_studies_are_written_too(tmp_path):
     assert len(printed) > 3 and all(row["ours"] is None for row in rows)
     assert (tmp_path / "all.csv").read_text().count("\n") == len(rows) + 1
     assert (tmp_path / "all.md").read_text().count("\n| ") == len(rows) + 2
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_only_a_report_is_replaced(runs, tmp_path, form):
+    out = tmp_path / f"all.{form}"
+    (tmp_path / "studies" / "records").mkdir(parents=True)
+    for folder in (runs, tmp_path / "studies", runs):
+        assert invoke("report", folder, "--out", out).exit_code == 0
+    out.write_text("# My notes")
+    with raises_problem("already_exists", str(out)):
+        invoke("report", runs, "--out", out)
+    assert out.read_text() == "# My notes"
+
+
+def test_a_report_does_not_replace_a_run(runs):
+    with raises_problem("already_exists"):
+        invoke("report", runs, "--out", runs / "bn-seed0" / "run.json")
+
+
+def test_the_name_of_a_report_fits_its_format(runs, tmp_path):
+    with raises_problem("unknown_name", "format"):
+        invoke("report", runs, "--out", tmp_path / "x.pdf")
+    with raises_problem("conflict", "out"):
+        invoke("report", runs, "--out", tmp_path / "x.html", "--format", "csv")
+    assert invoke("report", runs, "--out", tmp_path / "x", "--format", "csv").exit_code == 0
 
 
 def test_an_unknown_format_and_a_missing_folder_are_rejected(runs, tmp_path):

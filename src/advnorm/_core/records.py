@@ -10,7 +10,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,18 @@ def writable_problems(path: Path | str) -> list[Problem]:
     except (OSError, ValueError) as error:  # ValueError: a null byte
         reason = getattr(error, "strerror", None) or str(error)
     return [Problem("not_writable", f"cannot write {{field}}: {reason}", str(path), hint="choose another place")]
+
+
+def output_problems(path: Path | str, is_own: Callable[[bytes], bool]) -> list[Problem]:
+    """Reasons why a file cannot or must not be written: a file of another kind, such as an input, is not replaced.
+
+    ``is_own`` tells from the content of an existing file whether the same command wrote it. An empty file is replaced.
+    """
+    problems = writable_problems(path)
+    if not problems and os.path.exists(path) and (content := read_bytes(path)) and not is_own(content):
+        words = "{field} exists and is not an earlier output of this command"
+        problems = [Problem("already_exists", words, str(path), hint="choose another name, or delete the file")]
+    return problems
 
 
 def _behind_links(path: Path | str) -> Path:

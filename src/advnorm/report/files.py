@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,18 @@ if TYPE_CHECKING:
 
 #: Formats of a report.
 FORMATS = ("html", "md", "csv", "json")
+#: The start of a report's text by format; a file that starts otherwise is not replaced.
+STARTS = {
+    "html": '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+    "md": "# Training runs in |## Papers and measurements",
+    "csv": "run,error,|study,protocol,",
+    "json": r'\[\]|\[\n \{\n  "(run|study)":',
+}
+
+
+def is_report(text: bytes, form: str) -> bool:
+    """Whether a text starts like a report of a format."""
+    return re.match(STARTS[form].encode(), text) is not None
 
 
 def rows_text(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], form: str) -> str:
