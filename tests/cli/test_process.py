@@ -175,6 +175,13 @@ def test_characters_that_the_terminal_lacks_are_replaced(tmp_path, environment):
     assert statuses == [2] and error.startswith("error: unknown study ")
 
 
+@pytest.mark.parametrize("columns", ["0", "1", "20"])
+def test_a_narrow_terminal_does_not_change_the_status(tmp_path, columns):
+    for line in ("advnorm ls norms", "advnorm show", "advnorm train --help"):
+        out, error, statuses = shell(line, tmp_path, COLUMNS=columns)
+        assert statuses == [0] and len(out) > 100 and error == "", line
+
+
 def test_paths_of_any_bytes_are_printed_as_they_are(tmp_path):
     small = "--set epochs=1 batch_size=512 attack.steps=1 held_out=0 validate_every=0 name=x --device cpu"
     out, error, statuses = shell(f"advnorm train {small} --out $'x[/b]:smile:\\xff'", tmp_path)

@@ -115,13 +115,16 @@ def _behind_links(path: Path | str) -> Path:
 def write_atomic(path: Path | str, data: bytes) -> None:
     """Write a file so that it is complete or absent, even after a power loss; an old file stays until then.
 
-    A link stays, and its target is written. A killed process leaves ``.NAME.PID.part``, see :func:`interrupted_write`.
+    The permissions of an old file stay. A link stays, and its target is written. A killed process leaves
+    ``.NAME.PID.part``, see :func:`interrupted_write`.
     """
     path = _behind_links(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as file:
+            with suppress(OSError):  # no old file, or a file system without permissions
+                os.fchmod(file.fileno(), stat.S_IMODE(os.stat(path).st_mode))
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -129,11 +132,12 @@ def write_atomic(path: Path | str, data: bytes) -> None:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)  # a new name survives a power loss only if its folder is synced
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    with suppress(OSError):  # the file is written, also if its folder cannot be read or synced
+        folder = os.open(path.parent, os.O_RDONLY)  # a new name survives a power loss only if its folder is synced
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def write_figure(path: Path | str, figure: Any) -> None:

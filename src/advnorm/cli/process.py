@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -14,6 +15,9 @@ from typing import Any, TextIO
 
 from advnorm._core.errors import AdvnormError, printable
 from advnorm._core.exit_codes import CRASHED, INTERRUPTED, PREEMPTED, USAGE, Terminated
+
+#: Width below which tables cannot be printed.
+LEAST_COLUMNS = 20
 
 
 def run_command() -> int:
@@ -25,6 +29,7 @@ def run_command() -> int:
     """
     signal.signal(signal.SIGTERM, _terminate)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: on busy cores, spinning threads starve others
+    _widen_columns()
     before, hook = (sys.stdout, sys.stderr), sys.unraisablehook
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass  # a file that is opened later must not become a standard stream
@@ -45,6 +50,13 @@ def run_command() -> int:
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         (sys.stdout, sys.stderr), sys.unraisablehook = before, hook
+
+
+def _widen_columns() -> None:
+    """Print at least ``LEAST_COLUMNS``: rich fails at a width of 1, and prints nothing at 0."""
+    columns = shutil.get_terminal_size().columns  # COLUMNS, or else the terminal
+    if "COLUMNS" in os.environ or columns < LEAST_COLUMNS:
+        os.environ["COLUMNS"] = str(max(columns, LEAST_COLUMNS))
 
 
 def _run() -> int:
