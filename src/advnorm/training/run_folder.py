@@ -22,6 +22,7 @@ from advnorm.training import checkpoint
 from advnorm.training.build import DataProperties, build_model
 
 FORMAT = "advnorm.run/1"
+ROWS_CURE = "restore the file, or train the run again in another folder"
 #: A checkpoint of a run: ``best``, ``last``, or ``epoch5`` if ``snapshots`` contains that epoch.
 CheckpointName = str
 
@@ -121,7 +122,7 @@ class Run:
     def metrics(self) -> list[dict[str, Any]]:
         """A row per epoch so far."""
         path = self.folder / "metrics.jsonl"
-        *whole, _ = read_bytes(path).split(b"\n") if os.path.lexists(path) else [b""]
+        *whole, _ = read_bytes(path, hint=ROWS_CURE).split(b"\n") if os.path.lexists(path) else [b""]
         return [_read_row(line, f"{path}, line {place}") for place, line in enumerate(whole, 1)]
 
     def model(self, which: CheckpointName | None = None, device: str | torch.device = "cpu") -> nn.Module:
@@ -198,7 +199,7 @@ class Run:
 def _read_row(line: bytes, source: str) -> dict[str, Any]:
     row = parse_json(line)
     for shape in (EpochMetrics, dict[str, float | dict[str, float]]):
-        check_record(row, shape, source, "restore the file, or train the run again in another folder")
+        check_record(row, shape, source, ROWS_CURE)
     return row
 
 
