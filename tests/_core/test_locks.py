@@ -11,6 +11,7 @@ import pytest
 
 from advnorm._core.locks import Busy, exclusive, is_held, lock_path
 from support.problems import raises_problem
+from support.time_limit import time_limit
 
 
 def test_a_file_and_a_folder_are_held_by_one_at_a_time(tmp_path):
@@ -24,6 +25,14 @@ def test_a_file_and_a_folder_are_held_by_one_at_a_time(tmp_path):
         assert not is_held(target) and not lock_path(target).exists()
     with exclusive(None):
         pass
+
+
+def test_a_lock_that_is_not_a_regular_file_does_not_block(tmp_path):
+    os.mkfifo(lock_path(tmp_path))
+    with time_limit(5):
+        assert not is_held(tmp_path)
+        with exclusive(tmp_path):
+            assert is_held(tmp_path)
 
 
 def test_a_lock_whose_file_was_removed_meanwhile_is_taken_again(tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from advnorm._core.records import (
     digest,
     interrupted_write,
     model_fingerprint,
+    output_problems,
     read_bytes,
     read_json,
     writable_problems,
@@ -21,6 +22,7 @@ from advnorm._core.records import (
     writing,
 )
 from support.problems import raises_problem
+from support.time_limit import time_limit
 
 
 def test_a_file_is_replaced_only_by_a_complete_one(tmp_path, monkeypatch):
@@ -30,6 +32,37 @@ def test_a_file_is_replaced_only_by_a_complete_one(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="full"):
         write_atomic(path, b"new")
     assert read_json(path) == {"a": 1} and list(path.parent.iterdir()) == [path]
+
+
+def test_a_file_and_then_the_name_in_its_folder_are_synced(tmp_path, monkeypatch):
+    """A power loss cannot be tested. POSIX promises both only after fsync of the file and then of its folder."""
+    path, synced = tmp_path / "r.json", []
+
+    def sync(handle):
+        synced.append((os.path.samestat(os.fstat(handle), os.stat(tmp_path)), path.exists()))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    write_atomic(path, b"new")
+    assert synced == [(False, False), (True, True)]
+
+
+def test_a_folder_that_cannot_be_synced_is_no_error(tmp_path, monkeypatch):
+    def sync(handle):
+        if os.path.samestat(os.fstat(handle), os.stat(tmp_path)):
+            raise OSError(errno.EINVAL, "not supported")
+
+    monkeypatch.setattr(os, "fsync", sync)
+    write_atomic(tmp_path / "r.json", b"new")
+    assert (tmp_path / "r.json").read_bytes() == b"new"
+
+
+def test_a_replaced_file_keeps_its_permissions(tmp_path):
+    path = tmp_path / "r.json"
+    for mode in (0o600, 0o664):
+        path.touch()
+        path.chmod(mode)
+        write_atomic(path, b"new")
+        assert path.stat().st_mode & 0o777 == mode
 
 
 def test_the_remainder_of_a_killed_writer_names_its_file(tmp_path):
@@ -58,13 +91,24 @@ def test_what_is_not_a_regular_file_is_neither_read_nor_replaced(tmp_path):
     (behind := tmp_path / "behind").symlink_to(fifo)
     too_long = tmp_path / ("n" * 300)
     for path in (fifo, loop, endless, behind, tmp_path, too_long, f"{tmp_path}/null\0"):
-        with raises_problem("missing_file", str(path)):
+        with time_limit(2), raises_problem("missing_file", str(path)):
             read_bytes(path)
         assert [problem.code for problem in writable_problems(path)] == ["not_writable"], path
     for path in (fifo, loop, behind, tmp_path, too_long):
         with raises_problem("not_writable"), writing(path):
             write_atomic(path, b"new")
     assert fifo.is_fifo() and loop.is_symlink() and behind.is_symlink() and len(list(tmp_path.iterdir())) == 4
+
+
+def test_an_output_replaces_only_an_earlier_output(tmp_path):
+    path = tmp_path / "out.json"
+    assert output_problems(path, lambda _: False) == []
+    path.touch()
+    assert output_problems(path, lambda _: False) == [], "an empty file holds nothing"
+    path.write_bytes(b"mine")
+    assert output_problems(path, lambda content: content == b"mine") == []
+    (problem,) = output_problems(path, lambda content: content != b"mine")
+    assert (problem.code, problem.field) == ("already_exists", str(path))
 
 
 def test_a_name_leaves_room_for_what_is_added_to_it(tmp_path):

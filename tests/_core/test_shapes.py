@@ -89,8 +89,19 @@ def test_an_edit_is_noticed(tmp_path):
         read_record(path, Record, "a/1", "delete it")
 
 
-@pytest.mark.parametrize("text", ['{"a": NaN}', '{"a": -Infinity}'])
+@pytest.mark.parametrize("text", ['{"a": NaN}', '{"a": -Infinity}', '{"a": 1e999}', '{"a": [-1e400]}'])
 def test_numbers_that_we_never_write_are_damage(tmp_path, text):
     (tmp_path / "r.json").write_text(text)
-    with raises_problem("damaged_file"):
-        read_record(tmp_path / "r.json", dict[str, Any], "a/1", "")
+    with raises_problem("damaged_file", str(tmp_path / "r.json"), ConfigError) as caught:
+        read_record(tmp_path / "r.json", dict[str, Any], "a/1", "delete it")
+    assert caught.value.problems[0].hint == "delete it"
+
+
+class Signed(Record):
+    digest: str
+
+
+def test_a_shape_can_require_the_digest(tmp_path):
+    check_record(with_digest(SOUND), Signed, "r.json", "")
+    with raises_problem("damaged_file", "r.json: digest"):
+        check_record(SOUND, Signed, "r.json", "")

@@ -47,6 +47,14 @@ def test_a_record_that_cannot_be_written_is_an_error_before_any_measurement(kind
             invoke("bench", kind, "--json", place)
 
 
+@pytest.mark.parametrize("content", ['{"model": "small_cnn"}', '{"format": "advnorm.run/1", "torch": "2.9"}', "code"])
+def test_a_file_that_is_no_measurement_is_not_replaced(tmp_path, content):
+    (path := tmp_path / "own.json").write_text(content)
+    with raises_problem("already_exists", str(path)):
+        invoke("bench", "norms", "--json", path)
+    assert path.read_text() == content
+
+
 def test_a_wrong_precision_is_an_error_before_a_network_is_trained():
     with raises_problem("unknown_name", "precision"):
         invoke("bench", "autoattack", "--precision", "fp16")

@@ -98,6 +98,17 @@ def test_one_error_lists_everything_that_is_wrong_with_a_command(own_model):
         assert part in str(caught.value)
 
 
+def test_a_seed_has_one_range(own_model):
+    options = ("own_model:build", "--data", "digits", "--limit", "4", "--attacks", "clean", *CPU)
+    for seed in (-5, 2**31):
+        with raises_problem("out_of_range", "seed"):
+            invoke("evaluate", *options, "--seed", seed)
+        with raises_problem("out_of_range", "seed"):
+            advnorm.attacks.PGD(threat=advnorm.ThreatModel(norm="Linf", eps=0.1), seed=seed)
+        with raises_problem("out_of_range", "seed"):
+            advnorm.Config(seed=seed)
+
+
 def test_the_threat_norm_is_accepted_in_any_case(own_model):
     words = ("evaluate", "own_model:build", "--data", "digits", "--limit", "4", "--attacks", "fgsm", *CPU)
     assert invoke(*words, "--threat-norm", "l2").exit_code == 0

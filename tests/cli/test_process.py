@@ -1,5 +1,6 @@
 """The process around a verb: only the work decides its exit status, and printing never loses a result."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ import pytest
 
 import advnorm
 from advnorm.cli import app as commands
-from advnorm.cli import main
+from advnorm.cli import main, process
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(advnorm.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
 
@@ -29,10 +30,14 @@ def shell(line, cwd, **environment):
 def leave(monkeypatch, verb):
     """Run :func:`main` with a verb in place of the command; return the exit status."""
     monkeypatch.setattr(commands, "app", verb)
-    before = sys.stdout, sys.stderr, signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as left:
-        main()
-    assert before == (sys.stdout, sys.stderr, signal.getsignal(signal.SIGTERM))
+    before, handler = (sys.stdout, sys.stderr, sys.unraisablehook), signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as left:
+            main()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN, "only the end of the process is left"
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert before == (sys.stdout, sys.stderr, sys.unraisablehook)
     return left.value.code
 
 
@@ -49,9 +54,17 @@ def test_an_error_is_one_line_and_exit_status_2(tmp_path):
     assert error.startswith("error: ") and error.count("\n") == 1 and "'dual_bn'" in error
 
 
-def test_a_crash_has_its_own_exit_status(monkeypatch, capsys):
-    assert leave(monkeypatch, raiser(RuntimeError("a bug"))) == 70
-    assert "RuntimeError: a bug" in capsys.readouterr().err
+class Unprintable(Exception):
+    """Text and message of this error raise another error."""
+
+    def __str__(self):
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, asyncio.CancelledError, GeneratorExit, BaseException, Unprintable])
+def test_a_crash_has_its_own_exit_status(monkeypatch, capsys, kind):
+    assert leave(monkeypatch, raiser(kind("a bug"))) == 70
+    assert kind.__name__ in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -86,7 +99,49 @@ def build():
 """
 
 
-@pytest.mark.parametrize(("error", "status"), [("SystemExit(0)", 70), ("SystemExit(1)", 70), ("EOFError", 2)])
+def stop_this_process():
+    signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("place", ["_print_error", "_message", "_flush_output"])
+def test_a_signal_while_the_status_is_reported_has_its_own_status(monkeypatch, place):
+    monkeypatch.setattr(process, place, lambda *_: stop_this_process())
+    assert leave(monkeypatch, raiser(OSError(28, "full"))) == 75
+
+
+def test_a_signal_during_a_traceback_leaves_the_status(monkeypatch):
+    monkeypatch.setattr(process.traceback, "print_exc", stop_this_process)
+    assert leave(monkeypatch, raiser(RuntimeError("a bug"))) == 70
+
+
+def test_a_signal_after_the_output_does_not_change_the_status(tmp_path):
+    (tmp_path / "late.py").write_text("import atexit, os\natexit.register(os.kill, os.getpid(), 15)\n")
+    assert shell("advnorm --import late.py ls norms", tmp_path)[2] == [0]
+    assert shell("advnorm --import late.py bench norms dualbn", tmp_path)[2] == [2]
+
+
+DESTRUCTOR = """\
+import os, time
+class Dying:
+    def __del__(self):
+        os.kill(os.getpid(), {})
+        time.sleep(0.05)
+Dying()
+time.sleep(20)
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_signal_in_a_destructor_is_not_lost(tmp_path, number, status):
+    (tmp_path / "own.py").write_text(DESTRUCTOR.format(int(number)))
+    _, error, statuses = shell("advnorm --import own.py ls norms", tmp_path)
+    assert statuses == [status] and error == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [("SystemExit(0)", 70), ("SystemExit(1)", 70), ("__import__('asyncio').CancelledError", 70), ("EOFError", 2)],
+)
 def test_what_a_model_raises_is_never_a_verdict(tmp_path, error, status):
     (tmp_path / "own.py").write_text(OWN.format(error))
     _, printed, statuses = shell("advnorm audit own:build --data digits --budget quick", tmp_path)
@@ -116,6 +171,15 @@ def test_a_full_disk_behind_standard_output_is_an_error(tmp_path):
 def test_characters_that_the_terminal_lacks_are_replaced(tmp_path, environment):
     out, error, statuses = shell("advnorm ls studies 'A/*'", tmp_path, **environment)
     assert statuses == [0] and "A/table3" in out and error == ""
+    _, error, statuses = shell("advnorm ls studies Ω", tmp_path, **environment)
+    assert statuses == [2] and error.startswith("error: unknown study ")
+
+
+@pytest.mark.parametrize("columns", ["0", "1", "20"])
+def test_a_narrow_terminal_does_not_change_the_status(tmp_path, columns):
+    for line in ("advnorm ls norms", "advnorm show", "advnorm train --help"):
+        out, error, statuses = shell(line, tmp_path, COLUMNS=columns)
+        assert statuses == [0] and len(out) > 100 and error == "", line
 
 
 def test_paths_of_any_bytes_are_printed_as_they_are(tmp_path):

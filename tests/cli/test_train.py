@@ -13,11 +13,14 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from advnorm import ConfigError, Run
 from advnorm._core.exit_codes import PREEMPTED
 from advnorm.cli.app import app
+from support.command import invoke
+from support.problems import raises_problem
 from support.small_runs import ENVIRONMENT, arguments, images_on_disk, small, train
 
 
@@ -119,3 +122,14 @@ def test_a_closed_standard_output_does_not_stop_a_training(tmp_path):
     shell = ["sh", "-c", f"{shlex.join(command)} >&-"]
     done = subprocess.run(shell, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
     assert done.returncode == 0 and Run(tmp_path / "runs/quiet-seed0").finished, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "code"),
+    [({"WORLD_SIZE": "2", "RANK": "0"}, "missing_option"), ({"WORLD_SIZE": "two"}, "wrong_type")],
+)
+def test_processes_without_an_address_are_an_error(tmp_path, monkeypatch, environment, code):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with raises_problem(code, "WORLD_SIZE"):
+        invoke("train", "--set", "epochs=1", "--out", tmp_path, "--device", "cpu")

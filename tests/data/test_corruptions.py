@@ -156,6 +156,12 @@ def test_all_problems_are_reported_at_once():
             corrupt(torch.rand(1, 3, 8, 8), "fog", 1, seed=seed)
     with raises_problem("wrong_layout", "images"):
         corrupt(torch.rand(1, 3, 8, 8).to_sparse(), "fog", 1)
+    for seed in (-1, 2**31):
+        with raises_problem("out_of_range", "seed"):
+            corrupt(torch.rand(1, 3, 8, 8), "fog", 1, seed=seed)
+    for value in (math.nan, -0.1, 1.1):
+        with raises_problem("out_of_range", "images"):
+            corrupt(torch.full((1, 3, 8, 8), value), "fog", 1)
     with raises_problem("wrong_shape", "images"):
         corrupt(torch.tensor(0.5), "fog", 1, index=torch.arange(1))
 

@@ -132,6 +132,9 @@ def test_the_command_prints_and_writes_the_comparison(dual, data, tmp_path):
     for name, seed in (("one", 0), ("two", 1)):
         benchmark(dual, first(data), THREAT, ["pgd2"], ["clean", "adv"], record=tmp_path / f"{name}.json", seed=seed)
     one, two = tmp_path / "one.json", tmp_path / "two.json"
+    with raises_problem("already_exists", str(one)):
+        invoke("compare", one, two, "--json", one)
+    invoke("compare", one, one, "--json", tmp_path / "c.json")
     text = invoke("compare", one, two, "--json", tmp_path / "c.json").output
     assert "adv, pgd2" in text and "Agresti" in text
     rows = json.loads((tmp_path / "c.json").read_text())["rows"]
@@ -174,10 +177,13 @@ def test_an_edited_record_of_a_cell_or_an_evaluation_is_not_compared(dual, data,
     path.write_text(json.dumps({**cell, "digest": with_digest(cell)["digest"][::-1]}))
     with raises_problem("damaged_file", f"{path}: digest"):
         advnorm.compare(path, path)
-    path.write_text(json.dumps({**cell, "outcomes": [{"rows": [[0, 9]], "bits": {"adv/pgd2": "?"}}]}))
+    path.write_text(json.dumps(cell))  # without a digest, which only cells without outcomes lack
+    with raises_problem("damaged_file", f"{path}: digest"):
+        advnorm.compare(path, path)
+    path.write_text(json.dumps(with_digest({**cell, "outcomes": [{"rows": [[0, 9]], "bits": {"adv/pgd2": "?"}}]})))
     with raises_problem("damaged_file", f"{path}: outcomes"):
         advnorm.compare(path, path)
-    path.write_text(json.dumps({**cell, "run": 3}))
+    path.write_text(json.dumps(with_digest({**cell, "run": 3})))
     with raises_problem("damaged_file", f"{path}: run"):
         advnorm.compare(path, path)
     evaluation = tmp_path / "evaluation.json"

@@ -16,6 +16,7 @@ from torch import nn
 
 import advnorm
 from advnorm._core.locks import exclusive
+from advnorm._core.shapes import with_digest
 from advnorm.attacks import PGD
 from advnorm.attacks.autoattack import AutoAttack
 from advnorm.attacks.autoattack.record import CascadeRecord
@@ -122,6 +123,9 @@ def test_a_randomized_model_is_not_matched_by_its_logits(data, tmp_path):
     assert benchmark(model, first(data), THREAT, "fgsm", record=tmp_path / "r.json").record() == done.record()
 
 
+OTHER = {"format": "advnorm.partial/1", "jobs": {}, "fingerprint": "x", "commit": None, "logits": {}}
+
+
 @pytest.mark.parametrize(
     ("content", "code"),
     [
@@ -129,10 +133,8 @@ def test_a_randomized_model_is_not_matched_by_its_logits(data, tmp_path):
         ("[]", "damaged_file"),
         ('{"format": "advnorm.benchmark/1"}', "not_supported"),
         ('{"format": "advnorm.partial/1", "jobs": {}, "fingerprint": "x"}', "damaged_file"),
-        (
-            '{"format": "advnorm.partial/1", "jobs": {}, "fingerprint": "x", "commit": null, "logits": {}}',
-            "other_evaluation",
-        ),
+        (json.dumps(OTHER), "damaged_file"),
+        (json.dumps(with_digest(OTHER)), "other_evaluation"),
     ],
 )
 def test_a_partial_file_that_does_not_match_is_named(content, code, data, tmp_path):

@@ -129,6 +129,14 @@ def test_the_numbers_of_studies_are_written_too(tmp_path):
     assert (tmp_path / "all.md").read_text().count("\n| ") == len(rows) + 2
 
 
+def test_the_name_of_a_report_fits_its_format(runs, tmp_path):
+    with raises_problem("unknown_name", "format"):
+        invoke("report", runs, "--out", tmp_path / "x.pdf")
+    with raises_problem("conflict", "out"):
+        invoke("report", runs, "--out", tmp_path / "x.html", "--format", "csv")
+    assert invoke("report", runs, "--out", tmp_path / "x", "--format", "csv").exit_code == 0
+
+
 def test_an_unknown_format_and_a_missing_folder_are_rejected(runs, tmp_path):
     with raises_problem("unknown_name", "format"):
         invoke("report", runs, "--format", "xlsx", "--out", tmp_path / "x")

@@ -215,6 +215,16 @@ def test_the_command_writes_the_card_into_the_run_or_another_folder(run, tmp_pat
 # -- weights of a stranger ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["README.md", "config.json"])
+def test_a_folder_of_something_else_keeps_its_files(run, tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    with raises_problem("already_exists", str(tmp_path / name)):
+        invoke("card", run.folder, "--out", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [name] and (tmp_path / name).read_text() == "mine"
+    with raises_problem("not_writable"):
+        invoke("card", run.folder, "--out", tmp_path / name)
+
+
 def change(path, **entries):
     path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
 

@@ -456,13 +456,14 @@ def limited(seconds: float = PATIENCE) -> Iterator[None]:
     def stop(*_: object) -> None:
         raise Hang
 
-    before = signal.signal(signal.SIGALRM, stop)
+    before = signal.signal(signal.SIGALRM, stop), signal.getsignal(signal.SIGTERM)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, before[0])
+        signal.signal(signal.SIGTERM, before[1])  # a command leaves SIGTERM ignored
 
 
 def run_words(words: list[str]) -> tuple[Any, str]:

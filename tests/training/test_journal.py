@@ -83,7 +83,8 @@ def test_metrics_that_were_cut_short_are_left_out(tmp_path):
 
 @pytest.mark.parametrize(
     "line", ["{", "[]", "{}", '{"epoch": 1}', '{"epoch": "1", "step": 4}', '{"epoch": 1, "step": 4, "loss": "x"}',
-             '{"epoch": 1, "step": 4, "loss": NaN}', '{"epoch": 1, "step": 4, "held_out": 3}', "[" * 100_000],
+             '{"epoch": 1, "step": 4, "loss": NaN}', '{"epoch": 1, "step": 4, "a": 1e999}',
+             '{"epoch": 1, "step": 4, "held_out": 3}', "[" * 100_000],
 )  # fmt: skip
 def test_damaged_metrics_are_reported_with_their_line(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text(f'{{"epoch": 1, "step": 4}}\n{line}\n')

@@ -198,6 +198,28 @@ def test_an_edited_record_is_rejected(tmp_path):
     path.write_text(json.dumps(record))
     with raises_problem("damaged_file", f"{path}: digest"):
         _ = advnorm.Run.open(run.folder).record
+    del record["digest"]
+    path.write_text(json.dumps(record))
+    with raises_problem("damaged_file", f"{path}: digest"):
+        _ = advnorm.Run.open(run.folder).record
+
+
+@pytest.mark.parametrize("text", ["1e999", "-4", "4000000000"])
+def test_a_number_that_cannot_be_is_reported_with_its_file(tmp_path, text):
+    run = train(small(epochs=1), tmp_path)
+    path = run.folder / "run.json"
+    path.write_text(path.read_text().replace('"num_classes": 4', f'"num_classes": {text}'))
+    with raises_problem("damaged_file") as caught:
+        run.model()
+    (problem,) = caught.value.problems
+    assert problem.field in (str(path), f"{path}: data.num_classes") and problem.hint
+
+
+def test_metrics_that_cannot_be_read_have_a_fix(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with raises_problem("missing_file") as caught:
+        advnorm.Run(tmp_path).metrics()
+    assert caught.value.problems[0].hint
 
 
 def test_a_folder_that_cannot_be_named_is_an_error():

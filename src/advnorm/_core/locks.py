@@ -86,7 +86,7 @@ def _acquire(path: Path, target: Path) -> int:
 def is_held(target: Path) -> bool:
     """Whether another process holds the lock of a file or folder."""
     try:
-        handle = os.open(lock_path(target), os.O_RDONLY)
+        handle = os.open(lock_path(target), os.O_RDONLY | os.O_NONBLOCK)  # opening a FIFO would block
     except OSError:
         return False
     try:

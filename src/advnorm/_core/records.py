@@ -6,10 +6,11 @@ import errno
 import hashlib
 import io
 import json
+import math
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,18 @@ def writable_problems(path: Path | str) -> list[Problem]:
     return [Problem("not_writable", f"cannot write {{field}}: {reason}", str(path), hint="choose another place")]
 
 
+def output_problems(path: Path | str, is_own: Callable[[bytes], bool]) -> list[Problem]:
+    """Reasons why a file cannot or must not be written: a file of another kind, such as an input, is not replaced.
+
+    ``is_own`` tells from the content of an existing file whether the same command wrote it. An empty file is replaced.
+    """
+    problems = writable_problems(path)
+    if not problems and os.path.exists(path) and (content := read_bytes(path)) and not is_own(content):
+        words = "{field} exists and is not an earlier output of this command"
+        problems = [Problem("already_exists", words, str(path), hint="choose another name, or delete the file")]
+    return problems
+
+
 def _behind_links(path: Path | str) -> Path:
     """The file that a path leads to. It is regular or absent: replacing a FIFO or a device would destroy it."""
     target = Path(os.path.realpath(path))
@@ -102,13 +115,16 @@ def _behind_links(path: Path | str) -> Path:
 def write_atomic(path: Path | str, data: bytes) -> None:
     """Write a file so that it is complete or absent, even after a power loss; an old file stays until then.
 
-    A link stays, and its target is written. A killed process leaves ``.NAME.PID.part``, see :func:`interrupted_write`.
+    The permissions of an old file stay. A link stays, and its target is written. A killed process leaves
+    ``.NAME.PID.part``, see :func:`interrupted_write`.
     """
     path = _behind_links(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as file:
+            with suppress(OSError):  # no old file, or a file system without permissions
+                os.fchmod(file.fileno(), stat.S_IMODE(os.stat(path).st_mode))
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -116,11 +132,12 @@ def write_atomic(path: Path | str, data: bytes) -> None:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)  # a new name survives a power loss only if its folder is synced
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    with suppress(OSError):  # the file is written, also if its folder cannot be read or synced
+        folder = os.open(path.parent, os.O_RDONLY)  # a new name survives a power loss only if its folder is synced
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def write_figure(path: Path | str, figure: Any) -> None:
@@ -142,18 +159,27 @@ def write_json(path: Path | str, data: Any) -> None:
     write_atomic(path, text.encode(errors="backslashreplace"))
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a record that :func:`write_json` wrote."""
-    try:
-        data = json.loads(read_bytes(path), parse_constant=int)  # NaN and Infinity, which we never write
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, AdvnormError):
-            raise
-        data = None
+def read_json(path: Path, hint: str = "choose another file") -> dict[str, Any]:
+    """Read a record that :func:`write_json` wrote; ``hint`` is the fix if it is damaged."""
+    data = parse_json(read_bytes(path))
     if not isinstance(data, dict):
         words = "{field} is damaged or was not written by advnorm"
-        raise ConfigError("damaged_file", words, field=str(path), hint="choose another file")
+        raise ConfigError("damaged_file", words, field=str(path), hint=hint)
     return data
+
+
+def parse_json(text: bytes) -> Any:
+    """Return the data of a JSON text; None if it is damaged. Numbers that are not finite are damage: we write none."""
+    try:
+        return json.loads(text, parse_constant=int, parse_float=_finite)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):  # 1e999
+        raise ValueError(text)
+    return value
 
 
 def digest(*parts: Any) -> str:

@@ -43,6 +43,11 @@ class Setting:
     range: str = ""
 
 
+#: The range of every seed. Its upper limit leaves room for steps and ranks beside it in a 63-bit number.
+SEEDS = "[0, 2147483647]"
+Seed = Annotated[int, Setting("Seed of the random numbers of each image.", SEEDS)]
+
+
 class SettingRow(NamedTuple):
     """One setting as help texts and the reference page show it."""
 

@@ -21,8 +21,11 @@ Fraction = Annotated[float, Setting("A fraction.", "[0, 1]")]
 
 
 def read_record(path: Path, shape: Any, form: str | int, fix: str) -> dict[str, Any]:
-    """Read a JSON file of a format and a shape (a ``TypedDict`` or a dataclass); ``fix`` is the hint if it differs."""
-    record = read_json(path)
+    """Read a JSON file of a format and a shape (a ``TypedDict`` or a dataclass); ``fix`` is the hint if it differs.
+
+    A shape with an entry ``digest: str`` requires the digest. Shapes of older records, which have none, do not.
+    """
+    record = read_json(path, fix)
     check_record(record, shape, path, fix, form)
     return record
 

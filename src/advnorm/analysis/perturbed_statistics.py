@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from advnorm._core.errors import ConfigError, Description, Problem, raise_problems
 from advnorm._core.precision import float32_as
 from advnorm._core.seeding import ImageNoise
-from advnorm._core.settings import Setting, convert_fields
+from advnorm._core.settings import SEEDS, Setting, convert_fields
 from advnorm._core.wrappers import device_of, unwrap_model
 from advnorm.analysis.banks import routed_copy
 from advnorm.analysis.base import BranchView, Finding, TableData, format_percent, register_analysis, view_conditions
@@ -74,7 +74,7 @@ class StatisticsPerturbation:
         Literal["batch_frozen", "running"], Setting("Statistics of the batch, or the running ones.")
     ] = "batch_frozen"
     route: Annotated[str | None, Setting("Evaluated branch; none: the branch of an enclosing `advnorm.route`.")] = None
-    seed: Annotated[int, Setting("Seed of random directions.")] = 0
+    seed: Annotated[int, Setting("Seed of random directions.", SEEDS)] = 0
 
     def __post_init__(self) -> None:
         problems = convert_fields(self)

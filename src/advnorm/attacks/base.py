@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from advnorm._core.errors import ConfigError, Problem, raise_problems
 from advnorm._core.precision import float32_as
 from advnorm._core.seeding import ImageNoise
-from advnorm._core.settings import Setting, convert_fields
+from advnorm._core.settings import Seed, Setting, convert_fields
 from advnorm.attacks.inputs import validate_batch, validating_first_logits
 from advnorm.attacks.losses import misclassified
 from advnorm.attacks.model_access import Predict, never_alone, predicting
@@ -50,7 +50,7 @@ class Attack(ABC):
     needs_gradients: ClassVar[bool] = True
 
     threat: ThreatModel
-    seed: Annotated[int, Setting("Seed of the random numbers of each image.")] = 0
+    seed: Seed = 0
     route: Annotated[str | None, Setting("Attacked branch; none: the branch of an enclosing `advnorm.route`.")] = None
     statistics: Annotated[Mode, Setting("Statistics of batch norms during the attack.")] = "running"
     progress: Progress | None = field(default=None, repr=False, compare=False)

@@ -33,6 +33,10 @@ class WallClock(TypedDict):
     first_step: float
 
 
+class _WallClockFile(WallClock):
+    digest: str
+
+
 class TrainingFailed(AdvnormError):
     """A training in another process failed, or stopped before its end."""
 
@@ -104,5 +108,5 @@ def read_wall_clock(run: Run) -> WallClock | None:
     path = run.folder / FILE
     if not path.exists():
         return None
-    record = read_record(path, WallClock, FORMAT, "delete it; the time of this run is then unknown")
+    record = read_record(path, _WallClockFile, FORMAT, "delete it; the time of this run is then unknown")
     return {"seconds": record["seconds"], "first_step": record["first_step"]}

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from advnorm.cli.command import INTEGERS, KEY_VALUE, command, console, own_code, write_copy
+from advnorm.cli.command import INTEGERS, KEY_VALUE, check_copy, command, console, own_code, write_copy
 from advnorm.cli.options import DataDir, Device, JsonCopy, Limit, Overrides, Seed
 
 app = typer.Typer(
@@ -311,15 +311,14 @@ def bench_surgery(
 @contextmanager
 def _measuring(record: Path | None) -> Iterator[tuple[Callable[[str], None], Callable[[Any], None]]]:
     """Scope: the record can be written; yields functions that show the current row and write the results so far."""
-    from advnorm._core.errors import raise_problems
     from advnorm._core.progress import show_progress
-    from advnorm._core.records import writable_problems, write_json
+    from advnorm._core.records import write_json
 
     def save(result: Any) -> None:  # after every row, because a row can take hours
         if record is not None:
             write_json(record, result.record())
 
-    raise_problems(writable_problems(record) if record else [])
+    check_copy(record)
     with show_progress() as display:
         task = display.task("measuring")
         yield lambda row: task.update(description=f"measuring {row}"), save

@@ -45,8 +45,20 @@ def say(text: object, style: str | None = None) -> None:
     console.print(printable(str(text)), style=style, soft_wrap=True)
 
 
+def check_copy(path: Path | None, form: str | None = None) -> None:
+    """Raise if the file of ``--json`` cannot be written, or is not an earlier copy of a record with this format."""
+    from advnorm._core.errors import raise_problems
+    from advnorm._core.records import output_problems, parse_json
+
+    def is_own(content: bytes) -> bool:
+        data = parse_json(content)
+        return isinstance(data, dict) and data.get("format") == form and (form is not None or "torch" in data)
+
+    raise_problems(output_problems(path, is_own) if path is not None else [])
+
+
 def write_copy(path: Path | None, result: Any) -> None:
-    """Write the record of a printed result to the file of ``--json``, if that is given."""
+    """Write the record of a printed result to the file of ``--json``, see :func:`check_copy`."""
     from advnorm._core.records import write_json
 
     if path is not None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from advnorm.cli.command import console, write_copy
+from advnorm.cli.command import check_copy, console, write_copy
 from advnorm.cli.options import JsonCopy
 
 
@@ -29,6 +29,7 @@ def compare(
     from advnorm._core.errors import ConfigError
     from advnorm.evaluation import comparison
 
+    check_copy(json, comparison.FORMAT)
     for name, words in {"attack": attack, "route": route}.items():
         if words and len(words) > 2:
             raise ConfigError("conflict", "{field} takes one name, or one for each side", field=name, got=len(words))

@@ -27,16 +27,19 @@ def report(
 
     Examples: `advnorm report results/ --out report.html`, `advnorm report runs/`, `advnorm report runs/ --format csv`
     """
-    from advnorm._core.errors import raise_problems, unknown_name
+    from advnorm._core.errors import ConfigError, raise_problems, unknown_name
     from advnorm._core.records import writable_problems, write_atomic
     from advnorm.evaluation.report_data import collect_results
     from advnorm.report.files import FORMATS
 
     suffix = out.suffix.removeprefix(".") if out else ""
-    form = form or (suffix if suffix in FORMATS else "html")
+    form = form or suffix or "html"
+    raise_problems([] if form in FORMATS else [unknown_name("format", form, FORMATS)])
+    if suffix not in ("", form):
+        hint = f"omit --format, or name the file {out and out.with_suffix(f'.{form}')}"
+        raise ConfigError("conflict", f"{{field}} ends in .{suffix}, but --format is {form}", "out", hint=hint)
     out = out or Path(f"report.{form}")
-    unknown = [] if form in FORMATS else [unknown_name("format", form, FORMATS)]
-    raise_problems([*unknown, *writable_problems(out)])
+    raise_problems(writable_problems(out))
     found = None if (results / "records").is_dir() else collect_results(results)
     if found and (found["runs"] or found["benchmarks"] or found["audits"]):
         text, contents, problems = _runs_report(found, form)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
 from advnorm._core.errors import Problem, raise_problems
-from advnorm._core.settings import Named, Setting, convert_fields
+from advnorm._core.settings import SEEDS, Named, Setting, convert_fields
 from advnorm.attacks import Attack
 from advnorm.attacks import get as get_attack
 from advnorm.attacks.pgd import PGD, PGDSettings
@@ -143,6 +143,5 @@ class TrainingSettings:
         tuple[int, ...], Setting("Epochs whose model is kept as the checkpoint `epoch5` and so on; scaled by `budget`.")
     ] = ()
 
-    # The upper limit leaves room for steps and ranks beside it in a 63-bit seed.
-    seed: Annotated[int, Setting("Seed of weights, batches and noise.", "[0, 2147483647]")] = 0
+    seed: Annotated[int, Setting("Seed of weights, batches and noise.", SEEDS)] = 0
     name: Annotated[str | None, Setting("Name of the run; none: made from the main settings and the digest.")] = None

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from advnorm._core.errors import Description, Problem, collect_problems, raise_problems, unknown_name
+from advnorm._core.errors import ConfigError, Description, Problem, collect_problems, raise_problems, unknown_name
 from advnorm._core.seeding import ImageNoise
-from advnorm._core.settings import convert
+from advnorm._core.settings import Seed, convert
 from advnorm._core.tensors import dense_problems
 from advnorm.data.image_filters import (
     box_matrix,
@@ -62,8 +62,11 @@ def corrupt(images: Tensor, corruption: str, severity: int, *, seed: int = 0, in
         message = "{field} must have shape (N,), one integer for each image"
         problems.append(Problem(code="wrong_shape", message=message, field="index", got=tuple(index.shape)))
     with collect_problems(problems):
-        convert("seed", int, seed)
+        convert("seed", Seed, seed)
     raise_problems(problems, "bad corruption")
+    if not ((images >= 0) & (images <= 1)).all():
+        hint = "check the data for NaN, or use images.clamp(0, 1)"
+        raise ConfigError("out_of_range", "{field} must lie in [0, 1]", field="images", hint=hint)
     if index is None:
         index = torch.arange(len(images))
     noise = ImageNoise(seed, index.to(images.device)).fold("corruption").fold(corruption).fold(severity)

@@ -39,6 +39,7 @@ class FeatureRecipe(TypedDict):
     shard_size: int
     source: dict[str, Any]
     recipe: NotRequired[dict[str, Any]]
+    digest: str
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Evaluated: TypeAlias = BenchmarkResult | Path | str
 #: Results per image by route and attack, and the rows of the images.
 _Outcomes: TypeAlias = tuple[str, Tensor, dict[str, dict[str, Tensor]]]
+FORMAT = "advnorm.comparison/1"
 METHOD = (
     "95 % intervals: Wilson for accuracies; for differences Wald with half an observation added to each outcome of a "
     "pair (Agresti and Min 2005). p: exact McNemar test."
@@ -82,7 +83,7 @@ class Comparison:
 
     def record(self) -> dict[str, Any]:
         """Return plain data for JSON."""
-        return {"format": "advnorm.comparison/1", "method": METHOD, "rows": [asdict(row) for row in self.rows]}
+        return {"format": FORMAT, "method": METHOD, "rows": [asdict(row) for row in self.rows]}
 
 
 def compare(

@@ -53,7 +53,8 @@ def distill(plan: EvaluationPlan, route: str | None) -> nn.Module:
         copy = _network(x, shares.shape[1])
         for turn in range(1, ROUNDS + 1):
             _fit(copy, points, shares)
-            attacks = [PGD(threat=plan.threat, steps=ATTACK_STEPS, loss=loss, seed=plan.seed + turn) for loss in LOSSES]
+            seed = (plan.seed + turn) % 2**31
+            attacks = [PGD(threat=plan.threat, steps=ATTACK_STEPS, loss=loss, seed=seed) for loss in LOSSES]
             found = torch.cat([attack(copy, x, y, index=index) for attack in attacks])
             points, shares = torch.cat([points, found]), torch.cat([shares, answer(found, turn)])
         _fit(copy, points, shares)

@@ -36,6 +36,15 @@ class CellShape(TypedDict):
     outcomes: NotRequired[list[PackedOutcomes] | None]
 
 
+class _SignedCell(CellShape):
+    digest: str
+
+
+def check_cell(record: Mapping[str, Any], source: object, cure: str) -> None:
+    """Raise if a cell's record is damaged. One with outcomes needs a digest; older versions wrote neither."""
+    check_record(record, _SignedCell if "outcomes" in record else CellShape, source, cure, CELL_FORMAT)
+
+
 def pack_bits(values: Tensor) -> str:
     """Return one bit per image as base64, the first image in the highest bit of the first byte."""
     return base64.b64encode(np.packbits(values.bool().cpu().numpy()).tobytes()).decode()
@@ -104,7 +113,7 @@ def read_outcomes(record: Mapping[str, Any]) -> tuple[Tensor, dict[str, dict[str
 def read_cell_outcomes(record: Mapping[str, Any], source: object) -> tuple[str, Tensor, dict[str, dict[str, Tensor]]]:
     """Return the data set, the rows of the images and the results per image of a study's cell."""
     cure = "measure it again, or compare evaluations"
-    check_record(record, CellShape, source, cure, CELL_FORMAT)
+    check_cell(record, source, cure)
     parts: Sequence[PackedOutcomes] = record.get("outcomes") or ()
     if not parts:
         raise ConfigError("missing_outcomes", f"{source} has no results per image", "record", hint=cure)

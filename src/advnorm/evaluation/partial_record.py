@@ -52,6 +52,7 @@ class PartialFile(TypedDict):
     commit: str | None
     logits: dict[str, Any]
     jobs: dict[str, JobEntries]
+    digest: str
 
 
 class PartialRecord:

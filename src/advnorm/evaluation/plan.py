@@ -17,7 +17,7 @@ from advnorm._core.devices import resolve_device
 from advnorm._core.errors import ConfigError, Description, Problem, collect_problems, raise_problems, unknown_name
 from advnorm._core.provenance import environment
 from advnorm._core.records import digest, model_fingerprint, writable_problems
-from advnorm._core.settings import Setting, convert
+from advnorm._core.settings import Seed, Setting, convert
 from advnorm._core.tensors import meta_problems
 from advnorm.attacks import input_gradient
 from advnorm.attacks.inputs import model_failure, validate_batch, validating_first_logits
@@ -153,8 +153,9 @@ def plan_evaluation(
     """
     problems = type_problems(model=(model, nn.Module), threat=(threat, ThreatModel))
     problems += statistics_problems(statistics) + _about_problems(about)
-    with collect_problems(problems):
-        convert("route", Routes, route)
+    for name, (kind, value) in {"route": (Routes, route), "seed": (Seed, seed)}.items():
+        with collect_problems(problems):
+            convert(name, kind, value)
     raise_problems(problems, "bad evaluation")
     for name, count in {"batch_size": batch_size, "limit": limit}.items():
         with collect_problems(problems):

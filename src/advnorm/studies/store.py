@@ -10,8 +10,8 @@ from typing import Literal
 
 from advnorm._core.errors import AdvnormError, ConfigError, Problem
 from advnorm._core.records import read_json, write_json
-from advnorm._core.shapes import check_record, with_digest
-from advnorm.evaluation.outcomes import CellShape
+from advnorm._core.shapes import with_digest
+from advnorm.evaluation.outcomes import check_cell
 from advnorm.studies.record import CellRecord, matches_cell, outdated_settings, record_name, record_problems
 from advnorm.studies.registry import STUDIES, equivalent_cells
 from advnorm.studies.study import Protocol, Study
@@ -129,7 +129,7 @@ class RecordStore:
             reasons = "; ".join(map(str, problems))
             return self._problem(problems[0].code, f"{{field}} is skipped: not a record of a cell: {reasons}", path)
         try:
-            check_record(record, CellShape, name, "delete the file, then the same command measures the cell again")
+            check_cell(record, name, "delete the file, then the same command measures the cell again")
         except ConfigError as error:
             return self._problem("damaged_file", f"{{field}} is skipped: {error}", path)
         return record

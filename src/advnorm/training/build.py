@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, TypedDict
+from typing import Annotated, Any, TypedDict
 
 import torch
 from torch import nn
 
+from advnorm._core.settings import Setting
 from advnorm.config import Config
 from advnorm.data import FolderData, ImageData, make_loader
 from advnorm.data.loader import Loader
@@ -35,13 +36,16 @@ def build_loader(
     return make_loader(data, channels_last=config.channels_last is True, workers=workers, **place, **settings)
 
 
+Classes = Annotated[int, Setting("Number of classes.", "[1, 2147483647]")]
+
+
 class DataProperties(TypedDict):
     """The properties of a data set that a model and a record need."""
 
     name: str
     images: int
     image_shape: tuple[int, int, int]
-    num_classes: int
+    num_classes: Classes
     fingerprint: str
 
 

@@ -119,9 +119,8 @@ def _system_errors_translated() -> Iterator[None]:
     except OSError as error:
         if isinstance(error, AdvnormError):
             raise
-        raise TrainingError(
-            "not_writable", f"cannot read or write a file: {error}", hint=f"run the same command to resume; {intact}"
-        ) from error
+        hint = f"free disk space, or remove what is in its place; then the same command resumes; {intact}"
+        raise TrainingError("not_writable", f"cannot read or write a file: {error}", hint=hint) from error
 
 
 def _log_failure(journal: Journal, _kind: Any, error: BaseException | None, _trace: Any) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from advnorm._core.devices import resolve_device
 from advnorm._core.distributed import rank, world_size
-from advnorm._core.errors import AdvnormError
+from advnorm._core.errors import AdvnormError, ConfigError
 
 
 class TrainingError(AdvnormError, RuntimeError):
@@ -80,13 +80,25 @@ def enter_ranks(device: str | torch.device | None) -> Iterator[Ranks]:
     """
     device = resolve_device(device)
     with ExitStack() as stack:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        if not dist.is_initialized() and _launched_processes() > 1:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
             atexit.register(_leave)
         if device.type == "cuda":
             stack.enter_context(torch.cuda.device(device))
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         yield Ranks(device=device, rank=rank(), world=world_size())
+
+
+def _launched_processes() -> int:
+    """Number of processes that torchrun started together with this one, from its environment."""
+    count, hint = os.environ.get("WORLD_SIZE", "1"), "start the command with torchrun, or unset WORLD_SIZE"
+    if not count.isdecimal():
+        raise ConfigError("wrong_type", "{field} must be a number of processes", "WORLD_SIZE", got=count, hint=hint)
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if int(count) > 1 and missing:
+        words = f"WORLD_SIZE is {count}, but {' and '.join(missing)} are missing in the environment"
+        raise ConfigError("missing_option", words, field="WORLD_SIZE", hint=hint)
+    return int(count)
 
 
 def _leave() -> None:

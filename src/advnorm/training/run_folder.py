@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError
 from advnorm._core.locks import exclusive
-from advnorm._core.records import read_bytes, write_atomic, write_json
+from advnorm._core.records import parse_json, read_bytes, write_atomic, write_json
 from advnorm._core.shapes import check_record, read_record
 from advnorm.config import Config
 from advnorm.models.weights import fit_weights, load_weights, restore_model
@@ -23,6 +22,7 @@ from advnorm.training import checkpoint
 from advnorm.training.build import DataProperties, build_model
 
 FORMAT = "advnorm.run/1"
+ROWS_CURE = "restore the file, or train the run again in another folder"
 #: A checkpoint of a run: ``best``, ``last``, or ``epoch5`` if ``snapshots`` contains that epoch.
 CheckpointName = str
 
@@ -53,6 +53,7 @@ class RunRecord(RunDescription):
     threads: int
     torch: str
     commit: str | None
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class Run:
     def metrics(self) -> list[dict[str, Any]]:
         """A row per epoch so far."""
         path = self.folder / "metrics.jsonl"
-        *whole, _ = read_bytes(path).split(b"\n") if os.path.lexists(path) else [b""]
+        *whole, _ = read_bytes(path, hint=ROWS_CURE).split(b"\n") if os.path.lexists(path) else [b""]
         return [_read_row(line, f"{path}, line {place}") for place, line in enumerate(whole, 1)]
 
     def model(self, which: CheckpointName | None = None, device: str | torch.device = "cpu") -> nn.Module:
@@ -196,12 +197,9 @@ class Run:
 
 
 def _read_row(line: bytes, source: str) -> dict[str, Any]:
-    try:
-        row: Any = json.loads(line, parse_constant=int)
-    except (ValueError, RecursionError):
-        row = None
+    row = parse_json(line)
     for shape in (EpochMetrics, dict[str, float | dict[str, float]]):
-        check_record(row, shape, source, "restore the file, or train the run again in another folder")
+        check_record(row, shape, source, ROWS_CURE)
     return row
 
 

@@ -203,6 +203,23 @@ def test_a_model_is_identified_by_its_logits_too(linf, tmp_path):
         quick(linf.threat).evaluate(model, x, y, record=tmp_path / "record")
 
 
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"digest": None}, "digest"),
+        ({"asked": {}}, "asked.logits"),
+        ({"asked": {"logits": [[1.0]]}}, "asked.logits.0.0"),
+    ],
+)
+def test_a_record_that_was_edited_raises(linf, tmp_path, change, field):
+    path, attack = tmp_path / "record" / "record.json", quick(linf.threat, batch_size=12)
+    interrupted(attack, linf, path.parent, 3)
+    record = json.loads(path.read_text()) | change
+    path.write_text(json.dumps({name: value for name, value in record.items() if value is not None}))
+    with raises_problem("damaged_file", f"{path}: {field}"):
+        attack.evaluate(linf.model, *linf.first(30), record=path.parent)
+
+
 def test_a_record_of_another_format_raises(linf, tmp_path):
     folder = tmp_path / "record"
     interrupted(quick(linf.threat, batch_size=12), linf, folder, 3)

@@ -112,11 +112,18 @@ class CascadeAnswer(TypedDict):
     seconds: dict[str, float]
 
 
+class CascadeRequest(TypedDict):
+    """The request in ``record.json``; its other entries are compared as they are."""
+
+    logits: list[list[str]]
+
+
 class CascadeFile(TypedDict):
     """``record.json``."""
 
-    asked: dict[str, Any]
+    asked: CascadeRequest
     answer: NotRequired[CascadeAnswer]
+    digest: str
 
 
 class CascadeRecord:
