@@ -93,4 +93,4 @@ def test_numbers_of_a_stand_in_say_nothing_about_the_papers_numbers_and_the_outc
     assert (result["verdict"], result["clauses"]) == ("undecided", [])
     decided = [one for one in summary["studies"] if one["results"][0]["verdict"] != "not run"]
     assert len(decided) > 1  # other studies of the paper use these trainings
-    assert f"{len(decided)} `imagenette`" in outcome_sentence(summary)
+    assert f"{len(decided)} by `imagenette`" in outcome_sentence(summary)
