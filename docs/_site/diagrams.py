@@ -257,14 +257,14 @@ VERDICT_COLOURS = {"real": "#cfeadd", "inconclusive": "#fbeecb", "false": "#f9d5
 
 def verdicts() -> Drawing:
     """The audit's verdict for each pair of PGD-10 and worst-case accuracy, without any other sign; with our records."""
-    from advnorm.evaluation.evidence import decide, weigh_gap
+    from advnorm.evaluation.evidence import decide_verdict, weigh_gap
 
     d = Drawing(760, 470, "The verdict of an audit by PGD-10 accuracy and worst-case accuracy")
     left, base, unit, end = 70, 410, 6.2, 60
 
     def verdict(claimed: int, worst: int) -> str:
         gap = weigh_gap(claimed / 100, worst / 100, images=1000)
-        return decide(claimed / 100, worst / 100, [gap], chance=0.1, images=1000)[0]
+        return decide_verdict(claimed / 100, worst / 100, [gap], chance=0.1, images=1000)[0]
 
     for worst in range(end):
         claimed = worst

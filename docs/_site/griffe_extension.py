@@ -68,6 +68,13 @@ def _declared(annotation: Any, module: griffe.Module) -> tuple[Any, str] | None:
     kind, *rest = annotation.slice.elements
     for item in rest:
         if isinstance(item, griffe.ExprCall) and str(item.function) == "Setting":
-            words = [ast.literal_eval(str(argument)) for argument in item.arguments]
+            words = [_literal(argument, module) for argument in item.arguments]
             return kind, f"{words[0]} In `{words[1]}`." if len(words) > 1 else words[0]
     return None
+
+
+def _literal(argument: Any, module: griffe.Module) -> str:
+    """The text of an argument: a literal, or the name of a constant."""
+    if isinstance(argument, griffe.ExprName):
+        argument = module.modules_collection[argument.canonical_path].value
+    return ast.literal_eval(str(argument))

@@ -183,8 +183,6 @@ class Analysis:
 
 
 ANALYSES: Registry[Analysis] = Registry("analysis", Analysis)
-#: Return the names of the analyses that match a shell pattern.
-list_analyses = ANALYSES.names
 register_analysis = ANALYSES.register
 """Decorator that registers a function that returns a :class:`Finding`: ``@register_analysis(name, summary="…")``.
 
@@ -198,3 +196,8 @@ register_analysis = ANALYSES.register
 ``summary`` is required. ``paper`` and ``measure`` are optional. The settings of the function ``measure`` become options
 of the analysis.
 """
+
+
+def list_analyses(pattern: str = "*") -> list[str]:
+    """Return the names of the analyses that match a shell pattern."""
+    return ANALYSES.names(pattern)

@@ -55,8 +55,6 @@ _LIMIT = inspect.Parameter(
 
 
 DATASETS: Registry[DataSource] = Registry("data set", DataSource)
-#: Return the names of the registered data sets that match a shell pattern.
-list_datasets = DATASETS.names
 register_dataset = DATASETS.register
 """Decorator that registers a reader: ``@register_dataset(name, summary="…", needs_root=False)``.
 
@@ -64,6 +62,11 @@ The reader is ``read(root, split, *, options)``, or ``read(split, *, options)`` 
 :class:`ImageData` or :class:`FolderData`, or images and labels if ``num_classes`` is given. ``summary`` is required.
 ``splits`` (default: train, test), ``size``, ``missing`` and ``remote_files`` are optional.
 """
+
+
+def list_datasets(pattern: str = "*") -> list[str]:
+    """Return the names of the registered data sets that match a shell pattern."""
+    return DATASETS.names(pattern)
 
 
 def resolve_source(name: Path | str, root: Path | str | None = None) -> tuple[str, Path | str | None]:

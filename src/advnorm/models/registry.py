@@ -79,8 +79,6 @@ class ModelRegistry(Registry[ModelSpec]):
 
 
 MODELS = ModelRegistry("model", ModelSpec)
-#: Names of the registered models that match a shell pattern.
-list_models = MODELS.names
 register_model = MODELS.register
 """Decorator that registers a function that builds a network: ``@register_model(name, mean=None, std=None)``.
 
@@ -88,6 +86,11 @@ The function gets ``layers``, which has ``num_classes``, ``in_channels``, ``norm
 ``mean`` and ``std`` normalize the input (default: those of CIFAR-10; None: no normalization). ``has_norm=False``
 declares a network without norms. ``options`` maps names of further keyword arguments of the function to their types.
 """
+
+
+def list_models(pattern: str = "*") -> list[str]:
+    """Names of the registered models that match a shell pattern."""
+    return MODELS.names(pattern)
 
 
 def create_model(

@@ -46,8 +46,6 @@ class NormRecipe:
 NormNames = str | Mapping[str, str] | Sequence[tuple[str, str]]
 
 NORMS: Registry[NormRecipe] = Registry("norm", NormRecipe)
-#: Names of the registered norms that match a shell pattern.
-list_norms = NORMS.names
 register_norm = NORMS.register
 """Decorator that registers a norm: ``@register_norm(name, num_domains=2, summary="…")``.
 
@@ -94,6 +92,11 @@ for _short, _long, _groups, _papers in (
 register_norm("none", family="none", summary="no normalization", paper="C, D")(
     partial(per_sample_plan, statistics="none", own_affine=False)
 )
+
+
+def list_norms(pattern: str = "*") -> list[str]:
+    """Names of the registered norms that match a shell pattern."""
+    return NORMS.names(pattern)
 
 
 def make_plan(name: str, *, domains: Sequence[str] | None = None, **options: Any) -> Plan:

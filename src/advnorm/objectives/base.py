@@ -388,10 +388,13 @@ def _attack_choices(attack: Attack) -> str:
 
 
 OBJECTIVES: Registry[type[Objective]] = Registry("objective")
-#: Names of the registered objectives that match a shell pattern.
-list_objectives = OBJECTIVES.names
 register_objective = OBJECTIVES.register
 """Decorator that registers a subclass of :class:`Objective`: ``@register_objective(name)``, without keywords."""
+
+
+def list_objectives(pattern: str = "*") -> list[str]:
+    """Names of the registered objectives that match a shell pattern."""
+    return OBJECTIVES.names(pattern)
 
 
 def needs_both_domains(plan: Plan) -> bool:

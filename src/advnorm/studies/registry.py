@@ -52,8 +52,6 @@ class StudyRegistry(Registry[Study]):
 
 
 STUDIES = StudyRegistry("study")
-#: Return the names of the studies that match a shell pattern, such as ``"A/*"``.
-list_studies = STUDIES.names
 #: Protocols of a paper beside the general ones, by letter: what each makes of a cell.
 PAPER_PROTOCOLS: dict[str, dict[Protocol, Callable[[Cell], Cell]]] = {}
 
@@ -98,6 +96,11 @@ def register_protocol(paper: str, protocol: Protocol) -> Callable[[Callable[[Cel
         return plan
 
     return register
+
+
+def list_studies(pattern: str = "*") -> list[str]:
+    """Return the names of the studies that match a shell pattern, such as ``"A/*"``."""
+    return STUDIES.names(pattern)
 
 
 def names_paper(name: str) -> bool:
