@@ -188,9 +188,7 @@ _RECIPES: dict[str, Recipe] = {
     "undefended_wide": lambda p: p.standard(p.network(width=2.0)),
     "undefended_ln": lambda p: p.standard(p.network(norm="ln")),
     "noise_trained": lambda p: p.standard(p.network(), noise(0.3 * p.scale.eps)),
-    "noise_trained_strongly": lambda p: p.standard(
-        p.network(width=2.0), lambda x: x + p.scale.eps * torch.randn_like(x)
-    ),
+    "noise_trained_strongly": lambda p: p.standard(p.network(width=2.0), noise(p.scale.eps)),
     "dropout_trained": lambda p: p.standard(p.network(width=2.0), lambda x: F.dropout(x, 0.3)),
     "random_resize": lambda p: p.standard(p.network(width=2.0), random_resize, epochs=3 * p.scale.epochs),
     "pgd_at": lambda p: p.objective(Classical(p.network(), p.pgd())),
