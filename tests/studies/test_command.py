@@ -1,8 +1,10 @@
 """The verbs ``study`` and ``show``: what they run, what they print, and their exit status."""
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -19,6 +21,8 @@ from advnorm.studies import STUDIES
 from advnorm.studies.results import values_read_by_check
 from advnorm.studies.task import list_tasks
 from support.problems import raises_problem
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "studies.md"
 
 
 def invoke(*arguments):
@@ -61,6 +65,15 @@ def test_a_dry_run_lists_the_state_of_each_cell_and_runs_nothing(tmp_path):
     assert "88.06 | 90.00" in out.output and "claim: " in out.output  # existing records
     empty = invoke("study", "A/table3", "--protocol", "fast", "--dry-run", "--out", tmp_path / "empty")
     assert empty.exit_code == 0 and "claim: " not in empty.output
+
+
+def test_the_cost_of_several_studies_counts_a_shared_training_once(tmp_path):
+    out = invoke("study", "E/*", "--stand-in", "imagenette", "--dry-run", "--out", tmp_path)
+    assert out.exit_code == 0
+    each = [int(count) for count in re.findall(r"^pending: (\d+) training", out.output, re.MULTILINE)]
+    together = re.search(r"^\d+ studies together: pending: (\d+) training.*", out.output, re.MULTILINE)
+    assert together and max(each) < int(together[1]) < sum(each)
+    assert together[0] in GUIDE.read_text(), "the page shows what the command prints"
 
 
 def test_a_figure_without_printed_numbers_is_listed_in_lines():

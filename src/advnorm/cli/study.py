@@ -74,7 +74,7 @@ def study(
     """
     from advnorm._core.errors import raise_problems
     from advnorm._core.exit_codes import FAILED, PREEMPTED, Terminated
-    from advnorm.cli.study_tables import task_table
+    from advnorm.cli.study_tables import describe_cost, task_table
     from advnorm.studies.launch import launch_problems
     from advnorm.studies.registry import find_all
     from advnorm.studies.results import training_rates
@@ -107,6 +107,8 @@ def study(
             raise_problems(problems, "no cell can be run (--dry-run shows existing records)")
         for found in studies:
             console.print(task_table(tasks_by_study[found.name], store, training_rates(found, store)))
+        if len(studies) > 1 and (cost := describe_cost(tasks, store)):
+            say(f"{len(studies)} studies together: {cost}", style="dim")
         if existing := _describe_existing(tasks, store):
             say(existing, style="dim")
         try:

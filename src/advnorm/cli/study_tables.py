@@ -38,28 +38,30 @@ def task_table(todo: Sequence[Task], store: RecordStore, rates: Mapping[str, flo
     for column in ("seed", "protocol", "state"):
         table.add_column(column)
     table.add_column("training, PFLOP", justify="right")
-    left: dict[str, float | None] = {}  # by run, because tasks share runs
     for task in todo:
         record, state = store.find(task), store.state(task)
         other = record["study"] if isinstance(record, dict) and record["study"] != task.study else None
-        config = task.planned_cell.config
-        flops = training_flops(config)
-        if state != "done":
-            left[f"{config.digest} {task.seed}"] = flops
+        flops = training_flops(task.planned_cell.config)
         pflop = "–" if flops is None else f"{flops / 1e15:.3g}"
         table.add_row(task.cell, str(task.seed), task.protocol, state if other is None else f"done, for {other}", pflop)
-    cost = "" if all(task.protocol == "smoke" for task in todo) else _cost(list(left.values()), rates or {})
+    cost = describe_cost(todo, store, rates)
     return Group(table, *([Text(cost, style="dim")] if cost else []))
 
 
-def _cost(left: Sequence[float | None], rates: Mapping[str, float]) -> str:
-    known = sum(flops for flops in left if flops is not None)
+def describe_cost(todo: Sequence[Task], store: RecordStore, rates: Mapping[str, float] | None = None) -> str:
+    """Describe the number and the cost of the pending trainings of some tasks; of smoke tests, return nothing."""
+    if all(task.protocol == "smoke" for task in todo):
+        return ""
+    pending = [task for task in todo if store.state(task) != "done"]
+    configs = {f"{task.planned_cell.config.digest} {task.seed}": task.planned_cell.config for task in pending}
+    left = [training_flops(config) for config in configs.values()]  # tasks share runs
     if not left:
         return "no pending trainings"
+    known = sum(flops for flops in left if flops is not None)
     text = f"pending: {len(left)} training(s), an estimated {known / 1e15:.3g} PFLOP"
     if unknown := sum(flops is None for flops in left):
         text += f" and {unknown} on data sets of unknown size"
-    for device, rate in rates.items() if known else ():
+    for device, rate in (rates or {}).items() if known else ():
         minutes, speed = known / rate / 60, rate / 1e12
         text += f"; about {minutes:.3g} minutes at the {speed:.3g} TFLOP/s of the paper's trainings on {device}"
     return f"{text}; measurements are not included"
