@@ -39,8 +39,6 @@ IDLE, ROWS = 64, 1024
 BETTER = 0.04
 #: Steps of several queries between two verifications.
 STEPS = 10
-#: Linf: queries beyond those of a forward that are inspected for proposals that would change nothing.
-SPARE = 3
 
 Queries = Annotated[int, Setting("Number of queries per image.", "[1, inf)")]
 
@@ -106,40 +104,29 @@ class Square(Search):
         """Take some steps; each evaluates the next k queries of every row in one forward. Rows advance independently.
 
         All k proposals start from the row's point. The first better one becomes the point, and the queries after it
-        are repeated from there, so k changes nothing but the time. A proposal equal to the point has the same margin
-        and is never better, so it is skipped: a square of the colour that is there already.
+        are repeated from there, so k changes nothing but the time.
         """
-        # With one query per forward rows reach the next verification at nearly the same time.
+        # With one query per forward all rows reach the next verification together.
         steps = min(BLOCK if k == 1 else STEPS, math.ceil((self.queries - int(state.query.min())) / k))
-        spare = SPARE if self.threat.norm == "Linf" and self.statistics == "running" else 0
-        drawn = (2 if spare else 1) * steps * k
-        propose, changes = self._proposals(state, drawn)
-        row, ahead, places = (torch.arange(n, device=state.x.device) for n in (len(state.y), k + spare, k))
-        first, last = state.query - row * drawn, state.query + drawn
+        propose = self._proposals(state, steps * k)
+        row, ahead = (torch.arange(count, device=state.x.device) for count in (len(state.y), k))
+        first = (state.query - row * steps * k)[:, None]
         y = state.y.repeat_interleave(k)
         for _ in range(steps):
-            stop = torch.minimum(self._stop(victim, state), last)
             query = state.query[:, None] + ahead
-            useful = query < stop[:, None]
-            if spare:
-                useful &= changes(torch.minimum(query, last[:, None] - 1) - first[:, None])
-            # The first k useful queries in order; then the row continues with the next useful one.
-            order = useful.to(torch.int8).argsort(dim=1, descending=True, stable=True)
-            after = F.pad(torch.where(useful.gather(1, order), order, k + spare), (0, 1), value=k + spare)[:, k]
-            query, useful = query.gather(1, order[:, :k]), useful.gather(1, order[:, :k])
-            proposals = propose(torch.minimum(query, last[:, None] - 1) - first[:, None])
+            proposals = propose(query - first)
             margin = victim.search_margin(victim.search_logits(proposals), y)
-            better = (margin.view(-1, k) < state.margin[:, None]) & useful
-            first_better = torch.where(better, places, k).amin(1)
+            stop = self._stop(victim, state)
+            better = (margin.view(-1, k) < state.margin[:, None]) & (query < stop[:, None])
+            first_better = torch.where(better, ahead, k).amin(1)
             some, at = first_better < k, first_better.clamp_max(k - 1)
             chosen = row * k + at
             state.point = torch.where(per_image(some, state.point), proposals.index_select(0, chosen), state.point)
             state.margin = torch.where(some, margin.index_select(0, chosen), state.margin)
-            after = torch.where(some, query.flatten().index_select(0, chosen) + 1, state.query + after)
-            state.query = torch.minimum(after, stop)
+            state.query = torch.minimum(state.query + at + 1, stop)
 
-    def _proposals(self, state: _State, count: int) -> tuple[_Propose, _Changes]:
-        """Proposals for the next ``count`` queries of each row, row by row, and which of them change the point."""
+    def _proposals(self, state: _State, count: int) -> _Propose:
+        """Proposals for the next ``count`` queries of each row, row by row."""
         device, blocks = state.x.device, math.ceil((BLOCK - 1 + count) / BLOCK)
         row = torch.arange(len(state.y), device=device)[:, None]
         block = state.query[:, None] // BLOCK + torch.arange(blocks, device=device)
@@ -180,8 +167,6 @@ class Square(Search):
 
 #: Proposals ``(rows · k, ...)`` of the queries at positions ``(rows, k)``.
 _Propose = Callable[[Tensor], Tensor]
-#: Whether the proposals at positions ``(rows, k)`` differ from the point.
-_Changes = Callable[[Tensor], Tensor]
 
 
 @dataclass
@@ -203,9 +188,7 @@ def _stripes(x: Tensor, noise: ImageNoise, threat: ThreatModel) -> Tensor:
     return x + threat.eps * noise.signs((channels, 1, width), "stripes")
 
 
-def _recolour(
-    state: _State, threat: ThreatModel, sides: tuple[int, ...], level: Tensor, draws: Tensor
-) -> tuple[_Propose, _Changes]:
+def _recolour(state: _State, threat: ThreatModel, sides: tuple[int, ...], level: Tensor, draws: Tensor) -> _Propose:
     """Linf: at each query a square of ±eps, of one colour."""
     project = fast_projection(threat, state.x)
     low, high = project(state.x - threat.eps)[:, None], project(state.x + threat.eps)[:, None]
@@ -216,11 +199,7 @@ def _recolour(
         colour = torch.where(raised[at], high, low)
         return torch.where(windows.inside(at), colour, state.point[:, None]).flatten(0, 1)
 
-    def changes(at: Tensor) -> Tensor:
-        colour = torch.where(raised[at], high, low)
-        return (windows.inside(at) & (colour != state.point[:, None])).flatten(2).any(2)
-
-    return propose, changes
+    return propose
 
 
 def _tiles(x: Tensor, noise: ImageNoise, threat: ThreatModel) -> Tensor:
@@ -239,9 +218,7 @@ def _tiles(x: Tensor, noise: ImageNoise, threat: ThreatModel) -> Tensor:
     return x + (_stretched(delta, threat) if threat.norm == "L2" else delta)
 
 
-def _pile_up(
-    state: _State, threat: ThreatModel, sides: tuple[int, ...], level: Tensor, draws: Tensor
-) -> tuple[_Propose, _Changes]:
+def _pile_up(state: _State, threat: ThreatModel, sides: tuple[int, ...], level: Tensor, draws: Tensor) -> _Propose:
     """L2 and L1: at each query empty a square; spend its budget and the unused part of eps in another one.
 
     Each channel gets the budget that it spent in the two squares (Andriushchenko et al. 2020, algorithm 3).
@@ -269,7 +246,7 @@ def _pile_up(
         x = state.x.repeat_interleave(at.shape[1], 0)
         return fast_projection(threat, x)(x + (_stretched(delta, threat) if threat.norm == "L2" else delta))
 
-    return propose, lambda at: torch.ones_like(at, dtype=torch.bool)
+    return propose
 
 
 def _stretched(delta: Tensor, threat: ThreatModel) -> Tensor:
