@@ -31,11 +31,8 @@ def build_training(mode: TrainMode, config: Config, data: ImageData, ranks: Rank
     if mode in REFERENCES:
         careful, compiled = mode != "plain", mode == "careful_compiled"
         return PlainLoop(config, data, ranks, log, careful=careful, compiled=compiled).run
-    journal = Journal(Path("bench"), active=False)
-    journal.log = lambda message: log(message)
-    config = replace(config, compile=mode == "compiled")
-    loop = TrainingLoop(Run(Path("bench")), config, data, ranks, journal, workers=None)
-    del journal.log  # the step program keeps it for fallbacks; the rest of the log is not of interest
+    config, journal = replace(config, compile=mode == "compiled"), Journal(Path("bench"), active=False)
+    loop = TrainingLoop(Run(Path("bench")), config, data, ranks, journal, workers=None, on_fallback=log)
     loop.prepare(0)
     batches = itertools.chain.from_iterable(loop.loader.epoch(epoch, 0) for epoch in itertools.count())
 

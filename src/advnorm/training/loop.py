@@ -36,6 +36,7 @@ from advnorm.training.build import (
     describe_images,
     resolve_auto,
 )
+from advnorm.training.compilation import Log
 from advnorm.training.forward_check import check_forwards
 from advnorm.training.journal import Journal, format_seconds
 from advnorm.training.mixing import mix_batch
@@ -66,7 +67,10 @@ class Action(IntEnum):
 
 
 class TrainingLoop:
-    """Steps, epochs and checkpoints of a training. Its construction writes no file."""
+    """Steps, epochs and checkpoints of a training. Its construction writes no file.
+
+    ``on_fallback`` gets a message for each fast path that cannot be used; by default the journal's log.
+    """
 
     def __init__(
         self,
@@ -77,6 +81,7 @@ class TrainingLoop:
         journal: Journal,
         *,
         workers: int | None,
+        on_fallback: Log | None = None,
     ) -> None:
         self.training_run, self.ranks, self.journal = training_run, ranks, journal
         self.config = config = resolve_auto(config, ranks.device)
@@ -94,7 +99,7 @@ class TrainingLoop:
         self.program = make_step_program(
             self.objective,
             ranks,
-            journal.log,
+            on_fallback or journal.log,
             compiled=config.compile is True,
             precision=config.precision,
             deterministic=config.deterministic,
