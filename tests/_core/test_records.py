@@ -105,10 +105,11 @@ def test_an_output_replaces_only_an_earlier_output(tmp_path):
     assert output_problems(path, lambda _: False) == []
     path.touch()
     assert output_problems(path, lambda _: False) == [], "an empty file holds nothing"
-    path.write_bytes(b"mine")
-    assert output_problems(path, lambda content: content == b"mine") == []
-    (problem,) = output_problems(path, lambda content: content != b"mine")
-    assert (problem.code, problem.field) == ("already_exists", str(path))
+    for content, record in {b'{"by": "me"}': {"by": "me"}, b"no JSON": {}, b"[1]": {}}.items():
+        path.write_bytes(content)
+        assert output_problems(path, lambda found, own=record: found == own) == []
+        (problem,) = output_problems(path, lambda found, own=record: found != own)
+        assert (problem.code, problem.field) == ("already_exists", str(path))
 
 
 def test_a_name_leaves_room_for_what_is_added_to_it(tmp_path):

@@ -92,15 +92,18 @@ def writable_problems(path: Path | str) -> list[Problem]:
     return [Problem("not_writable", f"cannot write {{field}}: {reason}", str(path), hint="choose another place")]
 
 
-def output_problems(path: Path | str, is_own: Callable[[bytes], bool]) -> list[Problem]:
+def output_problems(path: Path | str, is_own: Callable[[dict[str, Any]], bool]) -> list[Problem]:
     """Reasons why a file cannot or must not be written: a file of another kind, such as an input, is not replaced.
 
-    ``is_own`` tells from the content of an existing file whether the same command wrote it. An empty file is replaced.
+    ``is_own`` tells whether the same command wrote an existing file, from its record, which is empty if the file is no
+    JSON object. An empty file is replaced.
     """
     problems = writable_problems(path)
-    if not problems and os.path.exists(path) and (content := read_bytes(path)) and not is_own(content):
-        words = "{field} exists and is not an earlier output of this command"
-        problems = [Problem("already_exists", words, str(path), hint="choose another name, or delete the file")]
+    if not problems and os.path.exists(path) and (content := read_bytes(path)):
+        data = parse_json(content)
+        if not is_own(data if isinstance(data, dict) else {}):
+            words = "{field} exists and is not an earlier output of this command"
+            problems = [Problem("already_exists", words, str(path), hint="choose another name, or delete the file")]
     return problems
 
 

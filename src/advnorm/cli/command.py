@@ -48,11 +48,10 @@ def say(text: object, style: str | None = None) -> None:
 def check_copy(path: Path | None, form: str | None = None) -> None:
     """Raise if the file of ``--json`` cannot be written, or is not an earlier copy of a record with this format."""
     from advnorm._core.errors import raise_problems
-    from advnorm._core.records import output_problems, parse_json
+    from advnorm._core.records import output_problems
 
-    def is_own(content: bytes) -> bool:
-        data = parse_json(content)
-        return isinstance(data, dict) and data.get("format") == form and (form is not None or "torch" in data)
+    def is_own(record: Mapping[str, Any]) -> bool:
+        return record.get("format") == form and (form is not None or "torch" in record)
 
     raise_problems(output_problems(path, is_own) if path is not None else [])
 

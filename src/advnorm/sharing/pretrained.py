@@ -16,7 +16,7 @@ from torch import nn
 
 from advnorm._core.devices import resolve_device
 from advnorm._core.errors import AdvnormError, ConfigError, Problem, collect_problems, raise_problems
-from advnorm._core.records import model_fingerprint, output_problems, parse_json, read_json, write_atomic, write_json
+from advnorm._core.records import model_fingerprint, output_problems, read_json, write_atomic, write_json
 from advnorm._core.settings import to_json
 from advnorm._core.wrappers import dtype_of, unwrap_model
 from advnorm.evaluation.report_data import collect_results
@@ -53,7 +53,7 @@ def save_pretrained(
     """
     folder = Path(folder)
     problems = output_problems(folder / CARD, lambda _: (folder / CONFIG).exists())
-    raise_problems(output_problems(folder / CONFIG, _is_config) + problems)
+    raise_problems(output_problems(folder / CONFIG, lambda record: record.get("format") == FORMAT) + problems)
     config: dict[str, Any] = {"format": FORMAT}
     record = None
     if isinstance(model, Run):
@@ -82,11 +82,6 @@ def save_pretrained(
     )
     write_atomic(folder / CARD, card.encode())
     return folder
-
-
-def _is_config(content: bytes) -> bool:
-    data = parse_json(content)
-    return isinstance(data, dict) and data.get("format") == FORMAT
 
 
 def from_pretrained(
