@@ -25,7 +25,7 @@ from advnorm.bench.train_plan import TrainPlan, differences, group_configs, sett
 from advnorm.bench.training_modes import TrainMode, with_enough_images
 from advnorm.config import Config, Named
 from advnorm.data import ImageData
-from advnorm.training.ranks import Ranks, enter_ranks
+from advnorm.training.ranks import Ranks, enter_ranks, leave_ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,4 +135,4 @@ def _process(rank: int, count: int, folder: Path, threads: int, device: str, pla
         if ranks.lead:
             write_json(folder / "measured.json", {"measured": [[asdict(row) for row in rows], notes]})
     finally:
-        dist.destroy_process_group()
+        leave_ranks()

@@ -82,7 +82,7 @@ def enter_ranks(device: str | torch.device | None) -> Iterator[Ranks]:
     with ExitStack() as stack:
         if not dist.is_initialized() and _launched_processes() > 1:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-            atexit.register(_leave)
+            atexit.register(leave_ranks)
         if device.type == "cuda":
             stack.enter_context(torch.cuda.device(device))
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
@@ -101,7 +101,8 @@ def _launched_processes() -> int:
     return int(count)
 
 
-def _leave() -> None:
+def leave_ranks() -> None:
+    """Leave the process group, if there is one."""
     if dist.is_initialized():
         # Gloo's threads need the interpreter to free the last collective, and abort a process that ends before that.
         time.sleep(0.2)

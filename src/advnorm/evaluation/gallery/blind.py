@@ -7,20 +7,17 @@ before the first audit. Neither the audit nor its limits were changed afterwards
 from __future__ import annotations
 
 from functools import partial
-from typing import get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from advnorm.evaluation.gallery import blind_defences, defences
+from advnorm.evaluation.gallery import blind_defences, defences, specimens
 from advnorm.evaluation.gallery.parents import PARENTS, Parents, Recipe, Scale, parent
 from advnorm.evaluation.gallery.specimens import (
     FRAGILE,
     MADRY,
     PLAIN,
-    Truth,
-    add_specimen,
     ensemble,
     large_eps,
     small_eps,
@@ -105,7 +102,9 @@ _RECIPES: dict[str, Recipe] = {
 for _name, _recipe in _RECIPES.items():
     PARENTS.add(_name, _recipe)
 
-sound, false, undefended = (partial(add_specimen, truth=truth, blind=True) for truth in get_args(Truth))
+sound = partial(specimens.sound, blind=True)
+false = partial(specimens.false, blind=True)
+undefended = partial(specimens.undefended, blind=True)
 
 # -- sound -------------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -65,7 +65,9 @@ def add_specimen(
     SPECIMENS.add(name, Specimen(name=name, truth=truth, why=why, build=build, expert=expert, **details))
 
 
-sound, false, undefended = (partial(add_specimen, truth=truth) for truth in get_args(Truth))
+sound = partial(add_specimen, truth="sound")
+false = partial(add_specimen, truth="false")
+undefended = partial(add_specimen, truth="undefended")
 
 
 def trained(name: str, change: Callable[[nn.Module], nn.Module] = lambda model: model) -> Build:
