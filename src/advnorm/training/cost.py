@@ -39,6 +39,7 @@ def _forward_flops(spec: str, image_shape: tuple[int, ...], num_classes: int) ->
     return float(counter.get_total_flops())
 
 
+@cache
 def training_flops(config: Config) -> float | None:
     """Operations of a whole training; None if the number of images depends on files."""
     name, _ = resolve_source(config.data.name)
