@@ -496,24 +496,67 @@ def surgery():
     return "\n".join([*rows, "", *(f"- {line}" for line in lines)])
 
 
-def networks():
-    """Trained networks of a library: accuracy of each branch."""
-    lines = ["| network | norm | branch | clean | PGD-10 | AutoAttack |", "|---" * 6 + "|"]
+#: Attacks of evaluation records, by the words of a table's head.
+ATTACKS = {"pgd10": "PGD-10", "autoattack-bf16": "AutoAttack"}
+
+
+def evaluated(folder, corruptions=None):
+    """Trained networks: accuracy of each branch; ``corruptions``: also that of the analysis of this name."""
+    records = [json.loads(path.read_text()) for path in sorted((RESULTS / folder).glob("*.json"))]
+    corrupted = (
+        json.loads(next((RESULTS / "analysis").glob(f"{corruptions}-*.json")).read_text()) if corruptions else {}
+    )
+    attacks = [name for name in ATTACKS if all(name in record["attacks"] for record in records)]
+    head = ["network", "objective", "norm", "branch", "clean", *(ATTACKS[name] for name in attacks)]
+    lines = [head + ["corrupted"] * bool(corruptions), ["---"] * (len(head) + bool(corruptions))]
     conditions = []
-    for path in sorted((RESULTS / "networks").glob("*.json")):
-        record = json.loads(path.read_text())
-        training, images = record["about"]["training"], record["images"]
+    for record in records:
+        about, images = record["about"], record["images"]
+        training = about["training"]
         for branch, shares in record["accuracy"].items():
-            accuracies = [format_accuracy(shares[name], images) for name in ("clean", "pgd10", "autoattack-bf16")]
-            cells = [f"`{training['model']['name']}`", f"`{training['norm']}`", branch, *accuracies]
-            lines.append(f"| {' | '.join(cells)} |")
-        pixels = record["image_shape"][-1]
+            names = training["model"]["name"], training["objective"]["name"], training["norm"]
+            cells = [f"`{name}`" for name in names] + ["one" if branch == "default" else branch]
+            cells += [format_accuracy(shares[name], images) for name in ("clean", *attacks)]
+            if corruptions:
+                run = about["run"] if branch == "default" else f"{about['run']} ({branch})"
+                cells.append("{mean:.1%} of {clean:.1%}".format(**corrupted["networks"][run]))
+            lines.append(cells)
+        pixels, search = record["image_shape"][-1], ", AutoAttack with a bf16 search" * ("autoattack-bf16" in attacks)
         conditions.append(
-            f"Accuracy in percent (95 % interval) on {images} test images of {training['data']['name']} at {pixels} "
-            f"pixels, eps {training['eps']}, {training['epochs']} epochs, AutoAttack with a bf16 search, "
-            f"{record['device']}, commit {record['commit']}."
+            f"Accuracy in percent (95 % interval) on {images:,} test images of {training['data']['name']} at {pixels} "
+            f"pixels, eps {training['eps']}, {training['epochs']} epochs{search}, {record['device']}, commit "
+            f"{record['commit']}."
         )
-    return "\n".join([*lines, "", *dict.fromkeys(conditions)])
+    if corruptions:
+        conditions.append(
+            f"Corrupted: mean over {len(next(iter(corrupted['networks'].values()))['accuracy'])} corruptions at five "
+            f"severities, and clean accuracy, both on the same {int(corrupted['images']):,} test images."
+        )
+    return "\n".join([*(f"| {' | '.join(cells)} |" for cells in lines), "", *dict.fromkeys(conditions)])
+
+
+def tradeoff():
+    """Accuracies of the mixtures of two branches, with both kinds of statistics in a row."""
+    (path,) = (RESULTS / "analysis").glob("tradeoff-*.json")
+    record = json.loads(path.read_text())
+    where, found = record["conditions"], {}
+    for row in record["rows"]:
+        accuracies = [format_accuracy(row[name], where["images"]) for name in ("clean", "robust")]
+        found.setdefault(row["share"], {})[row["statistics"]] = accuracies
+    kinds = list(dict.fromkeys(row["statistics"] for row in record["rows"]))
+    head = [
+        f"share of {record['domains'][1]}",
+        *(f"{words}, {kind}" for kind in kinds for words in ("clean", "AutoAttack")),
+    ]
+    lines = [head, ["---"] * len(head)]
+    lines += [[f"{share:.1f}", *(cell for kind in kinds for cell in row[kind])] for share, row in found.items()]
+    config = where["config"]
+    conditions = (
+        f"Accuracy in percent (95 % interval) on {where['images']:,} test images of {where['trained_on']}: "
+        f"{config['model']['name']}, `{config['norm']}`, eps {config['eps']}, {config['epochs']} epochs, AutoAttack "
+        f"with a bf16 search, {where['device']}, commit {where['commit']}."
+    )
+    return "\n".join([*(f"| {' | '.join(cells)} |" for cells in lines), "", conditions])
 
 
 def audited(name, part, earlier=None):
@@ -568,14 +611,17 @@ PAGES = {
         "quick": quick,
         "recipes": recipes,
         "surgery": surgery,
-        "networks": networks,
+        "networks": lambda: evaluated("networks"),
+        "library-training": lambda: trained(training("library_*.json")),
+        "sandwich": lambda: evaluated("norms"),
+        "advprop": lambda: evaluated("advprop", corruptions="corruptions"),
     },
     "docs/guides/audit.md": {
         "audit": lambda: audited("audit", "held_out"),
         "audit-blind": lambda: audited("audit_blind", "blind", earlier="audit_blind_first"),
     },
     "docs/guides/recipes.md": {"recipe-costs": recipe_costs},
-    "docs/guides/analyze_statistics.md": {"distances": distances},
+    "docs/guides/analyze_statistics.md": {"distances": distances, "tradeoff": tradeoff},
 }
 
 

@@ -355,9 +355,22 @@ def false_robustness() -> Drawing:
     return d
 
 
+def write_tradeoff(path: Path) -> None:
+    """Draw the recorded trade-off between two branches, by the figure of its analysis."""
+    from advnorm._core.records import write_figure
+    from advnorm.analysis.tradeoff import MixtureRow, TradeOff
+
+    (found,) = (ROOT / "results" / "analysis").glob("tradeoff-*.json")
+    record = json.loads(found.read_text())
+    rows = tuple(MixtureRow(**row) for row in record["rows"])
+    finding = TradeOff(domains=tuple(record["domains"]), attack="AutoAttack", rows=rows)
+    write_figure(path, finding.figure())
+
+
 def write_diagrams(out: Path) -> None:
     """Write every diagram to a folder."""
     out.mkdir(parents=True, exist_ok=True)
+    write_tradeoff(out / "tradeoff.svg")
     for draw in (domains, banks, plans, scopes, verdicts):
         (out / f"{draw.__name__}.svg").write_text(draw().svg())
 

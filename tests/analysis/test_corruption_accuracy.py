@@ -169,7 +169,7 @@ def test_runs_are_compared_and_drawn(digits, tmp_path):
     )
     assert list(found.networks) == ["bn", "dual_bn (clean)", "dual_bn (adv)", "none"]
     assert found.networks["none"].adapted is None and found.networks["bn"].adapted is not None
-    assert seen == [(done, 6) for done in range(1, 7)] * 4, "two corruptions at three severities for each network"
+    assert seen == [(done, 6) for done in range(1, 7)], "two corruptions at three severities, once for all networks"
     left, right = found.figure().axes
     assert [text.get_text() for text in left.get_yticklabels()] == ["contrast", "gaussian noise"]
     assert (left.get_title("left"), right.get_title("left")) == ("By corruption", "By severity")
@@ -179,6 +179,22 @@ def test_runs_are_compared_and_drawn(digits, tmp_path):
     paths = found.save(tmp_path / "corruptions")
     assert [path.suffix for path in paths] == [".json", ".svg", ".png"] and all(path.stat().st_size for path in paths)
     assert read_json(paths[0]) == json.loads(json.dumps(with_digest(found.record())))
+
+
+def test_runs_on_different_images_keep_their_own(digits):
+    parts = (slice(0, 100), slice(100, 180), slice(0, 100))
+    targets = [
+        digits.target(norm, images=digits.x[rows], labels=digits.y[rows])
+        for norm, rows in zip(("bn", "none", "dual_bn"), parts)
+    ]
+    how = {"corruptions": FEW, "severities": (2,)}
+    found = ANALYSES.get("corruptions").run(targets, **how, adapt=False)
+    assert list(found.networks) == ["bn", "none", "dual_bn (clean)", "dual_bn (adv)"]
+    for name, score in found.networks.items():
+        norm, _, branch = name.rstrip(")").partition(" (")
+        rows = slice(100, 180) if norm == "none" else slice(0, 100)
+        alone = corruption_accuracy(digits.networks[norm], digits.x[rows], digits.y[rows], route=branch or None, **how)
+        assert score == alone
 
 
 def test_lines_are_means_over_corruptions_and_dots_means_over_severities():

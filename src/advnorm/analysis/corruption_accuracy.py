@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -77,34 +77,70 @@ def corruption_accuracy(
     and frost and spatter are available too. ``adapt``: also with batch statistics re-estimated on the corrupted images
     (D table 7), in a copy of the model. One corruption at one severity is in memory at a time.
     """
-    problems = setting_problems(corruption_accuracy, locals())
+    network = _Network(model, y, route, adapt)
+    settings = {"arrays": arrays, "batch_size": batch_size, "seed": seed, "rows": rows}
+    return _scores([network], x, corruptions=corruptions, severities=severities, **settings)[0]
+
+
+class _Network(NamedTuple):
+    """A model through one branch, the labels of the images, and whether its statistics are also adapted."""
+
+    model: nn.Module
+    labels: Tensor
+    route: str | None
+    adapt: bool
+
+
+def _scores(
+    networks: Sequence[_Network],
+    x: Tensor,
+    *,
+    corruptions: Corruptions,
+    severities: Severities,
+    arrays: Path | str | None,
+    batch_size: int,
+    seed: int,
+    rows: Tensor | None,
+) -> list[CorruptionScore]:
+    """Return the scores of networks on the same images. Each corruption is computed once for all of them."""
     known = list_corruptions() if arrays is None else CORRUPTIONS
     # The 14 of the benchmark that can be computed; the arrays also have frost, the last of the 15.
     usual = [*(name for name in list_corruptions() if name not in EXTRA), *([] if arrays is None else ["frost"])]
     chosen, severities = usual if corruptions is None else as_tuple(corruptions), as_tuple(severities)
-    problems += [unknown_name("corruption", name, known) for name in chosen if name not in known]
-    problems += [problem for severity in severities for problem in severity_problems(severity)]
-    if adapt and not has_batch_statistics(model):
-        message = "the model has no batch statistics to adapt"
-        problems.append(Problem(code="conflict", message=message, field="adapt", hint="use adapt=False"))
-    raise_problems(problems, "bad corruptions")
+    for network in networks:
+        values = {"batch_size": batch_size, "seed": seed, "corruptions": corruptions, "severities": severities}
+        problems = setting_problems(corruption_accuracy, {**values, "model": network.model, "route": network.route})
+        problems += [unknown_name("corruption", name, known) for name in chosen if name not in known]
+        problems += [problem for severity in severities for problem in severity_problems(severity)]
+        if network.adapt and not has_batch_statistics(network.model):
+            message = "the model has no batch statistics to adapt"
+            problems.append(Problem(code="conflict", message=message, field="adapt", hint="use adapt=False"))
+        raise_problems(problems, "bad corruptions")
+        validate_batch(x, network.labels)
     severities = tuple(sorted(set(severities)))  # along an axis
-    validate_batch(x, y)
-    other = routed_copy(model) if adapt else None
-    how: Any = {"route": route, "batch_size": batch_size}
-    plain: dict[str, tuple[float, ...]] = dict.fromkeys(chosen, ())
-    adapted = dict(plain)
+    twins = [routed_copy(network.model) if network.adapt else None for network in networks]
+    plain: list[dict[str, tuple[float, ...]]] = [dict.fromkeys(chosen, ()) for _ in networks]
+    adapted = [dict(found) for found in plain]
     for name, severity in track(product(chosen, severities)):
         if arrays is None:
-            images = _compute(x, name, severity, seed, device_of(model), batch_size)
+            images = _compute(x, name, severity, seed, device_of(networks[0].model), batch_size)
         else:
-            images = _read(arrays, name, severity, y, rows)
-        plain[name] += (measure_accuracy(model, images, y, **how),)
-        if other is not None:
-            recalibrate(other, images, **how)
-            adapted[name] += (measure_accuracy(other, images, y, **how),)
-    clean = measure_accuracy(model, x, y, **how)
-    return CorruptionScore(clean=clean, severities=severities, accuracy=plain, adapted=adapted if adapt else None)
+            images = _read(arrays, name, severity, networks[0].labels, rows)
+        for place, (network, twin) in enumerate(zip(networks, twins)):
+            how: Any = {"route": network.route, "batch_size": batch_size}
+            plain[place][name] += (measure_accuracy(network.model, images, network.labels, **how),)
+            if twin is not None:
+                recalibrate(twin, images, **how)
+                adapted[place][name] += (measure_accuracy(twin, images, network.labels, **how),)
+    return [
+        CorruptionScore(
+            clean=measure_accuracy(network.model, x, network.labels, route=network.route, batch_size=batch_size),
+            severities=severities,
+            accuracy=plain[place],
+            adapted=adapted[place] if network.adapt else None,
+        )
+        for place, network in enumerate(networks)
+    ]
 
 
 def _compute(x: Tensor, name: str, severity: int, seed: int, device: torch.device, batch_size: int) -> Tensor:
@@ -193,11 +229,30 @@ def corruptions_of_runs(
     **chosen: Any,
 ) -> CorruptionAccuracy:
     """Evaluate networks under corruptions; adapt those that have batch statistics."""
-    how: Any = {"arrays": arrays, "seed": seed, **chosen}
-    networks = {}
-    for view in views:
-        how |= {"adapt": adapt and has_batch_statistics(view.target.model), "rows": view.target.rows, **view.settings}
-        networks[view.name] = corruption_accuracy(*view.data, **how)
+    scores: dict[str, CorruptionScore] = {}
+    for group in _groups_by_images(views):
+        target = group[0].target
+        how: Any = {"arrays": arrays, "seed": seed, "batch_size": target.batch_size, "rows": target.rows}
+        how |= {"corruptions": None, "severities": SEVERITIES, **chosen}
+        networks = []
+        for view in group:
+            model, _, labels = view.data
+            networks.append(_Network(model, labels, view.route, adapt and has_batch_statistics(model)))
+        scores |= zip((view.name for view in group), _scores(networks, target.images, **how))
     origin = "CIFAR-10-C arrays" if arrays else f"made from the test images, seed {seed}"
     conditions, images = {"adapt": adapt, "runs": view_conditions(views)}, len(views[0].target.images)
+    networks = {view.name: scores[view.name] for view in views}
     return CorruptionAccuracy(networks=networks, images=images, corruptions=origin, conditions=conditions)
+
+
+def _groups_by_images(views: Sequence[BranchView]) -> list[list[BranchView]]:
+    """Return the views in groups that have the same images."""
+    groups: list[list[BranchView]] = []
+    for view in views:
+        images = view.target.images
+        same = (group for group in groups if torch.equal(group[0].target.images, images))
+        if (group := next(same, None)) is None:
+            groups.append([view])
+        else:
+            group.append(view)
+    return groups
