@@ -44,13 +44,16 @@ def test_each_row_is_reported_when_it_is_finished_and_compared_with_the_first(mo
     assert 0 < strict.robust < strict.clean and fast.speedup == strict.seconds / fast.seconds
     assert strict.passes["clean"] == StagePasses(forwards=1, backwards=0)
     assert strict.passes["square"].backwards == 0 < strict.passes["fab-t"].backwards < strict.passes["fab-t"].forwards
+    assert result.forward_flops == 2 * 64 * 10 and result.peak_flops > 0
     console = Console(width=100, file=io.StringIO(), record=True)
     console.print(autoattack_tables(result))
     printed = console.export_text()
     for label, row in result.rows.items():
-        counts = [f"{row.passes['square'].forwards:,.1f}", "0.0", f"{row.stages['square']:.1f}"]
+        seconds, forwards = row.stages["square"], row.passes["square"].forwards
+        speed = 24 * forwards * 2 * 64 * 10 / seconds
+        cells = [f"{forwards:,.1f}", "0.0", f"{seconds:.1f}", f"{speed / 1e12:.3g}", f"{speed / result.peak_flops:.0%}"]
         lines = printed.split(f"stages of {label}")[1].splitlines()
-        assert next(line.split() for line in lines if "square" in line) == ["square", *counts]
+        assert next(line.split() for line in lines if "square" in line) == ["square", *cells]
     parts = [[int(row.split()[-2]) for row in reported if row.startswith(f"{label}: ")] for label in result.rows]
     assert all(part == sorted(part) and part[0] == 0 and part[-1] == 100 for part in parts), reported
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from advnorm._core.devices import resolve_device
 from advnorm._core.errors import ConfigError
@@ -21,7 +22,7 @@ from advnorm._core.records import require_regular
 from advnorm.attacks import PGD
 from advnorm.attacks.autoattack import AutoAttack
 from advnorm.bench.passes import StagePasses, passes_by_stage
-from advnorm.bench.timing import MeasuredConditions, timed
+from advnorm.bench.timing import MeasuredConditions, peak_flops, timed
 from advnorm.data import cifar10, digits
 from advnorm.models import create_model
 from advnorm.models.weights import load_weights
@@ -55,6 +56,8 @@ class AutoAttackBenchmark(MeasuredConditions):
     threat: str
     images: int
     seed: int
+    forward_flops: float  # operations of one image's forward
+    peak_flops: float  # operations per second of a large matrix product
     reference: str
     rows: dict[str, AutoAttackRow]
     notes: tuple[str, ...]
@@ -150,6 +153,8 @@ def bench_autoattack(
     runs |= {f"advnorm {precision}": partial(run_ours, precision) for precision in precisions}
     with torch.no_grad(), evaluating(model):
         clean = torch.cat([model(part).argmax(1) for part in x.split(OFFICIAL_BATCH)]) == y
+        with FlopCounterMode(display=False) as counter:
+            model(x[:1])
     _warm_up(model, x[:OFFICIAL_BATCH], y[:OFFICIAL_BATCH])
     result = AutoAttackBenchmark(
         model=name,
@@ -157,6 +162,8 @@ def bench_autoattack(
         images=len(x),
         device=environment(x.device)["device"],
         seed=seed,
+        forward_flops=float(counter.get_total_flops()),
+        peak_flops=peak_flops(x.device),
         reference=next(iter(runs)),
         rows={},
         notes=tuple(notes),

@@ -16,6 +16,11 @@ class StagePasses:
     forwards: float = 0.0
     backwards: float = 0.0
 
+    @property
+    def total(self) -> float:
+        """Forwards and backwards; to the image, a backward costs as much as a forward."""
+        return self.forwards + self.backwards
+
 
 def passes_by_stage(result: CascadeResult) -> dict[str, StagePasses]:
     images = len(result.x_adv)
@@ -27,7 +32,7 @@ def passes_by_stage(result: CascadeResult) -> dict[str, StagePasses]:
 
 def total_passes(stages: Mapping[str, StagePasses]) -> float:
     """Forwards and backwards of all stages per image."""
-    return sum(stage.forwards + stage.backwards for stage in stages.values())
+    return sum(stage.total for stage in stages.values())
 
 
 def mean_passes(networks: Sequence[Mapping[str, StagePasses]]) -> dict[str, StagePasses]:

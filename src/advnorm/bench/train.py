@@ -19,8 +19,8 @@ from advnorm._core.provenance import environment
 from advnorm._core.records import write_json
 from advnorm.bench.growth import Law, fit_laws
 from advnorm.bench.plain_loops import HYBRID
-from advnorm.bench.timing import MeasuredConditions
-from advnorm.bench.train_group import TrainGroup, TrainRow, peak_flops
+from advnorm.bench.timing import MeasuredConditions, peak_flops
+from advnorm.bench.train_group import TrainGroup, TrainRow
 from advnorm.bench.train_plan import TrainPlan, differences, group_configs, setting_problems, size_problems
 from advnorm.bench.training_modes import TrainMode, with_enough_images
 from advnorm.config import Config, Named

@@ -175,16 +175,3 @@ def _start(build: Callable[[], Steps], device: torch.device) -> tuple[Steps, dic
     torch.cuda.reset_peak_memory_stats(device)
     timed(partial(run, 2), device)
     return run, {"start_up_seconds": seconds, "memory": torch.cuda.max_memory_reserved(device) - before}
-
-
-def peak_flops(device: torch.device) -> float:
-    """Measure the operations per second of a large matrix product: bf16 on a GPU, float32 on the CPU."""
-    size, dtype, rounds = (8192, torch.bfloat16, 20) if device.type == "cuda" else (1024, torch.float32, 3)
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-
-    def multiply() -> None:
-        for _ in range(rounds):
-            torch.mm(a, b)
-
-    multiply()
-    return rounds * 2 * size**3 / timed(multiply, device)[1]

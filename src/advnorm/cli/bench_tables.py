@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from rich.box import SIMPLE
@@ -49,7 +49,7 @@ def norm_table(result: NormBenchmark) -> Table:
 
 
 def autoattack_tables(result: AutoAttackBenchmark) -> Group:
-    """Return seconds, speed-up and robust accuracy of each implementation, and seconds and passes of its stages."""
+    """Return seconds, speed-up and robust accuracy of each implementation, and cost and speed of its stages."""
     title = f"AutoAttack standard, {result.threat}, {result.images} images, {result.model}, {result.device}"
     table = Table("", title=title, title_justify="left")
     for column in ("seconds", "speed-up", "robust", "agreement"):
@@ -59,18 +59,31 @@ def autoattack_tables(result: AutoAttackBenchmark) -> Group:
     clean = next(iter(result.rows.values())).clean
     table.caption = " ".join([f"clean accuracy {clean:.2%}; compared with {result.reference}.", *result.notes])
     table.caption_justify = "left"
-    counted = {label: row for label, row in result.rows.items() if row.passes}
-    return Group(table, *(_stages(label, row.passes, row.stages) for label, row in counted.items()))
+    flops = result.images * result.forward_flops
+    parts: list[Table] = [table]
+    for label, row in result.rows.items():
+        if row.passes:  # the official code does not count them
+            # A stage without images takes no time.
+            speeds = {name: flops * stage.total / (row.stages[name] or 1.0) for name, stage in row.passes.items()}
+            seconds = [f"{row.stages[name]:.1f}" for name in speeds]
+            rates = [f"{speed / 1e12:.3g}" for speed in speeds.values()]
+            shares = [f"{speed / result.peak_flops:.0%}" for speed in speeds.values()]
+            parts.append(_stages(label, row.passes, {"seconds": seconds, "TFLOP/s": rates, "of peak": shares}))
+    return Group(*parts)
 
 
-def _stages(label: str, passes: Mapping[str, StagePasses], seconds: Mapping[str, float] | None = None) -> Table:
-    """Return forwards and backwards per image by stage, and the seconds if they are given."""
+def _stages(label: str, passes: Mapping[str, StagePasses], more: Mapping[str, Sequence[str]] | None = None) -> Table:
+    """Return forwards and backwards per image by stage, and more columns."""
+    columns = {
+        "forwards per image": [f"{stage.forwards:,.1f}" for stage in passes.values()],
+        "backwards per image": [f"{stage.backwards:,.1f}" for stage in passes.values()],
+        **(more or {}),
+    }
     table = Table(f"stages of {label}", box=SIMPLE, collapse_padding=True, pad_edge=False)
-    for column in ("forwards per image", "backwards per image", *(["seconds"] if seconds else [])):
+    for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
-    for name, stage in passes.items():
-        cells = [f"{stage.forwards:,.1f}", f"{stage.backwards:,.1f}"]
-        table.add_row(name, *cells, *([f"{seconds[name]:.1f}"] if seconds else []))
+    for name, *cells in zip(passes, *columns.values()):
+        table.add_row(name, *cells)
     return table
 
 
