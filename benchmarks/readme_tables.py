@@ -500,61 +500,75 @@ def surgery():
 ATTACKS = {"pgd10": "PGD-10", "autoattack-bf16": "AutoAttack"}
 
 
-def evaluated(folder, corruptions=None):
+def accuracies(folder, corruptions=None):
     """Trained networks: accuracy of each branch; ``corruptions``: also that of the analysis of this name."""
     records = [json.loads(path.read_text()) for path in sorted((RESULTS / folder).glob("*.json"))]
-    corrupted = (
-        json.loads(next((RESULTS / "analysis").glob(f"{corruptions}-*.json")).read_text()) if corruptions else {}
-    )
     attacks = [name for name in ATTACKS if all(name in record["attacks"] for record in records)]
-    head = ["network", "objective", "norm", "branch", "clean", *(ATTACKS[name] for name in attacks)]
-    lines = [head + ["corrupted"] * bool(corruptions), ["---"] * (len(head) + bool(corruptions))]
-    conditions = []
-    for record in records:
-        about, images = record["about"], record["images"]
-        training = about["training"]
+    trainings = [record["about"]["training"] for record in records]
+    settings = {
+        "network": [f"`{one['model']['name']}`" for one in trainings],
+        "objective": [f"`{one['objective']['name']}`" for one in trainings],
+        "norm": [f"`{one['norm']}`" for one in trainings],
+        "epochs": [str(one["epochs"]) for one in trainings],
+    }
+    settings = {name: values for name, values in settings.items() if name == "network" or len(set(values)) > 1}
+    head = [*settings, "branch", "clean", *(ATTACKS[name] for name in attacks)]
+    corrupted = _corrupted(corruptions) if corruptions else {}
+    head += ["clean, same images", "corrupted"] if corrupted else []
+    lines, conditions = [head, ["---"] * len(head)], []
+    for record, *values in zip(records, *settings.values()):
+        run, images = record["about"]["run"], record["images"]
         for branch, shares in record["accuracy"].items():
-            names = training["model"]["name"], training["objective"]["name"], training["norm"]
-            cells = [f"`{name}`" for name in names] + ["one" if branch == "default" else branch]
+            cells = [*values, "shared" if branch == "default" else branch]
             cells += [format_accuracy(shares[name], images) for name in ("clean", *attacks)]
-            if corruptions:
-                run = about["run"] if branch == "default" else f"{about['run']} ({branch})"
-                cells.append("{mean:.1%} of {clean:.1%}".format(**corrupted["networks"][run]))
+            cells += corrupted.get(run if branch == "default" else f"{run} ({branch})", [])
             lines.append(cells)
-        pixels, search = record["image_shape"][-1], ", AutoAttack with a bf16 search" * ("autoattack-bf16" in attacks)
+        training, pixels = record["about"]["training"], record["image_shape"][-1]
+        kept = "" if "epochs" in settings else f", {training['epochs']} epochs"
+        search = ", AutoAttack with a bf16 search" * ("autoattack-bf16" in attacks)
         conditions.append(
             f"Accuracy in percent (95 % interval) on {images:,} test images of {training['data']['name']} at {pixels} "
-            f"pixels, eps {training['eps']}, {training['epochs']} epochs{search}, {record['device']}, commit "
-            f"{record['commit']}."
+            f"pixels, eps {training['eps']}{kept}{search}, {record['device']}, commit {record['commit']}."
         )
-    if corruptions:
-        conditions.append(
-            f"Corrupted: mean over {len(next(iter(corrupted['networks'].values()))['accuracy'])} corruptions at five "
-            f"severities, and clean accuracy, both on the same {int(corrupted['images']):,} test images."
-        )
+    if corrupted:
+        conditions.append(corrupted[""])
     return "\n".join([*(f"| {' | '.join(cells)} |" for cells in lines), "", *dict.fromkeys(conditions)])
+
+
+def _corrupted(name):
+    """Clean and corrupted accuracy by network, and the conditions of both."""
+    (path,) = (RESULTS / "analysis").glob(f"{name}-*.json")
+    record = json.loads(path.read_text())
+    networks, images = record["networks"], int(record["images"])
+    cells = {
+        network: [format_accuracy(score["clean"], images), f"{100 * score['mean']:.1f}"]
+        for network, score in networks.items()
+    }
+    kinds = len(next(iter(networks.values()))["accuracy"])
+    words = (
+        f"The last two columns use the same {images:,} test images; corrupted is the mean over {kinds} corruptions and"
+    )
+    return {**cells, "": f"{words} five severities."}
 
 
 def tradeoff():
     """Accuracies of the mixtures of two branches, with both kinds of statistics in a row."""
     (path,) = (RESULTS / "analysis").glob("tradeoff-*.json")
     record = json.loads(path.read_text())
-    where, found = record["conditions"], {}
+    where, attack, found = record["conditions"], ATTACKS[record["attack"]], {}
     for row in record["rows"]:
-        accuracies = [format_accuracy(row[name], where["images"]) for name in ("clean", "robust")]
-        found.setdefault(row["share"], {})[row["statistics"]] = accuracies
+        cells = [format_accuracy(row[name], where["images"]) for name in ("clean", "robust")]
+        found.setdefault(row["share"], {})[row["statistics"]] = cells
     kinds = list(dict.fromkeys(row["statistics"] for row in record["rows"]))
-    head = [
-        f"share of {record['domains'][1]}",
-        *(f"{words}, {kind}" for kind in kinds for words in ("clean", "AutoAttack")),
-    ]
+    head = [f"share of {record['domains'][1]}", *(f"{words}, {kind}" for kind in kinds for words in ("clean", attack))]
     lines = [head, ["---"] * len(head)]
     lines += [[f"{share:.1f}", *(cell for kind in kinds for cell in row[kind])] for share, row in found.items()]
     config = where["config"]
+    search = " with a bf16 search" * record["attack"].endswith("-bf16")
     conditions = (
         f"Accuracy in percent (95 % interval) on {where['images']:,} test images of {where['trained_on']}: "
-        f"{config['model']['name']}, `{config['norm']}`, eps {config['eps']}, {config['epochs']} epochs, AutoAttack "
-        f"with a bf16 search, {where['device']}, commit {where['commit']}."
+        f"{config['model']['name']}, `{config['norm']}`, eps {config['eps']}, {config['epochs']} epochs, {attack}"
+        f"{search}, {where['device']}, commit {where['commit']}."
     )
     return "\n".join([*(f"| {' | '.join(cells)} |" for cells in lines), "", conditions])
 
@@ -611,10 +625,10 @@ PAGES = {
         "quick": quick,
         "recipes": recipes,
         "surgery": surgery,
-        "networks": lambda: evaluated("networks"),
+        "networks": lambda: accuracies("networks"),
         "library-training": lambda: trained(training("library_*.json")),
-        "sandwich": lambda: evaluated("norms"),
-        "advprop": lambda: evaluated("advprop", corruptions="corruptions"),
+        "sandwich": lambda: accuracies("norms"),
+        "advprop": lambda: accuracies("advprop", corruptions="corruptions"),
     },
     "docs/guides/audit.md": {
         "audit": lambda: audited("audit", "held_out"),

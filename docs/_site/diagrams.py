@@ -363,7 +363,7 @@ def write_tradeoff(path: Path) -> None:
     (found,) = (ROOT / "results" / "analysis").glob("tradeoff-*.json")
     record = json.loads(found.read_text())
     rows = tuple(MixtureRow(**row) for row in record["rows"])
-    finding = TradeOff(domains=tuple(record["domains"]), attack="AutoAttack", rows=rows)
+    finding = TradeOff(domains=tuple(record["domains"]), attack=record["attack"], rows=rows)
     write_figure(path, finding.figure())
 
 

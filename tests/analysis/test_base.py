@@ -10,7 +10,7 @@ from advnorm._core.registry import keywords
 from advnorm.analysis import ANALYSES, landscape, ligs, list_analyses, perturbed_accuracy, reporting_progress
 from advnorm.analysis.banks import Distance
 from advnorm.analysis.base import to_record
-from advnorm.analysis.images import even_slices
+from advnorm.analysis.images import even_slices, track
 from advnorm.analysis.perturbed_statistics import StatisticsPerturbation
 from advnorm.analysis.settings import is_declared
 from support.problems import raises_problem
@@ -45,6 +45,18 @@ def test_an_analysis_without_progress_of_its_own_reports_to_the_enclosing_scope(
         seen = len(outer)
         analysis.run(targets, progress=lambda *at: own.append(at))
     assert seen > 0 and len(own) == seen == len(outer)
+
+
+def test_a_loop_inside_another_one_reports_fractions_of_its_steps():
+    seen = []
+    with reporting_progress(lambda *at: seen.append(at)):
+        for _ in track("ab"):
+            for _ in track("cd"):
+                pass
+            for _ in track("efg"):
+                break  # the rest of this loop is not done
+    assert seen == [(0.5, 2), (1, 2), (1, 2), (1.5, 2), (2, 2), (2, 2)]
+    assert list(track("ab")) == ["a", "b"], "outside of a scope"
 
 
 def test_an_unknown_option_raises(digits):

@@ -6,6 +6,7 @@ import copy
 import json
 import sys
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -169,7 +170,9 @@ def test_runs_are_compared_and_drawn(digits, tmp_path):
     )
     assert list(found.networks) == ["bn", "dual_bn (clean)", "dual_bn (adv)", "none"]
     assert found.networks["none"].adapted is None and found.networks["bn"].adapted is not None
-    assert seen == [(done, 6) for done in range(1, 7)], "two corruptions at three severities, once for all networks"
+    steps = [pytest.approx(done / 6) for done in range(1, 7)]
+    assert [done for done, _ in seen] == [*steps, 1], "two corruptions at three severities, once for all networks"
+    assert {total for _, total in seen} == {1}
     left, right = found.figure().axes
     assert [text.get_text() for text in left.get_yticklabels()] == ["contrast", "gaussian noise"]
     assert (left.get_title("left"), right.get_title("left")) == ("By corruption", "By severity")
@@ -195,6 +198,43 @@ def test_runs_on_different_images_keep_their_own(digits):
         rows = slice(100, 180) if norm == "none" else slice(0, 100)
         alone = corruption_accuracy(digits.networks[norm], digits.x[rows], digits.y[rows], route=branch or None, **how)
         assert score == alone
+
+
+def test_runs_with_other_batches_or_labels_keep_their_own(digits):
+    x, y = digits.x[:100], digits.y[:100]
+    targets = [digits.target("bn", images=x, labels=labels) for labels in (y, (y + 1) % 10, y)]
+    targets[2] = replace(targets[2], batch_size=2)
+    how = {"corruptions": FEW, "severities": [3, 5], "adapt": True}
+    found = ANALYSES.get("corruptions").run(targets, **how)
+    for score, target in zip(found.networks.values(), targets):
+        alone = corruption_accuracy(target.model, x, target.labels, batch_size=target.batch_size, **how)
+        assert score == alone
+    assert len({score.mean for score in found.networks.values()}) == 2
+
+
+def test_a_repeated_corruption_is_measured_once(digits):
+    how = {"severities": (1,)}
+    once, twice = (
+        corruption_accuracy(digits.networks["bn"], digits.x[:50], digits.y[:50], corruptions=names, **how)
+        for names in (["fog"], ["fog", "fog"])
+    )
+    assert once == twice and len(twice.accuracy["fog"]) == 1
+
+
+def test_every_run_is_checked_before_any_work(digits):
+    x, y = digits.x[:20], digits.y[:20]
+    good = digits.target("bn", images=x, labels=y)
+    seen = []
+    with raises_problem("wrong_shape", "labels"):
+        ANALYSES.get("corruptions").run(
+            [good, replace(good, data=(x, y[:5]))], corruptions=FEW, progress=lambda *done: seen.append(done)
+        )
+    assert not seen
+
+
+def test_frost_needs_the_arrays(digits):
+    with raises_problem("not_supported", "corruption"):
+        corruption_accuracy(digits.networks["bn"], digits.x, digits.y, corruptions="frost")
 
 
 def test_lines_are_means_over_corruptions_and_dots_means_over_severities():

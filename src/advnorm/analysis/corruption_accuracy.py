@@ -23,7 +23,8 @@ from advnorm.analysis.settings import BatchSize, Seed, as_tuple, setting_problem
 from advnorm.attacks.inputs import validate_batch
 from advnorm.data import corrupt, list_corruptions
 from advnorm.data.cifar10c import CORRUPTIONS, IMAGES_PER_SEVERITY, read_cifar10c
-from advnorm.data.corruptions import EXTRA, SEVERITIES, severity_problems
+from advnorm.data.corruptions import EXTRA, NOT_GENERATED, SEVERITIES, severity_problems
+from advnorm.evaluation.target import EvaluationTarget
 from advnorm.norms import recalibrate
 
 Corruptions = Annotated[Sequence[str] | None, Setting("Corruptions by name. Default: all that are available.")]
@@ -77,16 +78,53 @@ def corruption_accuracy(
     and frost and spatter are available too. ``adapt``: also with batch statistics re-estimated on the corrupted images
     (D table 7), in a copy of the model. One corruption at one severity is in memory at a time.
     """
-    network = _Network(model, y, route, adapt)
-    settings = {"arrays": arrays, "batch_size": batch_size, "seed": seed, "rows": rows}
-    return _scores([network], x, corruptions=corruptions, severities=severities, **settings)[0]
+    _validate(**locals())
+    how: Any = {"arrays": arrays, "batch_size": batch_size, "seed": seed, "rows": rows}
+    return _scores([_Network(model, route, adapt)], x, y, _names(corruptions, arrays), severities, **how)[0]
+
+
+def _validate(
+    *,
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    corruptions: Corruptions,
+    severities: Severities,
+    adapt: bool,
+    arrays: Path | str | None,
+    route: str | None,
+    batch_size: int,
+    seed: int,
+    rows: Tensor | None,
+) -> None:
+    """Raise one error with all problems of the settings and of the model."""
+    problems = setting_problems(corruption_accuracy, locals())
+    known = list_corruptions() if arrays is None else CORRUPTIONS
+    for name in _names(corruptions, arrays):
+        if arrays is None and name in NOT_GENERATED:
+            message, hint = f"{name} is not computed here", "give the folder of CIFAR-10-C as arrays"
+            problems.append(Problem("not_supported", message, "corruption", hint=hint))
+        elif name not in known:
+            problems.append(unknown_name("corruption", name, known))
+    problems += [problem for severity in as_tuple(severities) for problem in severity_problems(severity)]
+    if adapt and not has_batch_statistics(model):
+        message = "the model has no batch statistics to adapt"
+        problems.append(Problem(code="conflict", message=message, field="adapt", hint="use adapt=False"))
+    raise_problems(problems, "bad corruptions")
+    validate_batch(x, y)
+
+
+def _names(corruptions: Corruptions, arrays: Path | str | None) -> tuple[str, ...]:
+    """Return the given corruptions, else the 14 of the benchmark that can be computed; the arrays also have frost."""
+    if corruptions is not None:
+        return tuple(dict.fromkeys(as_tuple(corruptions)))
+    return (*(name for name in list_corruptions() if name not in EXTRA), *(() if arrays is None else ("frost",)))
 
 
 class _Network(NamedTuple):
-    """A model through one branch, the labels of the images, and whether its statistics are also adapted."""
+    """A model through one branch, and whether its statistics are also adapted."""
 
     model: nn.Module
-    labels: Tensor
     route: str | None
     adapt: bool
 
@@ -94,47 +132,34 @@ class _Network(NamedTuple):
 def _scores(
     networks: Sequence[_Network],
     x: Tensor,
-    *,
-    corruptions: Corruptions,
+    y: Tensor,
+    corruptions: Sequence[str],
     severities: Severities,
+    *,
     arrays: Path | str | None,
     batch_size: int,
     seed: int,
     rows: Tensor | None,
 ) -> list[CorruptionScore]:
     """Return the scores of networks on the same images. Each corruption is computed once for all of them."""
-    known = list_corruptions() if arrays is None else CORRUPTIONS
-    # The 14 of the benchmark that can be computed; the arrays also have frost, the last of the 15.
-    usual = [*(name for name in list_corruptions() if name not in EXTRA), *([] if arrays is None else ["frost"])]
-    chosen, severities = usual if corruptions is None else as_tuple(corruptions), as_tuple(severities)
-    for network in networks:
-        values = {"batch_size": batch_size, "seed": seed, "corruptions": corruptions, "severities": severities}
-        problems = setting_problems(corruption_accuracy, {**values, "model": network.model, "route": network.route})
-        problems += [unknown_name("corruption", name, known) for name in chosen if name not in known]
-        problems += [problem for severity in severities for problem in severity_problems(severity)]
-        if network.adapt and not has_batch_statistics(network.model):
-            message = "the model has no batch statistics to adapt"
-            problems.append(Problem(code="conflict", message=message, field="adapt", hint="use adapt=False"))
-        raise_problems(problems, "bad corruptions")
-        validate_batch(x, network.labels)
-    severities = tuple(sorted(set(severities)))  # along an axis
+    severities = tuple(sorted(set(as_tuple(severities))))  # along an axis
     twins = [routed_copy(network.model) if network.adapt else None for network in networks]
-    plain: list[dict[str, tuple[float, ...]]] = [dict.fromkeys(chosen, ()) for _ in networks]
+    plain: list[dict[str, tuple[float, ...]]] = [dict.fromkeys(corruptions, ()) for _ in networks]
     adapted = [dict(found) for found in plain]
-    for name, severity in track(product(chosen, severities)):
+    for name, severity in track(product(corruptions, severities)):
         if arrays is None:
             images = _compute(x, name, severity, seed, device_of(networks[0].model), batch_size)
         else:
-            images = _read(arrays, name, severity, networks[0].labels, rows)
+            images = _read(arrays, name, severity, y, rows)
         for place, (network, twin) in enumerate(zip(networks, twins)):
             how: Any = {"route": network.route, "batch_size": batch_size}
-            plain[place][name] += (measure_accuracy(network.model, images, network.labels, **how),)
+            plain[place][name] += (measure_accuracy(network.model, images, y, **how),)
             if twin is not None:
                 recalibrate(twin, images, **how)
-                adapted[place][name] += (measure_accuracy(twin, images, network.labels, **how),)
+                adapted[place][name] += (measure_accuracy(twin, images, y, **how),)
     return [
         CorruptionScore(
-            clean=measure_accuracy(network.model, x, network.labels, route=network.route, batch_size=batch_size),
+            clean=measure_accuracy(network.model, x, y, route=network.route, batch_size=batch_size),
             severities=severities,
             accuracy=plain[place],
             adapted=adapted[place] if network.adapt else None,
@@ -229,30 +254,43 @@ def corruptions_of_runs(
     **chosen: Any,
 ) -> CorruptionAccuracy:
     """Evaluate networks under corruptions; adapt those that have batch statistics."""
+    how: Any = {"corruptions": None, "severities": SEVERITIES, **chosen, "arrays": arrays, "seed": seed}
+    networks: dict[str, _Network] = {}
+    for view in views:
+        model, x, y = view.data
+        network = networks[view.name] = _Network(model, view.route, adapt and has_batch_statistics(model))
+        _validate(**network._asdict(), x=x, y=y, batch_size=view.target.batch_size, rows=view.target.rows, **how)
+    how["corruptions"] = _names(how["corruptions"], arrays)
     scores: dict[str, CorruptionScore] = {}
-    for group in _groups_by_images(views):
-        target = group[0].target
-        how: Any = {"arrays": arrays, "seed": seed, "batch_size": target.batch_size, "rows": target.rows}
-        how |= {"corruptions": None, "severities": SEVERITIES, **chosen}
-        networks = []
-        for view in group:
-            model, _, labels = view.data
-            networks.append(_Network(model, labels, view.route, adapt and has_batch_statistics(model)))
-        scores |= zip((view.name for view in group), _scores(networks, target.images, **how))
+    for group in track(_groups_by_images(views)):
+        target, members = group[0].target, [networks[view.name] for view in group]
+        of_group = {"batch_size": target.batch_size, "rows": target.rows, **how}
+        scores |= zip((view.name for view in group), _scores(members, target.images, target.labels, **of_group))
     origin = "CIFAR-10-C arrays" if arrays else f"made from the test images, seed {seed}"
-    conditions, images = {"adapt": adapt, "runs": view_conditions(views)}, len(views[0].target.images)
-    networks = {view.name: scores[view.name] for view in views}
-    return CorruptionAccuracy(networks=networks, images=images, corruptions=origin, conditions=conditions)
+    return CorruptionAccuracy(
+        networks={view.name: scores[view.name] for view in views},
+        images=len(views[0].target.images),
+        corruptions=origin,
+        conditions={"adapt": adapt, "runs": view_conditions(views)},
+    )
 
 
 def _groups_by_images(views: Sequence[BranchView]) -> list[list[BranchView]]:
-    """Return the views in groups that have the same images."""
+    """Return the views in groups of the same images, labels and batches."""
     groups: list[list[BranchView]] = []
     for view in views:
-        images = view.target.images
-        same = (group for group in groups if torch.equal(group[0].target.images, images))
-        if (group := next(same, None)) is None:
-            groups.append([view])
+        for group in groups:
+            if _same_batches(group[0].target, view.target):
+                group.append(view)
+                break
         else:
-            group.append(view)
+            groups.append([view])
     return groups
+
+
+def _same_batches(one: EvaluationTarget, other: EvaluationTarget) -> bool:
+    def equal(a: Tensor | None, b: Tensor | None) -> bool:
+        return a is b or (a is not None and b is not None and torch.equal(a, b))
+
+    tensors = ((one.images, other.images), (one.labels, other.labels), (one.rows, other.rows))
+    return one.batch_size == other.batch_size and all(equal(*pair) for pair in tensors)

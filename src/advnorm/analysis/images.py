@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -28,29 +29,48 @@ T = TypeVar("T")
 Images = Tensor | Iterable[Any]
 
 
-PROGRESS: ContextVar[Progress | None] = ContextVar("progress", default=None)
+@dataclass
+class _Reporter:
+    """Passes the progress of loops on; ``outer`` has finished steps and steps of the loops around the present one."""
+
+    progress: Progress
+    outer: list[tuple[int, int]] = field(default_factory=list)
+
+    def report(self, done: float, total: int) -> None:
+        for before, steps in reversed(self.outer):
+            done, total = before + done / total, steps
+        self.progress(done, total)  # pyright: ignore[reportArgumentType]  # a fraction in the middle of a step
+
+
+REPORTER: ContextVar[_Reporter | None] = ContextVar("reporter", default=None)
 
 
 @contextmanager
 def reporting_progress(progress: Progress | None) -> Iterator[None]:
     """Scope: the loops of analyses call ``progress`` with the amount of finished work and the total amount.
 
-    With None, an enclosing scope stays in effect.
+    A loop inside another one reports fractions of a step of the outer one. With None, an enclosing scope stays in
+    effect.
     """
-    token = PROGRESS.set(progress or PROGRESS.get())
+    token = REPORTER.set(REPORTER.get() if progress is None else _Reporter(progress))
     try:
         yield
     finally:
-        PROGRESS.reset(token)
+        REPORTER.reset(token)
 
 
 def track(items: Iterable[T]) -> Iterator[T]:
     """Yield the items and report after each one how many are done."""
-    items, progress = list(items), PROGRESS.get()
-    for done, item in enumerate(items, 1):
+    items, reporter = list(items), REPORTER.get()
+    if reporter is None:
+        yield from items
+        return
+    depth = len(reporter.outer)
+    for done, item in enumerate(items):
+        reporter.outer[depth:] = [(done, len(items))]
         yield item
-        if progress is not None:
-            progress(done, len(items))
+        del reporter.outer[depth:]
+        reporter.report(done + 1, len(items))
 
 
 def even_slices(count: int, size: int) -> Iterator[slice]:
@@ -142,11 +162,12 @@ def craft_inputs(target: EvaluationTarget, names: Sequence[str], *, route: str |
     """
     crafted: dict[str, Tensor] = {}
     data = (target.model, target.images, target.labels)
+    reporter = REPORTER.get()
     for name, attack in input_attacks(target, names, route=route).items():
         if attack is None:
             crafted[name] = target.images
         elif isinstance(attack, CascadeAttack):
-            attack = dataclasses.replace(attack, progress=PROGRESS.get())
+            attack = dataclasses.replace(attack, progress=reporter and reporter.report)
             crafted[name] = attack.evaluate(*data, bar=False).x_adv.cpu()
         else:
             crafted[name] = attack_images(attack, *data, batch_size=target.batch_size)

@@ -64,7 +64,7 @@ def analyze(
     if "seed" in parameters:
         settings.setdefault("seed", seed)
     with show_progress() as display:
-        task = display.task(name, 100, unit="%")
+        task = display.task(f"{name} (%)", 100)
         settings["progress"] = lambda done, total: task.update(100 * done / total)
         finding = analysis.run(targets if analysis.several else targets[0], **settings)
     if (table := finding.table()) is not None:
