@@ -513,56 +513,48 @@ def accuracies(folder, corruptions=None):
     }
     settings = {name: values for name, values in settings.items() if name == "network" or len(set(values)) > 1}
     head = [*settings, "branch", "clean", *(ATTACKS[name] for name in attacks)]
-    corrupted = _corrupted(corruptions) if corruptions else {}
-    head += ["clean, same images", "corrupted"] if corrupted else []
-    lines, conditions = [head, ["---"] * len(head)], []
-    for record, *values in zip(records, *settings.values()):
+    more_head, more, more_conditions = corrupted(corruptions) if corruptions else ([], {}, [])
+    lines, conditions = [], []
+    for record, training, *values in zip(records, trainings, *settings.values()):
         run, images = record["about"]["run"], record["images"]
         for branch, shares in record["accuracy"].items():
-            cells = [*values, "shared" if branch == "default" else branch]
-            cells += [format_accuracy(shares[name], images) for name in ("clean", *attacks)]
-            cells += corrupted.get(run if branch == "default" else f"{run} ({branch})", [])
-            lines.append(cells)
-        training, pixels = record["about"]["training"], record["image_shape"][-1]
-        kept = "" if "epochs" in settings else f", {training['epochs']} epochs"
+            one_branch = branch == "default"
+            cells = [format_accuracy(shares[name], images) for name in ("clean", *attacks)]
+            more_cells = more.get(run if one_branch else f"{run} ({branch})", [])
+            lines.append([*values, "shared" if one_branch else branch, *cells, *more_cells])
+        epochs = "" if "epochs" in settings else f", {training['epochs']} epochs"
         search = ", AutoAttack with a bf16 search" * ("autoattack-bf16" in attacks)
         conditions.append(
-            f"Accuracy in percent (95 % interval) on {images:,} test images of {training['data']['name']} at {pixels} "
-            f"pixels, eps {training['eps']}{kept}{search}, {record['device']}, commit {record['commit']}."
+            f"Accuracy in percent (95 % interval) on {images:,} test images of {training['data']['name']} at "
+            f"{record['image_shape'][-1]} pixels, eps {training['eps']}{epochs}{search}, {record['device']}, commit "
+            f"{record['commit']}."
         )
-    if corrupted:
-        conditions.append(corrupted[""])
-    return "\n".join([*(f"| {' | '.join(cells)} |" for cells in lines), "", *dict.fromkeys(conditions)])
+    return markdown([*head, *more_head], lines, *dict.fromkeys(conditions), *more_conditions)
 
 
-def _corrupted(name):
-    """Clean and corrupted accuracy by network, and the conditions of both."""
-    (path,) = (RESULTS / "analysis").glob(f"{name}-*.json")
-    record = json.loads(path.read_text())
+def corrupted(name):
+    """Columns of an analysis of corruptions: their heads, the cells of each network, and their conditions."""
+    record = only_analysis(name)
     networks, images = record["networks"], int(record["images"])
     cells = {
         network: [format_accuracy(score["clean"], images), f"{100 * score['mean']:.1f}"]
         for network, score in networks.items()
     }
     kinds = len(next(iter(networks.values()))["accuracy"])
-    words = (
-        f"The last two columns use the same {images:,} test images; corrupted is the mean over {kinds} corruptions and"
-    )
-    return {**cells, "": f"{words} five severities."}
+    words = f"The last two columns use the same {images:,} test images; corrupted is the mean over {kinds} corruptions"
+    return ["clean, same images", "corrupted"], cells, [f"{words} and five severities."]
 
 
 def tradeoff():
     """Accuracies of the mixtures of two branches, with both kinds of statistics in a row."""
-    (path,) = (RESULTS / "analysis").glob("tradeoff-*.json")
-    record = json.loads(path.read_text())
+    record = only_analysis("tradeoff")
     where, attack, found = record["conditions"], ATTACKS[record["attack"]], {}
     for row in record["rows"]:
         cells = [format_accuracy(row[name], where["images"]) for name in ("clean", "robust")]
         found.setdefault(row["share"], {})[row["statistics"]] = cells
     kinds = list(dict.fromkeys(row["statistics"] for row in record["rows"]))
     head = [f"share of {record['domains'][1]}", *(f"{words}, {kind}" for kind in kinds for words in ("clean", attack))]
-    lines = [head, ["---"] * len(head)]
-    lines += [[f"{share:.1f}", *(cell for kind in kinds for cell in row[kind])] for share, row in found.items()]
+    lines = [[f"{share:.1f}", *(cell for kind in kinds for cell in row[kind])] for share, row in found.items()]
     config = where["config"]
     search = " with a bf16 search" * record["attack"].endswith("-bf16")
     conditions = (
@@ -570,7 +562,19 @@ def tradeoff():
         f"{config['model']['name']}, `{config['norm']}`, eps {config['eps']}, {config['epochs']} epochs, {attack}"
         f"{search}, {where['device']}, commit {where['commit']}."
     )
-    return "\n".join([*(f"| {' | '.join(cells)} |" for cells in lines), "", conditions])
+    return markdown(head, lines, conditions)
+
+
+def only_analysis(name):
+    """The record of an analysis that was made once."""
+    (path,) = (RESULTS / "analysis").glob(f"{name}-*.json")
+    return json.loads(path.read_text())
+
+
+def markdown(head, lines, *conditions):
+    """A table of texts, and its conditions below."""
+    rows = [f"| {' | '.join(cells)} |" for cells in lines]
+    return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *rows, "", *conditions])
 
 
 def audited(name, part, earlier=None):

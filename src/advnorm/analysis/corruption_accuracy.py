@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -79,8 +79,9 @@ def corruption_accuracy(
     (D table 7), in a copy of the model. One corruption at one severity is in memory at a time.
     """
     _validate(**locals())
+    scorer = _Scorer(model, y, route=route, adapt=adapt, batch_size=batch_size)
     how: Any = {"arrays": arrays, "batch_size": batch_size, "seed": seed, "rows": rows}
-    return _scores([_Network(model, route, adapt)], x, y, _names(corruptions, arrays), severities, **how)[0]
+    return _scores([scorer], x, _names(corruptions, arrays), severities, **how)[0]
 
 
 def _validate(
@@ -121,18 +122,38 @@ def _names(corruptions: Corruptions, arrays: Path | str | None) -> tuple[str, ..
     return (*(name for name in list_corruptions() if name not in EXTRA), *(() if arrays is None else ("frost",)))
 
 
-class _Network(NamedTuple):
-    """A model through one branch, and whether its statistics are also adapted."""
+class _Scorer:
+    """Collects the accuracies of a model through one branch, one corruption and severity after another."""
 
-    model: nn.Module
-    route: str | None
-    adapt: bool
+    def __init__(self, model: nn.Module, labels: Tensor, *, route: str | None, adapt: bool, batch_size: int) -> None:
+        self.model, self.labels = model, labels
+        self.how: dict[str, Any] = {"route": route, "batch_size": batch_size}
+        self.twin = routed_copy(model) if adapt else None
+        self.accuracy: dict[str, tuple[float, ...]] = {}
+        self.adapted: dict[str, tuple[float, ...]] = {}
+
+    def add(self, corruption: str, images: Tensor) -> None:
+        """Measure the accuracy on the images under the next severity of a corruption."""
+        self._append(self.accuracy, self.model, corruption, images)
+        if self.twin is not None:
+            recalibrate(self.twin, images, **self.how)
+            self._append(self.adapted, self.twin, corruption, images)
+
+    def _append(self, found: dict[str, tuple[float, ...]], model: nn.Module, corruption: str, images: Tensor) -> None:
+        found[corruption] = (*found.get(corruption, ()), measure_accuracy(model, images, self.labels, **self.how))
+
+    def score(self, x: Tensor, severities: tuple[int, ...]) -> CorruptionScore:
+        return CorruptionScore(
+            clean=measure_accuracy(self.model, x, self.labels, **self.how),
+            severities=severities,
+            accuracy=self.accuracy,
+            adapted=None if self.twin is None else self.adapted,
+        )
 
 
 def _scores(
-    networks: Sequence[_Network],
+    scorers: Sequence[_Scorer],
     x: Tensor,
-    y: Tensor,
     corruptions: Sequence[str],
     severities: Severities,
     *,
@@ -143,29 +164,14 @@ def _scores(
 ) -> list[CorruptionScore]:
     """Return the scores of networks on the same images. Each corruption is computed once for all of them."""
     severities = tuple(sorted(set(as_tuple(severities))))  # along an axis
-    twins = [routed_copy(network.model) if network.adapt else None for network in networks]
-    plain: list[dict[str, tuple[float, ...]]] = [dict.fromkeys(corruptions, ()) for _ in networks]
-    adapted = [dict(found) for found in plain]
     for name, severity in track(product(corruptions, severities)):
         if arrays is None:
-            images = _compute(x, name, severity, seed, device_of(networks[0].model), batch_size)
+            images = _compute(x, name, severity, seed, device_of(scorers[0].model), batch_size)
         else:
-            images = _read(arrays, name, severity, y, rows)
-        for place, (network, twin) in enumerate(zip(networks, twins)):
-            how: Any = {"route": network.route, "batch_size": batch_size}
-            plain[place][name] += (measure_accuracy(network.model, images, y, **how),)
-            if twin is not None:
-                recalibrate(twin, images, **how)
-                adapted[place][name] += (measure_accuracy(twin, images, y, **how),)
-    return [
-        CorruptionScore(
-            clean=measure_accuracy(network.model, x, y, route=network.route, batch_size=batch_size),
-            severities=severities,
-            accuracy=plain[place],
-            adapted=adapted[place] if network.adapt else None,
-        )
-        for place, network in enumerate(networks)
-    ]
+            images = _read(arrays, name, severity, scorers[0].labels, rows)
+        for scorer in scorers:
+            scorer.add(name, images)
+    return [scorer.score(x, severities) for scorer in scorers]
 
 
 def _compute(x: Tensor, name: str, severity: int, seed: int, device: torch.device, batch_size: int) -> Tensor:
@@ -255,17 +261,18 @@ def corruptions_of_runs(
 ) -> CorruptionAccuracy:
     """Evaluate networks under corruptions; adapt those that have batch statistics."""
     how: Any = {"corruptions": None, "severities": SEVERITIES, **chosen, "arrays": arrays, "seed": seed}
-    networks: dict[str, _Network] = {}
+    scorers: dict[str, _Scorer] = {}
     for view in views:
         model, x, y = view.data
-        network = networks[view.name] = _Network(model, view.route, adapt and has_batch_statistics(model))
-        _validate(**network._asdict(), x=x, y=y, batch_size=view.target.batch_size, rows=view.target.rows, **how)
+        own: Any = {"adapt": adapt and has_batch_statistics(model), **view.settings}
+        _validate(model=model, x=x, y=y, rows=view.target.rows, **own, **how)
+        scorers[view.name] = _Scorer(model, y, **own)
     how["corruptions"] = _names(how["corruptions"], arrays)
     scores: dict[str, CorruptionScore] = {}
     for group in track(_groups_by_images(views)):
-        target, members = group[0].target, [networks[view.name] for view in group]
+        target, names = group[0].target, [view.name for view in group]
         of_group = {"batch_size": target.batch_size, "rows": target.rows, **how}
-        scores |= zip((view.name for view in group), _scores(members, target.images, target.labels, **of_group))
+        scores |= zip(names, _scores([scorers[name] for name in names], target.images, **of_group))
     origin = "CIFAR-10-C arrays" if arrays else f"made from the test images, seed {seed}"
     return CorruptionAccuracy(
         networks={view.name: scores[view.name] for view in views},

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -39,7 +38,7 @@ class _Reporter:
     def report(self, done: float, total: int) -> None:
         for before, steps in reversed(self.outer):
             done, total = before + done / total, steps
-        self.progress(done, total)  # pyright: ignore[reportArgumentType]  # a fraction in the middle of a step
+        self.progress(done, total)
 
 
 REPORTER: ContextVar[_Reporter | None] = ContextVar("reporter", default=None)
@@ -150,7 +149,7 @@ def input_attacks(
         if name not in ("clean", "adv"):
             known_as = "noise-uniform" if name == "noise" else name
             attack = create_attack(known_as, device_of(target.model), threat=attack.threat, seed=attack.seed)
-        attack = dataclasses.replace(attack, route=default_branch(target.model, route), statistics="running")
+        attack = replace(attack, route=default_branch(target.model, route), statistics="running")
         attacks[name] = None if name == "clean" else attack
     return attacks
 
@@ -167,7 +166,7 @@ def craft_inputs(target: EvaluationTarget, names: Sequence[str], *, route: str |
         if attack is None:
             crafted[name] = target.images
         elif isinstance(attack, CascadeAttack):
-            attack = dataclasses.replace(attack, progress=reporter and reporter.report)
+            attack = replace(attack, progress=reporter and reporter.report)
             crafted[name] = attack.evaluate(*data, bar=False).x_adv.cpu()
         else:
             crafted[name] = attack_images(attack, *data, batch_size=target.batch_size)
@@ -202,7 +201,7 @@ def measure_images(
     """
     branch, known = default_branch(target.model, route), keywords(measure)
     count = how.get("samples", known["samples"].default) if "samples" in known else None
-    few = dataclasses.replace(target, data=(target.images[:count], target.labels[:count]))
+    few = replace(target, data=(target.images[:count], target.labels[:count]))
     how |= {"batch_size": target.batch_size} | ({"route": branch} if "route" in known else {})
     found = measure(target.model, craft_inputs(few, inputs, route=branch), **how)
     return found.under(target_conditions(target, inputs, through=branch, **found.conditions))

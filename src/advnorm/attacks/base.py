@@ -21,7 +21,7 @@ from advnorm.norms import Mode
 from advnorm.threat import ThreatModel
 
 #: Called with the amount of finished work and the total amount.
-Progress = Callable[[int, int], None]
+Progress = Callable[[float, int], None]
 Steps = Annotated[int, Setting("Number of gradient steps.", "[1, inf)")]
 Restarts = Annotated[int, Setting("Number of restarts; the worst case per image counts.", "[1, inf)")]
 

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from advnorm._core.devices import resolve_device
 from advnorm._core.errors import ConfigError
@@ -27,6 +26,7 @@ from advnorm.data import cifar10, digits
 from advnorm.models import create_model
 from advnorm.models.weights import load_weights
 from advnorm.threat import ThreatModel
+from advnorm.training.cost import network_flops
 
 OFFICIAL = "pyautoattack"
 #: Batch size of the official code, and of every forward outside of the attacks.
@@ -153,8 +153,7 @@ def bench_autoattack(
     runs |= {f"advnorm {precision}": partial(run_ours, precision) for precision in precisions}
     with torch.no_grad(), evaluating(model):
         clean = torch.cat([model(part).argmax(1) for part in x.split(OFFICIAL_BATCH)]) == y
-        with FlopCounterMode(display=False) as counter:
-            model(x[:1])
+        flops = network_flops(model, x[:1])
     _warm_up(model, x[:OFFICIAL_BATCH], y[:OFFICIAL_BATCH])
     result = AutoAttackBenchmark(
         model=name,
@@ -162,7 +161,7 @@ def bench_autoattack(
         images=len(x),
         device=environment(x.device)["device"],
         seed=seed,
-        forward_flops=float(counter.get_total_flops()),
+        forward_flops=flops,
         peak_flops=peak_flops(x.device),
         reference=next(iter(runs)),
         rows={},

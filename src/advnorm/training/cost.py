@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from advnorm.config import Config
@@ -32,10 +33,15 @@ def forward_flops(
 def _forward_flops(spec: str, image_shape: tuple[int, ...], num_classes: int) -> float:
     name, norm, options = json.loads(spec)
     norm = None if split_name(name) else norm  # networks of libraries keep their own norms
-    with torch.device("meta"), torch.no_grad():
+    with torch.device("meta"):
         network = create_model(name, num_classes, norm, in_channels=image_shape[0], normalize=False, **options)
-        with FlopCounterMode(display=False) as counter:
-            network.eval()(torch.zeros(1, *image_shape))
+        return network_flops(network.eval(), torch.zeros(1, *image_shape))
+
+
+def network_flops(network: nn.Module, x: Tensor) -> float:
+    """Count the operations of a forward, without those of norms."""
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        network(x)
     return float(counter.get_total_flops())
 
 
