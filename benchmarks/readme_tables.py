@@ -57,8 +57,9 @@ def autoattack():
 def quick():
     """The quick estimate beside AutoAttack, a row per network."""
     lines = [
-        "| network | threat | clean | quick | AutoAttack | points | differ | passes of quick | of AutoAttack | ratio |",
-        "|---" * 10 + "|",
+        "| network | threat | clean | quick | AutoAttack | points | differ | passes of quick | of AutoAttack | ratio | "
+        "seconds of quick | of AutoAttack |",
+        "|---" * 12 + "|",
     ]
     benchmarks = {}
     for path in sorted(RECORDS.glob("quick*.json")):
@@ -68,7 +69,10 @@ def quick():
             points, passes = 100 * (row["quick"] - row["autoattack"]), quick_passes(row)
             counts = (f"{count:,.0f}" for count in passes)
             cells = [row["network"], row["threat"], *accuracies, f"{points:+.2f}", row["differing"], *counts]
-            lines.append(f"| {' | '.join(map(str, [*cells, f'{passes[0] / passes[1]:.3f}']))} |")
+            cells.append(f"{passes[0] / passes[1]:.3f}")
+            timed = record["device"] != "cpu"  # where other programs share the cores
+            cells += [f"{row[f'{name}_seconds']:.1f}" if timed else "–" for name in ("quick", "autoattack")]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
         counts = " to ".join(dict.fromkeys(f"{f(r['images'] for r in record['rows']):,}" for f in (min, max)))
         conditions = f"{record['networks']}, the first {counts} test images, {record['precision']}, {record['device']}"
         benchmarks.setdefault(conditions, []).extend(record["rows"])
@@ -366,11 +370,14 @@ def recipes():
         record = json.loads(path.read_text())
         own = record["summary"]["recipe"]["seconds"]
         lines = [
-            "| training | seeds | clean | PGD-10 | AutoAttack | points | s | − s | first step, s |",
-            "|---" * 9 + "|",
+            "| training | seeds | clean | PGD-10 | quick | AutoAttack | points | s | − s | first step, s |",
+            "|---" * 10 + "|",
         ]
         for name, row in record["summary"].items():
-            accuracies = [format_accuracy(row[a]["median"], record["images"]) for a in ("clean", "pgd10", "autoattack")]
+            accuracies = [
+                format_accuracy(row[attack]["median"], record["images"]) if attack in row else "–"
+                for attack in ("clean", "pgd10", "quick", "autoattack")
+            ]
             cells = [f"`{record['recipe'] if name == 'recipe' else name}`", row["seeds"], *accuracies]
             found, seconds = record["differences"].get(name), row["seconds"]
             points = [] if found is None else [100 * found[key] for key in ("difference", "low", "high")]

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from advnorm import train
-from advnorm.attacks import AutoAttack
+from advnorm.attacks import AutoAttack, Quick
 from advnorm.bench import recipe as recipe_module
 from advnorm.bench.recipe import bench_recipe
 from advnorm.bench.training_process import TrainingFailed, read_wall_clock, train_in_process, training_command
@@ -66,7 +66,7 @@ def _a_short_autoattack(monkeypatch):
 
     def short(name, *place, **settings):
         attack = create(name, *place, **settings)
-        return replace(attack, steps=5, queries=20) if isinstance(attack, AutoAttack) else attack
+        return replace(attack, steps=5, queries=20) if isinstance(attack, AutoAttack | Quick) else attack
 
     monkeypatch.setattr(recipe_module, "create_attack", short)
 
@@ -127,7 +127,7 @@ def test_differences_equal_a_count_by_hand(recipe, trained):
         runs = [trained / row.run for row in result.rows if row.variant == name]
         records = [BenchmarkResult.load(path) for run in runs for path in run.glob("evaluation-best-*.json")]
         assert len(records) == 2
-        sides.append([record.robust["default"]["autoattack"].int().tolist() for record in records])
+        sides.append([record.robust["default"]["quick"].int().tolist() for record in records])
     gaps = [(a + b) / 2 - (c + d) / 2 for a, b, c, d in zip(*sides[0], *sides[1])]
     assert len(gaps) == LIMIT == result.images and any(gaps)
     total, n = sum(gaps), LIMIT + 2
@@ -135,7 +135,7 @@ def test_differences_equal_a_count_by_hand(recipe, trained):
     found = result.differences[VARIANT]
     assert found.difference == pytest.approx(total / LIMIT) and found.records == (2, 2)
     assert (found.low, found.high) == pytest.approx((total / n - half, total / n + half), abs=1e-6)
-    summary = result.summary()["recipe"]["autoattack"]
+    summary = result.summary()["recipe"]["quick"]
     assert summary["median"] == pytest.approx(sum(map(sum, sides[0])) / 2 / LIMIT)
     assert summary["interval"][0] < summary["median"] < summary["interval"][1]
 
@@ -152,6 +152,9 @@ def test_the_recipe_is_evaluated_at_both_checkpoints_and_a_variant_at_the_best(r
         train(load_config(recipe, change), out=tmp_path, device="cpu")
     result = measured(recipe, tmp_path, overrides=frozen, variants=["lr=2e-9"])
     assert [list(row.accuracies) for row in result.rows] == [["best", "last"], ["best"]]
+    attacks = [list(accuracies["default"]) for row in result.rows for accuracies in row.accuracies.values()]
+    assert attacks == [["clean", "pgd10", "quick", "autoattack"], *[["clean", "pgd10", "quick"]] * 2]
+    assert [list(row.evaluation) for row in result.rows] == [["pgd10", "quick", "autoattack"], ["pgd10", "quick"]]
     assert [row.alarms for row in result.rows] == [0, 0]
     assert [row.epochs for row in result.rows] == [{"best": 1, "last": 2}, {"best": 1}]
 
@@ -163,7 +166,7 @@ def test_every_variant_is_compared_through_its_own_branch(recipe, tmp_path):
     result = measured(recipe, tmp_path, overrides=changes, variants=[variant])
     assert result.branch == {"recipe": "adv", variant: "default"}
     found = result.differences[variant]
-    assert (found.first, found.second) == ("adv, autoattack", "default route, autoattack")
+    assert (found.first, found.second) == ("adv, quick", "default route, quick")
 
 
 def table_of_the_pages(folder: Path) -> str:
@@ -184,6 +187,9 @@ def test_the_command_prints_tables_and_writes_a_record(recipe, trained, tmp_path
     config = load_config(recipe)
     assert (record["text"], record["digest"]) == (TINY, config.digest)
     assert {"device", "torch", "commit", "advnorm", "threat", "attacks", "images", "summary"} <= set(record)
+    (row,) = (row for row in record["rows"] if row["variant"] == "recipe")
+    assert record["summary"]["recipe"]["autoattack"]["seconds"] == row["evaluation"]["autoattack"] > 0
+    assert "autoattack" not in record["summary"][VARIANT]
     assert record["passes"]["recipe"] == {"epoch": 5, "all": 10} and list(record["differences"]) == [VARIANT]
     assert record["summary"]["recipe"]["seconds"] is None
     assert f"| `{VARIANT}` | 1 |" in table_of_the_pages(tmp_path) and "No recipe" in table_of_the_pages(trained)

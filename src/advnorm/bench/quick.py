@@ -15,7 +15,7 @@ from advnorm._core.provenance import environment
 from advnorm.attacks import AutoAttack, CascadeResult, Quick
 from advnorm.attacks.autoattack.settings import Precision
 from advnorm.bench.passes import StagePasses, passes_by_stage, total_passes
-from advnorm.bench.timing import MeasuredConditions
+from advnorm.bench.timing import MeasuredConditions, timed
 from advnorm.config import AttackConfig, Config, Named
 from advnorm.evaluation.model_branches import branches
 from advnorm.evaluation.target import EvaluationTarget, open_run
@@ -60,10 +60,14 @@ class BenchmarkedNetwork:
     images: Tensor
     labels: Tensor
 
+    @property
+    def device(self) -> torch.device:
+        return next((parameter.device for parameter in self.model.parameters()), resolve_device("cpu"))
+
 
 @dataclass(frozen=True, kw_only=True)
 class QuickRow:
-    """Accuracy of one network, and passes of each attack by stage."""
+    """Accuracy of one network; passes by stage and seconds of each attack. ``quick`` runs first, without a warm-up."""
 
     network: str
     threat: str
@@ -74,6 +78,8 @@ class QuickRow:
     differing: int  # images on which the two attacks disagree
     quick_passes: dict[str, StagePasses]
     autoattack_passes: dict[str, StagePasses]
+    quick_seconds: float
+    autoattack_seconds: float
 
     @property
     def points(self) -> float:
@@ -161,18 +167,17 @@ def bench_quick(
     for network in networks:
         settings = {"threat": network.threat, "route": network.route, "precision": precision, "seed": seed}
 
-        def evaluate(attack: Quick | AutoAttack, network: BenchmarkedNetwork = network) -> CascadeResult:
+        def evaluate(attack: Quick | AutoAttack, network: BenchmarkedNetwork = network) -> tuple[CascadeResult, float]:
             def progress(done: int, total: int) -> None:
                 on_row(f"{network.name}, {attack.title}: {100 * done // total} %")
 
-            return replace(attack, progress=progress).evaluate(network.model, network.images, network.labels, bar=False)
+            shown, data = replace(attack, progress=progress), (network.images, network.labels)
+            return timed(lambda: shown.evaluate(network.model, *data, bar=False), network.device)
 
-        quick, full = evaluate(Quick(**settings)), evaluate(AutoAttack(**settings))
+        (quick, quick_seconds), (full, full_seconds) = evaluate(Quick(**settings)), evaluate(AutoAttack(**settings))
         if result is None:
-            device = next((p.device for p in network.model.parameters()), resolve_device("cpu"))
-            result = QuickBenchmark(
-                device=environment(device)["device"], networks=name, precision=precision, seed=seed, rows=[]
-            )
+            device = environment(network.device)["device"]
+            result = QuickBenchmark(device=device, networks=name, precision=precision, seed=seed, rows=[])
         result.rows.append(
             QuickRow(
                 network=network.name,
@@ -184,6 +189,8 @@ def bench_quick(
                 differing=int((quick.robust != full.robust).sum()),
                 quick_passes=passes_by_stage(quick),
                 autoattack_passes=passes_by_stage(full),
+                quick_seconds=quick_seconds,
+                autoattack_seconds=full_seconds,
             )
         )
         on_result(result)

@@ -30,11 +30,14 @@ from advnorm.threat import ThreatModel
 from advnorm.training.cost import passes, training_passes
 from advnorm.training.run_folder import Run
 
-#: The attacks of the evaluation; the last one decides.
-ATTACKS = ("pgd10", "autoattack")
+#: The attacks on the result of the recipe. AutoAttack decides whether the recipe is robust.
+ATTACKS = ("pgd10", "quick", "autoattack")
+#: The attacks on variants and other checkpoints. The last one compares variants, in a tenth of AutoAttack's time.
+SHORT_ATTACKS = ATTACKS[:-1]
+COMPARED = SHORT_ATTACKS[-1]
 #: The name of the recipe itself among its variants.
 RECIPE = "recipe"
-TIMES = ("seconds", "first_step", "training", "validation", "evaluation")
+TIMES = ("seconds", "first_step", "training", "validation")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +54,8 @@ class RecipeRow:
     """One training: its times in seconds and its accuracies.
 
     ``seconds`` and ``first_step`` count from the start of its process; they are None if it was interrupted. The
-    accuracies are by checkpoint, branch and attack. The first checkpoint is the result.
+    accuracies are by checkpoint, branch and attack. The first checkpoint is the result; ``evaluation`` has the seconds
+    that each attack on it took.
     """
 
     variant: str
@@ -63,7 +67,7 @@ class RecipeRow:
     first_step: float | None
     training: float  # without validation and checkpoints
     validation: float
-    evaluation: float
+    evaluation: dict[str, float]
     epochs: dict[str, int]  # of the checkpoints
     alarms: int  # epochs in which the monitor warned
     accuracies: dict[str, dict[str, dict[str, float]]]
@@ -85,7 +89,8 @@ class RecipeBenchmark(MeasuredConditions):
     passes: dict[str, dict[str, float]]  # per image, in an epoch after all warm-ups and in all epochs
     branch: dict[str, str] = field(default_factory=dict)  # whose accuracy is compared, by variant
     rows: list[RecipeRow] = field(default_factory=list)
-    differences: dict[str, PairedDifference] = field(default_factory=dict)  # recipe minus variant, under AutoAttack
+    compared: str = COMPARED
+    differences: dict[str, PairedDifference] = field(default_factory=dict)  # recipe minus variant, under ``compared``
 
     def record(self) -> dict[str, Any]:
         return {**super().record(), "summary": self.summary()}
@@ -99,9 +104,11 @@ class RecipeBenchmark(MeasuredConditions):
             for label in TIMES:
                 known = [value for row in rows if (value := getattr(row, label)) is not None]
                 found[name][label] = median(known) if known else None
-            for attack in ("clean", *ATTACKS):
+            for attack in ("clean", *(ATTACKS if name == RECIPE else SHORT_ATTACKS)):
                 middle = median(next(iter(row.accuracies.values()))[self.branch[name]][attack] for row in rows)
                 found[name][attack] = {"median": middle, "interval": accuracy_interval(middle, self.images)}
+                if attack in ATTACKS:
+                    found[name][attack]["seconds"] = median(row.evaluation[attack] for row in rows)
         return found
 
 
@@ -122,7 +129,8 @@ def bench_recipe(
     """Train a recipe with each seed in a process of its own, as a user would, and evaluate it on the test images.
 
     ``variants``: texts such as ``"ema=null"`` or ``"schedule=cosine lr=0.2"``, each the recipe with these settings.
-    The recipe is evaluated at its best and its last checkpoint, a variant at the best. The same call resumes: finished
+    The recipe is evaluated at its best and its last checkpoint, a variant at the best. AutoAttack runs on the best
+    checkpoint of the recipe; ``quick`` runs everywhere and compares the variants. The same call resumes: finished
     trainings and evaluations are read from ``out``. ``limit``: number of test images, spread evenly over the data.
     ``imports``: code that the processes import first, as by ``advnorm --import``. ``on_row`` gets the progress,
     ``on_result`` the results after each training.
@@ -143,19 +151,22 @@ def bench_recipe(
                 where: dict[str, Any] = {"out": out, "data_dir": data_dir, "device": device, "imports": imports}
                 command = training_command(file, variant.overrides, seed, **where)
                 train_in_process(command, run, lambda line, label=label: on_row(f"{label}: {line}"))
+            own = variant.name == RECIPE
             found = {
-                name: evaluation.evaluate(run, name, f"{label}, {name} checkpoint")
-                for name in _checkpoints(run, both=variant.name == RECIPE)
+                name: evaluation.evaluate(
+                    run, name, ATTACKS if own and not place else SHORT_ATTACKS, f"{label}, {name} checkpoint"
+                )
+                for place, name in enumerate(_checkpoints(run, both=own))
             }
             chosen = next(iter(found.values()))
             result = result or _without_rows(Path(file), planned, chosen, found_device)
             result.branch[variant.name] = "adv" if "adv" in chosen.routes else chosen.routes[-1]
             result.rows.append(_row(variant, seed, run, found))
             results.setdefault(variant.name, []).append(chosen)
-            if variant.name != RECIPE:
+            if not own:
                 others = results[variant.name]
                 routes = result.branch[RECIPE], result.branch[variant.name]
-                compared = compare(results[RECIPE][: len(others)], others, attack=ATTACKS[-1], route=routes)
+                compared = compare(results[RECIPE][: len(others)], others, attack=COMPARED, route=routes)
                 result.differences[variant.name] = compared.rows[0]
             on_result(result)
     assert result is not None
@@ -208,7 +219,7 @@ def _run_problems(
 
 @dataclass(frozen=True, kw_only=True)
 class _Evaluation:
-    """The evaluation of every training: all branches under PGD-10 and AutoAttack at the recipe's radius."""
+    """The evaluation of every training: all branches at the recipe's radius."""
 
     recipe: Config
     device: torch.device
@@ -216,11 +227,11 @@ class _Evaluation:
     limit: int | None
     on_row: Callable[[str], object]
 
-    def evaluate(self, run: Run, checkpoint: str, label: str) -> BenchmarkResult:
+    def evaluate(self, run: Run, checkpoint: str, names: Sequence[str], label: str) -> BenchmarkResult:
         """Evaluate a checkpoint, or read its record in the folder of the run."""
         threat = ThreatModel(norm=self.recipe.threat, eps=self.recipe.eps)
         target = open_run(run, checkpoint=checkpoint, data_dir=self.data_dir, device=self.device)
-        attacks = {name: create_attack(name, self.device, threat=threat, seed=0) for name in ATTACKS}
+        attacks = {name: create_attack(name, self.device, threat=threat, seed=0) for name in names}
 
         def shown(name: str) -> Callable[[int, int], object]:
             return lambda done, total: self.on_row(f"{label}: {name} {100 * done // total} %")
@@ -268,7 +279,7 @@ def _without_rows(
 
 
 def _row(variant: RecipeVariant, seed: int, run: Run, found: dict[str, BenchmarkResult]) -> RecipeRow:
-    record, clock = run.record, read_wall_clock(run)
+    record, clock, chosen = run.record, read_wall_clock(run), next(iter(found.values()))
     timing = map(json.loads, read_bytes(run.folder / "timing.jsonl").splitlines())
     return RecipeRow(
         variant=variant.name,
@@ -280,12 +291,16 @@ def _row(variant: RecipeVariant, seed: int, run: Run, found: dict[str, Benchmark
         first_step=clock and clock["first_step"],
         training=record["seconds"],
         validation=sum(row["validation_seconds"] for row in timing),
-        evaluation=sum(sum(row.values()) for result in found.values() for row in result.seconds.values()),
+        evaluation={
+            attack: sum(row[attack] for row in chosen.seconds.values())
+            for attack in ATTACKS
+            if attack in chosen.attacks
+        },
         epochs={name: record[name]["epoch"] for name in found},
         alarms=sum(row["monitor"]["alarm"] > 0 for row in run.metrics() if "monitor" in row),
         accuracies={
             name: {
-                route: {attack: row[attack] for attack in ("clean", *ATTACKS)}
+                route: {attack: row[attack] for attack in ("clean", *ATTACKS) if attack in row}
                 for route, row in result.accuracies.items()
             }
             for name, result in found.items()

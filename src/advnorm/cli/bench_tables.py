@@ -15,7 +15,7 @@ from advnorm.bench.autoattack import AutoAttackBenchmark
 from advnorm.bench.norms import LIMITS, NormBenchmark
 from advnorm.bench.passes import StagePasses, mean_passes, total_passes
 from advnorm.bench.quick import QuickBenchmark
-from advnorm.bench.recipe import RECIPE, RecipeBenchmark
+from advnorm.bench.recipe import ATTACKS, RECIPE, RecipeBenchmark
 from advnorm.bench.surgery import OUTCOMES, SurgeryBenchmark
 from advnorm.evaluation.gallery import Part
 from advnorm.evaluation.intervals import format_accuracy
@@ -120,7 +120,7 @@ def quick_tables(result: QuickBenchmark) -> Group:
     """Return accuracy and passes of the quick estimate and of AutoAttack for each network, and passes by stage."""
     title = f"quick estimate and AutoAttack standard, {result.networks}, {result.precision}, {result.device}"
     table = Table("network", title=title, title_justify="left", box=SIMPLE, collapse_padding=True, pad_edge=False)
-    passes = ("passes\nquick", "passes\nAA", "ratio")
+    passes = ("passes\nquick", "passes\nAA", "ratio", "s\nquick", "s\nAA")
     for column in ("images", "clean", "quick", "Auto-\nAttack", "points", "differ", *passes):
         table.add_column(column, justify="right", no_wrap=True)
     for row in result.rows:
@@ -133,6 +133,7 @@ def quick_tables(result: QuickBenchmark) -> Group:
             f"{total_passes(row.quick_passes):,.0f}",
             f"{total_passes(row.autoattack_passes):,.0f}",
             f"{row.ratio:.3f}",
+            *(f"{seconds:.1f}" for seconds in (row.quick_seconds, row.autoattack_seconds)),
         )
     table.caption = "points: quick minus AutoAttack; differ: images with other results; passes: forwards and backwards"
     table.caption_justify = "left"
@@ -149,20 +150,22 @@ def recipe_tables(result: RecipeBenchmark) -> Group:
         label = result.recipe if name == RECIPE else name
         title = f"{label}: {result.passes[name]['all']:,.0f} forwards per image in all, a backward counted as one"
         table = Table("seed", "checkpoint (epoch)", title=title, **_LEFT)
-        for column in ("clean", "PGD-10", "Auto-\nAttack", "s", "first\nstep", "train-\ning", "vali-\ndation"):
+        for column in ("clean", "PGD-10", "quick", "Auto-\nAttack", "s", "first\nstep", "train-\ning", "vali-\ndation"):
             table.add_column(column, justify="right", no_wrap=True)
         for row in (row for row in result.rows if row.variant == name):
             times = [_seconds(value) for value in (row.seconds, row.first_step, row.training, row.validation)]
             for checkpoint, routes in row.accuracies.items():
                 for route, accuracies in routes.items():
-                    shown = [f"{100 * value:.2f}" for value in accuracies.values()]
+                    shown = [
+                        f"{100 * accuracies[name]:.2f}" if name in accuracies else "–" for name in ("clean", *ATTACKS)
+                    ]
                     which = f"{checkpoint} ({row.epochs[checkpoint]})" + (f", {route}" if len(routes) > 1 else "")
                     table.add_row(str(row.seed), which, *shown, *times)
                     times = [""] * len(times)
         tables.append(table)
     medians = Table(title="medians over seeds", **_LEFT)
     medians.add_column("training", min_width=16)
-    for column in ("clean", "AutoAttack", "points", "s", "− s"):
+    for column in ("clean", "quick", "AutoAttack", "points", "s", "− s"):
         medians.add_column(column, justify="right", no_wrap=True)
     for name, row in summary.items():
         difference, own = result.differences.get(name), summary[RECIPE]["seconds"]
@@ -173,8 +176,8 @@ def recipe_tables(result: RecipeBenchmark) -> Group:
             seconds = "–" if None in (own, row["seconds"]) else f"{own - row['seconds']:+,.0f}".replace("-", "−")
         medians.add_row(
             result.recipe if name == RECIPE else name,
-            f"{100 * row['clean']['median']:.1f}",
-            format_accuracy(row["autoattack"]["median"], result.images),
+            *(f"{100 * row[name]['median']:.1f}" for name in ("clean", "quick")),
+            format_accuracy(row["autoattack"]["median"], result.images) if "autoattack" in row else "–",
             points,
             _seconds(row["seconds"]),
             seconds,
@@ -183,7 +186,7 @@ def recipe_tables(result: RecipeBenchmark) -> Group:
     notes = [
         f"{result.threat}, {result.data}, {result.images:,} test images, {result.device}; percent with 95 % intervals",
         "s: from the start of the process to its end; training: without validation and checkpoints",
-        f"points, − s: {result.recipe} minus variant, in points under AutoAttack (paired by image) and in seconds",
+        f"points, − s: {result.recipe} minus variant, in points under {result.compared} (paired by image), in seconds",
         f"medians: {next(iter(result.rows[0].accuracies))} checkpoint; branch: {chosen}",
         *(f"interrupted, so without a wall-clock time: {row.run}" for row in result.rows if row.seconds is None),
         *(f"{row.alarms} warnings of the monitor: {row.run}" for row in result.rows if row.alarms),
