@@ -14,7 +14,7 @@ import pytest
 import advnorm
 from advnorm._core.errors import ConfigError
 from advnorm.report import draw_figure, render_studies_page
-from advnorm.report.results import results_markdown
+from advnorm.report.results import missing_cells, results_markdown
 from advnorm.report.studies import MOST_ENTRIES, count_verdicts, format_cost
 from support.command import invoke
 from support.page_reader import Reader
@@ -52,7 +52,7 @@ def result(**changes):
         "entries": [],
         "series": [],
         "cells": [],
-        "settings": {"epochs": "30"},
+        "settings": {"epochs": "30", "data": "cifar10"},
         "outdated": [],
         "minutes": {},
         "measures": [],
@@ -297,7 +297,18 @@ def test_the_markdown_page_lists_every_claim_with_its_evidence():
     assert "**Contradicted, on 1 network** by `paper`" in text
     assert "The paper's own numbers fail: even <print> fails." in text and "Deviations: D/fig4 <deviates>." in text
     assert "Margins: far: by 3 (our margin: <none>)." in text
-    assert text.index("## Not run") < text.index("- **A/table4**: claim <of> A/table4")
+    assert text.index("## Not run") < text.index("- **A/table4** (1 cell on cifar10): claim <of> A/table4")
+    assert "trainings that shared a GPU count in full" in text
+
+
+def test_cells_without_a_record_are_counted_by_data_set():
+    cells = [cell("a", [], None), cell("b", [], None, data="svhn"), cell("c", [0], 1.0), cell("d", [], None)]
+    assert missing_cells(result(cells=cells)) == "2 cells on cifar10, 1 cell on svhn"
+    assert missing_cells(result(cells=cells[2:3])) == ""
+    some = copy.deepcopy(SUMMARY)
+    some["studies"][0]["results"][0]["cells"] = cells
+    assert "1 of 4 cells; " in (text := results_markdown(some))
+    assert "no record of 2 cells on cifar10, 1 cell on svhn" in text
 
 
 def test_margins_deviations_and_what_print_fails_stand_beside_the_clauses():

@@ -37,7 +37,8 @@ def outcome_sentence(summary: report_data.StudiesSummary) -> str:
     hours = sum(minutes for device, minutes in summary["minutes"].items() if device != "cpu") / 60
     return (
         f"The five papers make {sum(counts.values())} claims: {verdicts}.{by_protocol} The records come from "
-        f"{summary['networks']} trained networks and {hours:.1f} GPU hours of training."
+        f"{summary['networks']} trained networks and {hours:.1f} GPU hours of training; trainings that shared a GPU count "
+        "in full."
     )
 
 
@@ -48,13 +49,24 @@ def results_markdown(summary: report_data.StudiesSummary) -> str:
     blocks += [_study_block(study) for study in tried]
     blocks.append("## Not run")
     blocks.append(
+        "In brackets: the cells without a record, and the data set of their training. `--stand-in imagenette` replaces "
+        "imagenet in papers C, D and E."
+    )
+    blocks.append(
         "\n".join(
-            f"- **{study['name']}**: {study['printed']['claim']}"
+            f"- **{study['name']}** ({missing_cells(study['results'][0])}): {study['printed']['claim']}"
             for study in summary["studies"]
             if not _is_tried(study)
         )
     )
     return "\n\n".join(blocks)
+
+
+def missing_cells(result: report_data.ProtocolResult) -> str:
+    """``8 cells on cifar10, 1 cell on imagenet``: the cells without a record; empty if there is none."""
+    missing = [{**result["settings"], **cell["settings"]} for cell in result["cells"] if not cell["seeds"]]
+    counts = Counter(settings["data"] for settings in missing)
+    return ", ".join(f"{count} cell{'s' if count > 1 else ''} on {data}" for data, count in counts.items())
 
 
 def _is_tried(study: report_data.StudySummary) -> bool:
@@ -90,6 +102,7 @@ def _result_lines(result: report_data.ProtocolResult) -> Sequence[str]:
     protocol = str(result["protocol"])
     done = [cell for cell in result["cells"] if cell["seeds"]]
     facts = [f"{len(done)} of {len(result['cells'])} cells", format_cost(result["minutes"]) or ""]
+    facts += [f"no record of {missing}"] if (missing := missing_cells(result)) else []
     facts += [f"{result['without_outcomes']} records without results per image"] if result["without_outcomes"] else []
     facts += [f"outdated: {', '.join(result['outdated'])}"] if result["outdated"] else []
     clauses = [f"- {MARKS[clause[2]]} {describe_clause(clause)}" for clause in result["clauses"]]
