@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from advnorm import attacks
+from advnorm._core.precision import float32_as
 from advnorm._core.seeding import ImageNoise
 from advnorm.attacks import FGSM, PGD, RandomNoise
 from advnorm.attacks.losses import LOSSES, cross_entropy, cw_margin, dlr, dlr_targeted, kl_to_clean
 from advnorm.attacks.model_access import predicting
 from advnorm.attacks.pgd import WorstCase, least_likely, random_target
 from advnorm.threat import THREAT_NORMS, ThreatModel
+from support.autoattack_models import Watched
 from support.problems import raises_problem
 
 LINF = ThreatModel(norm="Linf", eps="8/255")
@@ -463,6 +466,38 @@ def test_the_kl_attack_leaves_the_clean_output_and_ignores_the_labels():
     start = starts(attack, x, y)
     assert (kl_to_clean(net(x_adv), clean) > kl_to_clean(net(start), clean)).all()
     assert torch.equal(x_adv, attack(net, x, (y + 1) % CLASSES))
+
+
+@pytest.mark.parametrize(
+    ("option", "searched"), [("", ("ieee", False)), ("-tf32", ("tf32", False)), ("-bf16", ("ieee", True))]
+)
+def test_a_search_in_another_precision_fools_about_as_many_images_and_float32_decides(linf, option, searched):
+    (x, y), watched = linf.first(100), Watched(linf.model)
+    attack, plain = (attacks.get(f"pgd10{words}", threat=linf.threat) for words in (option, ""))
+    with float32_as("ieee", x.device):
+        images, success = attack.run(watched, x, y)
+        _, expected = plain.run(linf.model, x, y)
+    assert {entry[1:] for entry in watched.seen if entry[0]} == {searched}
+    assert ("ieee", False) in {entry[1:] for entry in watched.seen if not entry[0]}
+    with torch.no_grad():
+        assert torch.equal(linf.model(images).argmax(1) != y, success)
+    assert torch.equal(linf.threat.project(images, x), images)
+    assert 0.2 < expected.float().mean() < 1 and (success.float().mean() - expected.float().mean()).abs() <= 0.05
+
+
+def test_labels_are_validated_before_a_search_in_bf16(linf):
+    x, y = linf.first(4)
+    with raises_problem("out_of_range", "labels"):
+        attacks.get("pgd2-bf16", threat=linf.threat)(linf.model, x, y + 10)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["pgd20", "pgd20-targeted", "pgd20-restarts2", "pgd20-cw-worst"])
+def test_on_a_gpu_a_search_in_bf16_fools_about_as_many_images(linf, name):
+    model, (x, y) = copy.deepcopy(linf.model).cuda(), (value.cuda() for value in linf.first(200))
+    fast, strict = (attacks.get(f"{name}{words}", threat=linf.threat).run(model, x, y) for words in ("-bf16", ""))
+    assert torch.equal(linf.threat.project(fast.images, x), fast.images)
+    assert (fast.success.float().mean() - strict.success.float().mean()).abs() <= 0.03
 
 
 def test_progress_is_reported_at_every_step():

@@ -12,7 +12,7 @@ from advnorm.data import ImageData
 from advnorm.data.loader import make_loader
 from advnorm.norms import mixture_likelihood, mixture_norms
 from advnorm.studies import STUDIES
-from advnorm.studies.protocols import plan_cell, smoke
+from advnorm.studies.protocols import plan_cell, smoke, with_search, without_search
 from advnorm.studies.record import matches_cell
 from advnorm.studies.run_tasks import run_task
 from advnorm.studies.store import RecordStore
@@ -105,6 +105,20 @@ def test_every_cell_of_paper_e_fits_the_stand_in():
     assert E_CELLS["E/table4", "adv/pgd5"].config.attack.steps == 5
     assert E_CELLS["E/table2", "adv/pgd30/running"].config.running_epochs == 1
     assert E_CELLS["E/table6", "adv/pgd30/running/batch512"].config.batch_size == 32
+
+
+def test_pgd_of_paper_e_searches_in_bf16_on_the_stand_in_and_in_float32_if_strict(tmp_path):
+    task = make_task(tmp_path, "adv/pgd30", study="E/fig2", protocol="imagenette")
+    for strict, end in ((False, "-bf16"), (True, "")):
+        planned = replace(task, strict_search=strict).planned_cell
+        assert planned.measures[-1].options["attacks"] == {"pgd2000": f"pgd2000-step1-targeted{end}"}
+    assert with_search({"attacks": {"a": "pgd10-step2-worst", "b": "noise-uniform"}}, "bf16", "pgd") == {
+        "attacks": {"a": "pgd10-step2-worst-bf16", "b": "noise-uniform"}
+    }
+    assert without_search({"attacks": {"a": "pgd5-bf16-worst", "b": "autoattack-tf32"}, "limit": 3}) == {
+        "attacks": {"a": "pgd5-worst", "b": "autoattack-tf32"},
+        "limit": 3,
+    }
 
 
 def test_other_cells_of_a_stand_in_are_shortened_as_usual():

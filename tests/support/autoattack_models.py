@@ -46,6 +46,20 @@ class Wrapped(nn.Module):
         return self.after(self.model(self.before(x)))
 
 
+class Watched(nn.Module):
+    """Records the precision of each forward, with and without gradients."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.seen: set[tuple[bool, str, bool]] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        precision = torch.backends.cuda.matmul.fp32_precision
+        self.seen.add((torch.is_grad_enabled() and x.requires_grad, precision, torch.is_autocast_enabled("cpu")))
+        return self.model(x)
+
+
 def overflowing(model: nn.Module, where) -> Wrapped:
     """A stand-in whose logits are no numbers for some images."""
     return Wrapped(nn.Identity(), after=lambda x: torch.where(where(x)[:, None], torch.nan, model(x)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, NamedTuple
 
@@ -111,7 +112,12 @@ class Attack(ABC):
         with predicting(model, route=self.route, statistics=self.statistics) as predict:
             images, labels, noise = detach(x), detach(y), self.noise(validated_index(index, x))
             predict = validating_first_logits(predict, largest, images, field=field)
-            return self.constrain(self.perturb(predict, images, labels, noise, **options), images)
+            with self.searching(predict, model, images.device) as search:
+                return self.constrain(self.perturb(search, images, labels, noise, **options), images)
+
+    def searching(self, predict: Predict, model: nn.Module, device: torch.device) -> AbstractContextManager[Predict]:
+        """Scope of a call's search; yields the function that it attacks instead of ``predict``, by default the same."""
+        return nullcontext(predict)
 
     def noise(self, index: Tensor) -> ImageNoise:
         """The random numbers that this attack draws for each image."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -16,6 +17,7 @@ from advnorm.attacks.base import Attack, Restarts, Steps
 from advnorm.attacks.losses import LOSSES, class_count_problems, minimum_classes, misclassified
 from advnorm.attacks.model_access import Predict, input_gradient
 from advnorm.attacks.names import NameOption, count_options, register_attack
+from advnorm.attacks.surrogate import PRECISION_OPTIONS, Precision, search_surrogate
 from advnorm.threat import length_problem, parse_length, per_image
 
 #: Logits to the values that are maximized, one per image.
@@ -86,7 +88,12 @@ class PGD(PGDSettings, Attack):
     ``attack(model, x, y, target=t)``. Restarts keep the worst case per image: a wrong prediction first, then the
     highest loss. ``keep="last"`` is usual in training and in the papers' PGD-n; ``"worst"`` and restarts cost one more
     forward each. The ``kl`` loss ignores the labels.
+
     """
+
+    precision: Annotated[
+        Precision | None, Setting("Precision of the search in a call; none: that of the caller, such as a training.")
+    ] = None
 
     def problems(self) -> list[Problem]:
         problems = super().problems()
@@ -132,6 +139,12 @@ class PGD(PGDSettings, Attack):
         if least < 0:
             raise ConfigError("out_of_range", "{field} must be at least 0", field="target", got=least)
         return self._attack(model, x, y, index, largest_target=int(most), target=target)
+
+    @contextmanager
+    def searching(self, predict: Predict, model: nn.Module, device: torch.device) -> Iterator[Predict]:
+        surrogate, scope = search_surrogate(self, predict, device, model)
+        with scope():
+            yield surrogate or predict
 
     def perturb(
         self,
@@ -234,6 +247,7 @@ OPTIONS = {
     "clean": NameOption(setting="start", value="clean"),
     "worst": NameOption(setting="keep", value="worst"),
     "momentum": NameOption(setting="momentum", parse=float),
+    **PRECISION_OPTIONS,
 }
 PGD_OPTIONS = OPTIONS | {loss: NameOption(setting="loss", value=loss) for loss in ("cw", "dlr", "kl")}
 

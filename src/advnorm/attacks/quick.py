@@ -14,11 +14,12 @@ from torch import Tensor
 
 from advnorm._core.settings import Setting
 from advnorm.attacks.apgd import APGD
-from advnorm.attacks.autoattack.attack import PRECISION_OPTIONS, CascadeAttack, SearchPrecision, SearchRows
+from advnorm.attacks.autoattack.attack import CascadeAttack, SearchRows
 from advnorm.attacks.base import Steps
 from advnorm.attacks.names import count_options, register_attack
 from advnorm.attacks.search import Search
 from advnorm.attacks.square import Queries, Square
+from advnorm.attacks.surrogate import PRECISION_OPTIONS, SearchPrecision
 
 #: Margins above this share of the clean margin: the gradients did not help, and Square tries without them.
 STUCK = 0.9
@@ -56,6 +57,7 @@ class Quick(CascadeAttack):
     batch_size: SearchRows = None
 
     continued = frozenset({"boundary"})
+    finishes = False  # in float32 it would take as long as all other stages in bf16
 
     @property
     def title(self) -> str:

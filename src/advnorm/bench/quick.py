@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from advnorm._core.devices import resolve_device
 from advnorm._core.provenance import environment
 from advnorm.attacks import AutoAttack, CascadeResult, Quick
-from advnorm.attacks.autoattack.settings import Precision
+from advnorm.attacks.surrogate import Precision
 from advnorm.bench.passes import StagePasses, passes_by_stage, total_passes
 from advnorm.bench.timing import MeasuredConditions, timed
 from advnorm.config import AttackConfig, Config, Named

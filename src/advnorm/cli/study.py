@@ -41,7 +41,7 @@ def study(
     ] = None,
     strict_search: Annotated[
         bool,
-        typer.Option("--strict-search", help="AutoAttack searches in float32. Default: bf16 on a GPU and under fast."),
+        typer.Option("--strict-search", help="All attacks search in float32. Default: some search in bf16."),
     ] = False,
     smoke: Annotated[
         bool, typer.Option("--smoke", help="Run two steps on synthetic images, to check that every part works.")

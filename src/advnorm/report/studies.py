@@ -21,7 +21,8 @@ PROTOCOLS = {
     "1,000 images; not the paper's",
     "authors": "what the authors' public code does where it differs from the text",
     "imagenette": "on a stand-in: Imagenette at 128 pixels instead of ImageNet, one cycle of 15 epochs, smaller "
-    "networks and batches in paper E, evaluations on 200 images; other cells as under fast",
+    "networks and batches in paper E, evaluations on 200 images, attacks that may search in bf16; other cells as under "
+    "fast",
     "smoke": "two steps on synthetic images: shows that the parts work together, but nothing about the claim",
 }
 MARKS = {"supported": "✓", "contradicted": "✗", "undecided": "◐", "not run": "○"}

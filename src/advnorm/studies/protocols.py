@@ -6,6 +6,7 @@ studies (:data:`advnorm.studies.registry.PAPER_PROTOCOLS`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,10 +18,8 @@ from advnorm.studies.uncertainty import ANALYSIS_IMAGES
 
 #: The shortened schedule: epochs, batch size, norm at which the whole gradient is clipped.
 FAST_EPOCHS, FAST_BATCH, FAST_CLIP = 30, 512, 1.0
-#: AutoAttack that searches in bf16. Strict float32 decides what counts.
-FAST_AUTOATTACK = "autoattack-bf16"
-#: AutoAttack that also searches in float32. Without either name it searches in bf16 on a GPU.
-STRICT_AUTOATTACK = "autoattack-float32"
+#: Precisions of a search that serve the same measurement: a float32 forward decides what counts.
+EQUIVALENT_SEARCHES = ("float32", "bf16")
 #: The stand-in for ImageNet: pixels, epochs and images of an evaluation.
 STAND_IN_PIXELS, STAND_IN_EPOCHS, STAND_IN_IMAGES = 128, 15, 200
 _NO_STEPS: dict[str, Any] = {"milestones": (), "gamma": Config.gamma, "warmup_epochs": 0.0}
@@ -101,18 +100,28 @@ def _ends_without_norm(config: Config) -> bool:
 
 
 def _shorten_measure(measure: Measure) -> Measure:
-    options = with_autoattack(measure.options, FAST_AUTOATTACK)
+    options = with_search(measure.options, "bf16", "autoattack")
     if measure.name not in ("benchmark", "metrics") and options.get("limit", ANALYSIS_IMAGES) is None:
         options["limit"] = ANALYSIS_IMAGES
     return replace(measure, options=options)
 
 
-def with_autoattack(options: Mapping[str, Any], variant: str) -> dict[str, Any]:
-    """Replace AutoAttack in a measurement's options by a variant: another precision of its search."""
-    attacks, variants = options.get("attacks"), ("autoattack", FAST_AUTOATTACK, STRICT_AUTOATTACK)
+def without_search(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Remove the precision of the search from a measurement's attacks. AutoAttack then searches in bf16 on a GPU."""
+    return _map_attacks(options, lambda spec: re.sub(rf"-({'|'.join(EQUIVALENT_SEARCHES)})(?=-|$)", "", spec))
+
+
+def with_search(options: Mapping[str, Any], precision: str, family: str) -> dict[str, Any]:
+    """Set the precision in which the attacks of a family search, for example ``"autoattack"`` or ``"pgd"``."""
+    name = re.compile(rf"{family}\d*(-.*)?")
+    return _map_attacks(without_search(options), lambda spec: f"{spec}-{precision}" if name.fullmatch(spec) else spec)
+
+
+def _map_attacks(options: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    attacks = options.get("attacks")
     if not isinstance(attacks, Mapping):
         return dict(options)
-    return {**options, "attacks": {name: variant if spec in variants else spec for name, spec in attacks.items()}}
+    return {**options, "attacks": {name: change(spec) for name, spec in attacks.items()}}
 
 
 def smoke(cell: Cell) -> Cell:

@@ -10,7 +10,7 @@ from typing import Any, get_args
 from advnorm._core.errors import ConfigError, Problem, collect_problems, unknown_name
 from advnorm.config import Config
 from advnorm.evaluation.outcomes import CELL_FORMAT
-from advnorm.studies.protocols import plan_cell, with_autoattack
+from advnorm.studies.protocols import plan_cell, without_search
 from advnorm.studies.registry import find
 from advnorm.studies.study import Cell, Protocol
 from advnorm.studies.uncertainty import kind_of_value
@@ -101,8 +101,8 @@ def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _normalized_measures(record: CellRecord) -> list[Any]:
-    """Return a record's measurements; the precision of AutoAttack's search makes no other measurement."""
-    return [{**one, "options": with_autoattack(one["options"], "autoattack")} for one in record["measures"]]
+    """Return a record's measurements; the precision of an attack's search makes no other measurement."""
+    return [{**one, "options": without_search(one["options"])} for one in record["measures"]]
 
 
 def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from advnorm._core.records import digest
 from advnorm.config import Config, Named
 from advnorm.data.registry import ENVIRONMENT
-from advnorm.studies.protocols import STRICT_AUTOATTACK, plan_cell, with_autoattack
+from advnorm.studies.protocols import plan_cell, with_search
 from advnorm.studies.record import record_name
 from advnorm.studies.registry import STUDIES
 from advnorm.studies.study import Cell, Protocol, Study
@@ -22,8 +22,8 @@ from advnorm.training.run_folder import Run
 class Task:
     """One cell with one seed under one protocol, and the folders of its results and its data.
 
-    With ``strict_search`` AutoAttack searches in float32. By default it searches in bf16 on a GPU and under ``fast``.
-    A float32 forward decides in both cases.
+    With ``strict_search`` all attacks search in float32. By default AutoAttack searches in bf16 on a GPU and under
+    ``fast``, and so does PGD on paper E's stand-in. A float32 forward decides in both cases.
     """
 
     study: str
@@ -104,7 +104,7 @@ def _planned_cell(study: str, cell: str, protocol: Protocol, strict_search: bool
     planned = plan_cell(STUDIES.get(study).cell(cell), protocol)
     if not strict_search:
         return planned
-    strict = (replace(one, options=with_autoattack(one.options, STRICT_AUTOATTACK)) for one in planned.measures)
+    strict = (replace(one, options=with_search(one.options, "float32", "autoattack")) for one in planned.measures)
     return replace(planned, measures=tuple(strict))
 
 

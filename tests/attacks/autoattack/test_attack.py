@@ -14,7 +14,7 @@ from advnorm.attacks.apgd import APGD
 from advnorm.attacks.autoattack import AutoAttack
 from advnorm.attacks.autoattack.attack import VERSIONS
 from advnorm.threat import THREAT_NORMS, ThreatModel
-from support.autoattack_models import STANDARD, Double, Wrapped, quick, same
+from support.autoattack_models import STANDARD, Double, Watched, Wrapped, quick, same
 from support.problems import raises_problem
 
 
@@ -186,20 +186,6 @@ def test_the_callers_autocast_changes_no_bit_of_the_search(linf):
     with torch.autocast("cpu", torch.bfloat16):
         found = quick(linf.threat).evaluate(linf.model, x, y)
     assert torch.equal(found.x_adv, expected.x_adv) and torch.equal(found.fooled_by, expected.fooled_by)
-
-
-class Watched(nn.Module):
-    """Records the precision of each forward, with and without gradients."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.seen: set[tuple[bool, str, bool]] = set()
-
-    def forward(self, x: Tensor) -> Tensor:
-        precision = torch.backends.cuda.matmul.fp32_precision
-        self.seen.add((torch.is_grad_enabled() and x.requires_grad, precision, torch.is_autocast_enabled("cpu")))
-        return self.model(x)
 
 
 @pytest.mark.parametrize("way", ["call", "evaluate"])

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from torch import Tensor, nn
 
@@ -26,8 +26,7 @@ from advnorm._core.wrappers import device_of
 from advnorm.attacks.apgd import APGD
 from advnorm.attacks.autoattack.cascade import Cascade
 from advnorm.attacks.autoattack.record import CascadeRecord, CascadeResult
-from advnorm.attacks.autoattack.settings import CascadeSettings, Precision
-from advnorm.attacks.autoattack.surrogate import search_surrogate
+from advnorm.attacks.autoattack.settings import CascadeSettings
 from advnorm.attacks.base import Steps, detach, validated_index
 from advnorm.attacks.fab import FAB
 from advnorm.attacks.inputs import validate_batch, validating_first_logits
@@ -35,11 +34,9 @@ from advnorm.attacks.model_access import Predict, predicting
 from advnorm.attacks.names import NameOption, count_options, register_attack
 from advnorm.attacks.search import Search
 from advnorm.attacks.square import Queries, Square
+from advnorm.attacks.surrogate import PRECISION_OPTIONS, SearchPrecision, search_surrogate
 from advnorm.norms.routed_module import validate_module
 
-#: Precisions of the search as options of a name: ``autoattack-bf16``.
-PRECISION_OPTIONS = {precision: NameOption(setting="precision", value=precision) for precision in get_args(Precision)}
-SearchPrecision = Annotated[Precision, Setting("Precision of the search; a float32 forward decides.")]
 SearchRows = Annotated[
     int | None, Setting("Rows of one forward, one per target or restart of an image; none: a fast size.", "[1, inf)")
 ]
@@ -56,7 +53,8 @@ class CascadeAttack(CascadeSettings):
 
     A success counts only after a strict float32 forward of the projected image. After a search in ``tf32`` or ``bf16``,
     FAB-T in float32 continues from the best point of each surviving image whose margin is at most 8 times the
-    difference of margins between the two precisions. The batch size is halved after an out-of-memory error.
+    difference of margins between the two precisions, if the attack ``finishes``. The batch size is halved after an
+    out-of-memory error.
     """
 
     def perturb(self, predict: Predict, x: Tensor, y: Tensor, noise: ImageNoise) -> Tensor:

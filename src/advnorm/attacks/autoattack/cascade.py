@@ -18,11 +18,11 @@ from advnorm.attacks.apgd import APGD
 from advnorm.attacks.autoattack.checks import warnings_after, warnings_before
 from advnorm.attacks.autoattack.record import CascadeRecord, CascadeResult, ReliabilityWarning, StageBatch
 from advnorm.attacks.autoattack.settings import CascadeSettings
-from advnorm.attacks.autoattack.surrogate import CapturedSurrogate
 from advnorm.attacks.fab import FAB
 from advnorm.attacks.losses import cross_entropy, label_margin, misclassified
 from advnorm.attacks.model_access import Predict, never_alone, pad_rows, padded_size
 from advnorm.attacks.search import Search, SearchResult
+from advnorm.attacks.surrogate import CapturedSurrogate
 from advnorm.attacks.victim import VictimModel
 
 #: Last stage of a fast search: FAB-T in float32 on images whose margin is at most CLOSE times the tolerance.
@@ -128,7 +128,8 @@ class Cascade:
             self.warnings.append(ReliabilityWarning("no-gradients", f"{error}; only Square ran"))
         if self.victim is not self.strict:
             self._compare(probe, labels, logits)
-        if self.victim is not self.strict and set(stages) - {"square"} and self.attack.gradient_samples is None:
+        searches = self.attack.finishes and set(stages) - {"square"} and self.attack.gradient_samples is None
+        if self.victim is not self.strict and searches:
             stages[FINISH] = FAB(threat=self.attack.threat, targets=3, steps=20)
         if self.attack.batch_size is None and self.device.type == "cuda":
             self.memory.size = _fitting_rows(self.victim, probe, labels)

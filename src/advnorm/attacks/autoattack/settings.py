@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,8 +12,7 @@ from torch import Tensor
 from advnorm._core.errors import Problem
 from advnorm.attacks.base import Attack
 from advnorm.attacks.search import Search
-
-Precision = Literal["float32", "tf32", "bf16"]
+from advnorm.attacks.surrogate import Precision
 
 
 class CascadeSettings(Attack):
@@ -24,6 +23,8 @@ class CascadeSettings(Attack):
     """
 
     needs_gradients = False  # on a model without gradients only Square runs
+    #: Whether FAB-T in float32 continues from close calls after a search in another precision.
+    finishes: ClassVar[bool] = True
     #: Names of the stages that continue from the best candidate of each image.
     continued: ClassVar[frozenset[str]] = frozenset()
 

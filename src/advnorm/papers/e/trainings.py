@@ -9,13 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from advnorm.config import AttackConfig, Config, Named
 from advnorm.papers.recipe import sgd
 from advnorm.studies.claims import Values, mean
-from advnorm.studies.protocols import on_imagenette
+from advnorm.studies.protocols import on_imagenette, with_search
 from advnorm.studies.registry import register_protocol
 from advnorm.studies.study import Cell, Measure
 
@@ -229,4 +228,10 @@ STAND_IN_NETWORKS = {
 #: The default batch of 4096 images becomes 256, of 9,469 training images.
 SMALLER_BATCH = 16
 
-register_protocol("E", "imagenette")(partial(on_imagenette, networks=STAND_IN_NETWORKS, smaller=SMALLER_BATCH))
+
+@register_protocol("E", "imagenette")
+def on_stand_in(cell: Cell) -> Cell:
+    """Smaller networks and batches. PGD, here at most 2000 steps at a large eps, searches in bf16."""
+    planned = on_imagenette(cell, networks=STAND_IN_NETWORKS, smaller=SMALLER_BATCH)
+    measures = (replace(one, options=with_search(one.options, "bf16", "pgd")) for one in planned.measures)
+    return replace(planned, measures=tuple(measures))

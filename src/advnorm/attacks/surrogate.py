@@ -10,19 +10,25 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
 
 from advnorm._core.errors import AdvnormError
 from advnorm._core.precision import ContextFactory, float32_as
+from advnorm._core.settings import Setting
 from advnorm._core.wrappers import device_of
-from advnorm.attacks.autoattack.settings import CascadeSettings
 from advnorm.attacks.folded_copy import make_folded_copy
 from advnorm.attacks.model_access import Predict, extract_logits, pad_rows, padded_size
+from advnorm.attacks.names import NameOption
 from advnorm.norms import Mode, routed_modules
 from advnorm.surgery import strip
+
+Precision = Literal["float32", "tf32", "bf16"]
+SearchPrecision = Annotated[Precision, Setting("Precision of the search; a float32 forward decides.")]
+#: Precisions of the search as options of a name: ``autoattack-bf16``.
+PRECISION_OPTIONS = {precision: NameOption(setting="precision", value=precision) for precision in get_args(Precision)}
 
 #: A batch size is captured at its third use: a capture costs as much as a few forwards.
 CAPTURE_AFTER = 2
@@ -32,11 +38,22 @@ STEP = 16
 MOST_ROWS = 1024
 
 
+class SearchSettings(Protocol):
+    """The settings of an attack that decide which surrogate it searches with."""
+
+    @property
+    def precision(self) -> Precision | None: ...
+    @property
+    def route(self) -> str | None: ...
+    @property
+    def statistics(self) -> Mode: ...
+
+
 def search_surrogate(
-    attack: CascadeSettings, predict: Predict, device: torch.device, model: nn.Module | None = None
+    attack: SearchSettings, predict: Predict, device: torch.device, model: nn.Module | None = None
 ) -> tuple[Predict | None, ContextFactory]:
     """Return the surrogate for the attack's precision, None for the model itself, and the scope to run it in."""
-    if attack.precision == "float32":
+    if attack.precision in (None, "float32"):
         return None, nullcontext
     if attack.precision == "tf32":
         return predict, partial(float32_as, "tf32", device)

@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 from advnorm import ThreatModel, create_model, route, statistics, strip
-from advnorm.attacks import AutoAttack
-from advnorm.attacks.autoattack import surrogate
-from advnorm.attacks.autoattack.surrogate import CAPTURE_AFTER, MOST_ROWS, CapturedSurrogate, make_surrogate
+from advnorm.attacks import AutoAttack, surrogate
+from advnorm.attacks.surrogate import CAPTURE_AFTER, MOST_ROWS, CapturedSurrogate, make_surrogate
 from advnorm.norms import routed_modules, zero_perturbation
 
 X = torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
