@@ -211,6 +211,8 @@ def test_a_duplicate_seed_counts_once(tmp_path):
 def test_a_prerequisite_with_a_record_but_no_run_names_the_file_to_delete(tmp_path):
     todo = list_tasks(STUDIES.get("E/sec4.4"), cell="clean_to_adv", protocol="smoke", out=tmp_path, device="cpu")
     assert [outcome.error for outcome in run_tasks(todo)] == [None] * 2
+    record = todo[1].record_path.read_text()
+    assert str(tmp_path) not in record and todo[0].run.folder.name in record, "no path of this computer"
     shutil.rmtree(tmp_path / "runs")
     todo[1].record_path.unlink()
     assert f"its run is gone; delete {todo[0].record_path}" in attempt_task(todo[1], RecordStore(tmp_path)).error

@@ -9,11 +9,12 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from advnorm._core.devices import resolve_device
 from advnorm._core.errors import AdvnormError, ConfigError, Problem
@@ -180,11 +181,17 @@ def run_task(task: Task, store: RecordStore | None = None, *, progress: bool = F
         "values": values,
         "outcomes": outcomes,
         "measures": [asdict(measure) for measure in cell.measures],
-        "run": {key: value for key, value in run.record.items() if key != "format"},
+        "run": {key: value for key, value in portable(run.record).items() if key != "format"},
         **environment(resolve_device(task.device)),
     }
     store.write(task, record)
     return record
+
+
+def portable(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the record of a run without the folder of the run whose weights it started from, only with its name."""
+    weights = record["config"]["weights"]
+    return {**record, "config": {**record["config"], "weights": weights and Path(weights).name}}
 
 
 def find_blocking_problems(tasks: Iterable[Task], store: RecordStore) -> list[Problem]:
