@@ -10,6 +10,7 @@ import pytest
 import torch
 from scipy import stats
 
+from advnorm._core import seeding
 from advnorm._core.seeding import ImageNoise
 from support.problems import raises_problem
 
@@ -202,6 +203,22 @@ def test_the_device_does_not_matter(kind):
 @pytest.mark.parametrize("kind", ON_DEVICES)
 def test_every_path_through_the_kernels_gives_the_bits_of_the_hash(kind):
     assert len(ON_DEVICES[kind](ImageNoise(0, torch.arange(4)))) in (0, 1, 4)
+
+
+def test_without_triton_noise_is_the_same_after_a_warning(monkeypatch):
+    monkeypatch.setattr(seeding, "find_spec", lambda name: object())
+    monkeypatch.setattr(seeding.importlib, "import_module", no_compiler)
+    seeding._with_triton.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="Triton does not work here, .*: Failed to find C compiler"):
+            assert seeding._with_triton(torch.device("cuda")) is None
+        assert seeding._with_triton(torch.device("cuda")) is None  # said once
+    finally:
+        seeding._with_triton.cache_clear()
+
+
+def no_compiler(name):
+    raise RuntimeError("Failed to find C compiler\nPlease specify one")
 
 
 @pytest.mark.parametrize("index", [torch.zeros(2), torch.zeros(2, 2).long(), torch.tensor([True])])

@@ -84,12 +84,6 @@ def draw(key: tuple[Tensor, Tensor], count: int, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def try_out(device: torch.device) -> None:
-    """Run the kernels once; raise where Triton does not work."""
-    key = torch.zeros(1, dtype=torch.int64, device=device)
-    draw(fold((key, key), (0, 0)), 1, torch.int64)
-
-
 def _signed(word: int) -> int:
     """The same 32 bits as a signed integer: another width of an argument would compile the kernel again."""
     return word - (word >> 31 << 32)

@@ -7,16 +7,19 @@ torch's global generators are not used.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import math
 import operator
+import warnings
 from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from advnorm._core.errors import ConfigError, Description
-from advnorm._core.triton_kernels import load_kernels
+from advnorm._core.errors import ConfigError, Description, first_line
 
 _WORD = 0xFFFFFFFF
 _INITIAL = (0x243F6A88, 0x85A308D3)  # the first digits of pi, an arbitrary constant
@@ -145,4 +148,20 @@ def _kernels(low: int | Tensor) -> Any:
     """The Triton kernels if the key is on a GPU where Triton works, else None; compiled code is fused anyway."""
     if not isinstance(low, Tensor) or not low.is_cuda or torch.compiler.is_compiling():
         return None
-    return load_kernels("advnorm._core.noise_kernels", low.device, "noise needs more and smaller kernels")
+    return _with_triton(low.device)
+
+
+@cache
+def _with_triton(device: torch.device) -> Any:
+    """Load and test the kernels once per device: Triton needs a compiler, a writable folder and a supported GPU."""
+    if find_spec("triton") is None:
+        return None
+    try:
+        kernels = importlib.import_module("advnorm._core.noise_kernels")
+        key = torch.zeros(1, dtype=torch.int64, device=device)
+        kernels.draw(kernels.fold((key, key), (0, 0)), 1, torch.int64)
+    except Exception as error:  # it fails in many ways
+        words = f"Triton does not work here, so noise needs more and smaller kernels: {first_line(error)}"
+        warnings.warn(words, stacklevel=2)
+        return None
+    return kernels

@@ -71,18 +71,16 @@ def compose_affine(first: Affine, second: Affine) -> Affine:
     return weight_2 * weight_1, None if bias_1 is None or bias_2 is None else torch.addcmul(bias_2, weight_2, bias_1)
 
 
-def scaled_rows(z: Tensor, banks: Sequence[Affine], rows: Sequence[int]) -> Tensor:
-    """Scale consecutive parts of a batch, each with a bank of its own; ``rows`` are their lengths."""
-    weight_N, bias_N = (_expand_rows(values, rows, z.dim()) for values in zip(*banks))
-    if weight_N is None:
-        return z
-    return (z * weight_N if bias_N is None else torch.addcmul(bias_N, z, weight_N)).to(z.dtype)
-
-
-def _expand_rows(values: Sequence[Tensor | None], rows: Sequence[int], ndim: int) -> Tensor | None:
-    """The value of each row of a batch, ``(rows, channels, 1, ...)``."""
-    parts = [value.expand(count, -1) for value, count in zip(values, rows) if value is not None]
-    return torch.cat(parts)[(..., *(None,) * (ndim - 2))] if parts else None
+def affine_rows(banks: Sequence[Affine], rows: Sequence[int], ndim: int) -> Affine:
+    """Weight and bias of each row of a batch, ``(rows, channels, 1, ...)``, from the bank and length of each part."""
+    found: list[Tensor | None] = []
+    for values in zip(*banks):
+        if values[0] is None:
+            found.append(None)
+        else:
+            expanded = [value.expand(count, -1) for value, count in zip(values, rows)]
+            found.append(torch.cat(expanded)[(..., *(None,) * (ndim - 2))])
+    return found[0], found[1]
 
 
 def sample_rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:

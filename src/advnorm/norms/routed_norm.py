@@ -11,16 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from advnorm._core.distributed import ProcessGroup, all_gather_rows, world_size
-from advnorm._core.errors import ConfigError, Description, RouteError, raise_problems
-from advnorm._core.settings import Setting
+from advnorm._core.errors import ConfigError, Description, Problem, RouteError, raise_problems
+from advnorm._core.settings import ACCEPTS, MOST, Setting, convert_options
 from advnorm.norms import functional
 from advnorm.norms.concatenated import normalize_parts
-from advnorm.norms.fused import find_kernels, normalize_spans
 from advnorm.norms.plan import Plan
 from advnorm.norms.replaced_class import bank_views, empty_copy
 from advnorm.norms.routed_module import RoutedModule
 from advnorm.norms.segments import Segment, Span, are_equal, concatenate, find_spans, map_parts
-from advnorm.norms.setting_problems import setting_problems
 from advnorm.norms.state import Mode
 
 #: Mean and variance, ``(groups, channels)``, by statistics bank; and with the number of values, ``(groups, 1)``.
@@ -66,7 +64,7 @@ class RoutedNorm(RoutedModule):
         super().__init__(plan)
         shape = tuple(num_features) if isinstance(num_features, Sequence) else (num_features,)
         settings = {"eps": eps, "momentum": momentum, "num_groups": num_groups}
-        raise_problems(setting_problems(RoutedNorm, shape, plan, dim, **settings), f"bad norm {plan.name!r}")
+        raise_problems(_setting_problems(shape, plan, dim, **settings), f"bad norm {plan.name!r}")
         self.num_features = num_features
         self.shape = shape
         self.dim = dim
@@ -190,11 +188,8 @@ class RoutedNorm(RoutedModule):
             if spans and self._has_native_kernel():
                 for span in spans:
                     self._validate_count(span.rows, x, span.feeds)
-                if len(segments) > 1 and torch.compiler.is_compiling():
-                    if are_equal(spans):
-                        return self._in_one_piece(x, segments, spans, mode)
-                elif len(segments) > 1 and (kernels := find_kernels(x, spans, self._own_values())) is not None:
-                    return self._fused(kernels, x, spans, mode)
+                if len(segments) > 1 and are_equal(spans) and torch.compiler.is_compiling():
+                    return self._in_one_piece(x, segments, spans, mode)
                 return map_parts(x, spans, self._native_batch if mode == "batch" else self._native_kernel)
         parts = x.split([segment.rows for segment in segments])
         moments = self._stored_moments(segments) if mode == "running" else self._batch_moments(parts, segments, mode)
@@ -266,27 +261,23 @@ class RoutedNorm(RoutedModule):
         if single:
             return out
         banks = [self.affine_bank(segment.affine) for segment in span.segments]
-        return functional.scaled_rows(out, banks, [segment.rows for segment in span.segments])
+        weight_N, bias_N = functional.affine_rows(banks, [segment.rows for segment in span.segments], x.dim())
+        if weight_N is None:
+            return out
+        if bias_N is None:
+            return (out * weight_N).to(x.dtype)
+        return torch.addcmul(bias_N, out, weight_N).to(x.dtype)
 
     def _in_one_piece(self, x: Tensor, segments: Sequence[Segment], spans: Sequence[Span], mode: Mode) -> Tensor:
         """Normalize all segments at once, in a form that a compiler fuses with the operations around it."""
         banks = zip(*(self.affine_bank(segment.affine) for segment in segments))
         weight, bias = (None if values[0] is None else torch.stack(values) for values in banks)
         out, mean, var = normalize_parts(x, len(spans), len(segments), weight, bias, self.eps)
-        if self._updates(mode):
+        if mode == "batch" and self.track_running_stats and not self.recomputing():
             for number, span in enumerate(spans):
                 count = mean.new_full((1,), span.rows * x[0, 0].numel())
                 self._update(span.feeds, mean[number], var[number], count)
         return out
-
-    def _own_values(self) -> tuple[Tensor | None, ...]:
-        return *self._parameters.values(), *self._buffers.values()
-
-    def _fused(self, kernels: Any, x: Tensor, spans: Sequence[Span], mode: Mode) -> Tensor:
-        """Normalize all segments at once by kernels that read and write the whole batch."""
-        affine = [self.affine_bank(segment.affine) for span in spans for segment in span.segments]
-        stored = [self.statistics_bank(span.feeds) for span in spans] if self._updates(mode) else None
-        return normalize_spans(kernels, x, spans, affine, stored, self.momentum, self.eps)
 
     _version = 2  # like the built-in norm: older state dicts have no num_batches_tracked
 
@@ -332,7 +323,7 @@ class RoutedNorm(RoutedModule):
                 local[bank] = zero, zero, zero[:, :1]
         if synchronized:
             local = self._pool_over_ranks(local)
-        if self._updates(mode):
+        if mode == "batch" and self.track_running_stats and not self.recomputing():
             for bank, moments in local.items():  # detached: a recomputation skips this and must save the same tensors
                 self._update(bank, *functional.pool_moments(*(value.detach() for value in moments)))
         return {bank: (mean, var) for bank, (mean, var, _) in local.items()}
@@ -411,10 +402,6 @@ class RoutedNorm(RoutedModule):
             hint = f"give each domain (and group) two samples or more, drop_last=True in the loader, or {_USE_STORED}"
             raise RouteError("too_few_samples", message, field=bank, hint=hint)
 
-    def _updates(self, mode: Mode) -> bool:
-        """Whether the forward updates the banks."""
-        return mode == "batch" and self.track_running_stats and not self.recomputing()
-
     def _next_factor(self, bank: str) -> Any:
         """Count the batch and return the weight of its moments; momentum None gives a cumulative average."""
         count = self.statistics_bank(bank)[2]
@@ -442,6 +429,20 @@ class RoutedNorm(RoutedModule):
         if self.plan.statistics == "batch":
             parts += [f"momentum={self.momentum}", f"sync={self.sync}"]
         return ", ".join([*parts, f"eps={self.eps}", f"affine={self.affine}"])
+
+
+def _setting_problems(shape: tuple[Any, ...], plan: Plan, dim: Any, **settings: Any) -> list[Problem]:
+    _, problems = convert_options("", RoutedNorm, settings)
+    if dim not in (None, 1, 2, 3):
+        message = "{field} must be the number of spatial dimensions, 1, 2 or 3"
+        problems.append(Problem(code="out_of_range", message=message, field="dim", got=dim))
+    if not shape or not all(ACCEPTS[int](size) and 1 <= size < MOST for size in shape):
+        message = f"{{field}} must be integers from 1 to {MOST - 1:,}"
+        problems.append(Problem(code="out_of_range", message=message, field="num_features", got=shape))
+    if not problems and plan.statistics == "group" and shape[0] % settings["num_groups"]:
+        message = f"{{field}} must divide the {shape[0]} channels"
+        problems.append(Problem("not_divisible", message, "num_groups", got=settings["num_groups"]))
+    return problems
 
 
 def _names(banks: Sequence[str], *names: str) -> dict[str, tuple[str, ...]]:
