@@ -387,6 +387,7 @@ def recipes():
             cells.append("–" if row["first_step"] is None else f"{row['first_step']:,.0f}")
             lines.append(f"| {' | '.join(map(str, cells))} |")
         conditions = f"{record['model']}, {record['data']}, {record['images']:,} test images, {record['threat']}"
+        conditions = f"Points: the recipe minus the variant under {record['compared']}. {conditions}"
         blocks.append("\n".join([*lines, "", f"{conditions}, {record['device']}, commit {record['commit']}."]))
     return "\n\n".join(blocks) or "No recipe has a record yet."
 

@@ -469,20 +469,33 @@ def test_the_kl_attack_leaves_the_clean_output_and_ignores_the_labels():
 
 
 @pytest.mark.parametrize(
-    ("option", "searched"), [("", ("ieee", False)), ("-tf32", ("tf32", False)), ("-bf16", ("ieee", True))]
+    ("option", "searched"),
+    [("-float32", ("ieee", False)), ("-tf32", ("tf32", False)), ("-bf16", ("ieee", True)), ("", ("tf32", True))],
 )
-def test_a_search_in_another_precision_fools_about_as_many_images_and_float32_decides(linf, option, searched):
+def test_a_search_runs_in_its_precision_else_in_the_callers_and_float32_decides(linf, option, searched):
     (x, y), watched = linf.first(100), Watched(linf.model)
     attack, plain = (attacks.get(f"pgd10{words}", threat=linf.threat) for words in (option, ""))
-    with float32_as("ieee", x.device):
+    with float32_as("tf32", x.device), torch.autocast("cpu", torch.bfloat16):
         images, success = attack.run(watched, x, y)
-        _, expected = plain.run(linf.model, x, y)
+    _, expected = plain.run(linf.model, x, y)
     assert {entry[1:] for entry in watched.seen if entry[0]} == {searched}
     assert ("ieee", False) in {entry[1:] for entry in watched.seen if not entry[0]}
     with torch.no_grad():
         assert torch.equal(linf.model(images).argmax(1) != y, success)
     assert torch.equal(linf.threat.project(images, x), images)
     assert 0.2 < expected.float().mean() < 1 and (success.float().mean() - expected.float().mean()).abs() <= 0.05
+
+
+def test_a_model_that_fails_under_autocast_is_searched_without(linf):
+    class Filled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            out = torch.zeros(len(x), 10)
+            out[torch.ones(len(x), dtype=torch.bool)] = linf.model(x)  # of another type under autocast
+            return out
+
+    x, y = linf.first(20)
+    fast, plain = (attacks.get(f"pgd5{words}", threat=linf.threat)(Filled(), x, y) for words in ("-bf16", ""))
+    assert torch.equal(fast, plain)
 
 
 def test_labels_are_validated_before_a_search_in_bf16(linf):

@@ -81,6 +81,7 @@ def test_a_bad_value_is_rejected_by_code_and_field(name, value, code):
         ({"norm_options": {"affine": "no"}}, "wrong_type", "norm_options.affine"),
         ({"norm_options": {"domains": object()}}, "wrong_type", "norm_options.domains"),
         ({"model": {"name": "small_cnn", "norm": "bn"}}, "conflict", "model.norm"),
+        ({"attack": {"name": "pgd3-bf16"}}, "conflict", "attack.precision"),
         ({"model": {"name": "small_cnn", "num_classes": 3}}, "conflict", "model.num_classes"),
         ({"model": {"name": "small_cnn", "widht": 3}}, "unknown_name", "model.widht"),
         ({"model": {"name": "small_cnn", "width": "wide"}}, "wrong_type", "model.width"),

@@ -115,6 +115,9 @@ def test_pgd_of_paper_e_searches_in_bf16_on_the_stand_in_and_in_float32_if_stric
     assert with_search({"attacks": {"a": "pgd10-step2-worst", "b": "noise-uniform"}}, "bf16", "pgd") == {
         "attacks": {"a": "pgd10-step2-worst-bf16", "b": "noise-uniform"}
     }
+    assert with_search({"attacks": {"a": "autoattack-tf32"}}, "float32", "autoattack") == {
+        "attacks": {"a": "autoattack-float32"}
+    }
     assert without_search({"attacks": {"a": "pgd5-bf16-worst", "b": "autoattack-tf32"}, "limit": 3}) == {
         "attacks": {"a": "pgd5-worst", "b": "autoattack-tf32"},
         "limit": 3,

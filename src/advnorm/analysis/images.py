@@ -126,7 +126,7 @@ def default_branch(model: nn.Module, route: str | None = None) -> str | None:
 
 
 def create_attack(name: str, device: torch.device, *, threat: ThreatModel, seed: int) -> Attack:
-    """Return an attack by name. On a GPU ``autoattack`` and ``quick`` search in bf16, which is many times faster.
+    """Return an attack by name. On a GPU ``autoattack`` and ``quick`` search in bf16, which is faster.
 
     A candidate counts only after a float32 forward, so that the precision does not change the result's validity.
     """

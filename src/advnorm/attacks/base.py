@@ -111,12 +111,12 @@ class Attack(ABC):
         largest, field = max((validate_batch(x, y), "labels"), (largest_target, "target"))
         with predicting(model, route=self.route, statistics=self.statistics) as predict:
             images, labels, noise = detach(x), detach(y), self.noise(validated_index(index, x))
-            predict = validating_first_logits(predict, largest, images, field=field)
             with self.searching(predict, model, images.device) as search:
+                search = validating_first_logits(search, largest, images, field=field)
                 return self.constrain(self.perturb(search, images, labels, noise, **options), images)
 
     def searching(self, predict: Predict, model: nn.Module, device: torch.device) -> AbstractContextManager[Predict]:
-        """Scope of a call's search; yields the function that it attacks instead of ``predict``, by default the same."""
+        """Return a scope that yields the function to attack; the default yields ``predict``."""
         return nullcontext(predict)
 
     def noise(self, index: Tensor) -> ImageNoise:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from advnorm._core.errors import ConfigError, Description, Problem, raise_problems
+from advnorm._core.precision import float32_as
 from advnorm._core.seeding import ImageNoise
 from advnorm._core.settings import Setting
 from advnorm.attacks.base import Attack, Restarts, Steps
@@ -87,12 +88,11 @@ class PGD(PGDSettings, Attack):
     ``target="random"`` is never the label, and the same for all restarts. A call accepts classes instead:
     ``attack(model, x, y, target=t)``. Restarts keep the worst case per image: a wrong prediction first, then the
     highest loss. ``keep="last"`` is usual in training and in the papers' PGD-n; ``"worst"`` and restarts cost one more
-    forward each. The ``kl`` loss ignores the labels.
-
+    forward each, in the precision of the search. The ``kl`` loss ignores the labels. A training ignores ``precision``.
     """
 
     precision: Annotated[
-        Precision | None, Setting("Precision of the search in a call; none: that of the caller, such as a training.")
+        Precision | None, Setting("Precision of the search when the attack is called; none: the caller's.")
     ] = None
 
     def problems(self) -> list[Problem]:
@@ -142,8 +142,11 @@ class PGD(PGDSettings, Attack):
 
     @contextmanager
     def searching(self, predict: Predict, model: nn.Module, device: torch.device) -> Iterator[Predict]:
-        surrogate, scope = search_surrogate(self, predict, device, model)
-        with scope():
+        if self.precision is None:
+            yield predict
+            return
+        surrogate, scope = search_surrogate(self.precision, predict, device, model, self.route, self.statistics)
+        with float32_as("ieee", device), scope():
             yield surrogate or predict
 
     def perturb(

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Annotated, Any, Literal, Protocol, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -38,29 +38,26 @@ STEP = 16
 MOST_ROWS = 1024
 
 
-class SearchSettings(Protocol):
-    """The settings of an attack that decide which surrogate it searches with."""
-
-    @property
-    def precision(self) -> Precision | None: ...
-    @property
-    def route(self) -> str | None: ...
-    @property
-    def statistics(self) -> Mode: ...
-
-
 def search_surrogate(
-    attack: SearchSettings, predict: Predict, device: torch.device, model: nn.Module | None = None
+    precision: Precision,
+    predict: Predict,
+    device: torch.device,
+    model: nn.Module | None = None,
+    route: str | None = None,
+    statistics: Mode = "running",
 ) -> tuple[Predict | None, ContextFactory]:
-    """Return the surrogate for the attack's precision, None for the model itself, and the scope to run it in."""
-    if attack.precision in (None, "float32"):
+    """Return the surrogate for a precision, None for ``predict`` itself, and the scope to run it in.
+
+    ``model`` with its ``route`` and ``statistics``: the model behind ``predict``, for a faster surrogate.
+    """
+    if precision == "float32":
         return None, nullcontext
-    if attack.precision == "tf32":
+    if precision == "tf32":
         return predict, partial(float32_as, "tf32", device)
     plain = _autocast_bfloat16(predict)
     fast = None
     if model is not None:
-        fast = make_surrogate(model, route=attack.route, statistics=attack.statistics, otherwise=plain)
+        fast = make_surrogate(model, route=route, statistics=statistics, otherwise=plain)
     return fast or plain, nullcontext
 
 

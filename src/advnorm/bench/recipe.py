@@ -32,7 +32,7 @@ from advnorm.training.run_folder import Run
 
 #: The attacks on the result of the recipe. AutoAttack decides whether the recipe is robust.
 ATTACKS = ("pgd10", "quick", "autoattack")
-#: The attacks on variants and other checkpoints. The last one compares variants, in a tenth of AutoAttack's time.
+#: The attacks on variants and other checkpoints. The last one compares variants, with a tenth of AutoAttack's passes.
 SHORT_ATTACKS = ATTACKS[:-1]
 COMPARED = SHORT_ATTACKS[-1]
 #: The name of the recipe itself among its variants.
@@ -55,7 +55,7 @@ class RecipeRow:
 
     ``seconds`` and ``first_step`` count from the start of its process; they are None if it was interrupted. The
     accuracies are by checkpoint, branch and attack. The first checkpoint is the result; ``evaluation`` has the seconds
-    that each attack on it took.
+    of each attack on it, summed over branches.
     """
 
     variant: str
@@ -130,8 +130,9 @@ def bench_recipe(
 
     ``variants``: texts such as ``"ema=null"`` or ``"schedule=cosine lr=0.2"``, each the recipe with these settings.
     The recipe is evaluated at its best and its last checkpoint, a variant at the best. AutoAttack runs on the best
-    checkpoint of the recipe; ``quick`` runs everywhere and compares the variants. The same call resumes: finished
-    trainings and evaluations are read from ``out``. ``limit``: number of test images, spread evenly over the data.
+    checkpoint of the recipe; ``quick`` runs on every evaluated checkpoint and compares the variants. The same call
+    resumes: finished trainings and evaluations are read from ``out``. ``limit``: number of test images, spread evenly
+    over the data.
     ``imports``: code that the processes import first, as by ``advnorm --import``. ``on_row`` gets the progress,
     ``on_result`` the results after each training.
     """

@@ -13,7 +13,7 @@ from rich.text import Text
 from advnorm.bench.audit import AuditBenchmark, score
 from advnorm.bench.autoattack import AutoAttackBenchmark
 from advnorm.bench.norms import LIMITS, NormBenchmark
-from advnorm.bench.passes import StagePasses, mean_passes, total_passes
+from advnorm.bench.passes import StagePasses, mean_passes
 from advnorm.bench.quick import QuickBenchmark
 from advnorm.bench.recipe import ATTACKS, RECIPE, RecipeBenchmark
 from advnorm.bench.surgery import OUTCOMES, SurgeryBenchmark
@@ -120,8 +120,8 @@ def quick_tables(result: QuickBenchmark) -> Group:
     """Return accuracy and passes of the quick estimate and of AutoAttack for each network, and passes by stage."""
     title = f"quick estimate and AutoAttack standard, {result.networks}, {result.precision}, {result.device}"
     table = Table("network", title=title, title_justify="left", box=SIMPLE, collapse_padding=True, pad_edge=False)
-    passes = ("passes\nquick", "passes\nAA", "ratio", "s\nquick", "s\nAA")
-    for column in ("images", "clean", "quick", "Auto-\nAttack", "points", "differ", *passes):
+    cost = ("passes\nratio", "s", "s of\nAA")
+    for column in ("images", "clean", "quick", "Auto-\nAttack", "points", "differ", *cost):
         table.add_column(column, justify="right", no_wrap=True)
     for row in result.rows:
         table.add_row(
@@ -130,12 +130,13 @@ def quick_tables(result: QuickBenchmark) -> Group:
             *(f"{value:.1%}" for value in (row.clean, row.quick, row.autoattack)),
             f"{row.points:+.2f}",
             str(row.differing),
-            f"{total_passes(row.quick_passes):,.0f}",
-            f"{total_passes(row.autoattack_passes):,.0f}",
             f"{row.ratio:.3f}",
             *(f"{seconds:.1f}" for seconds in (row.quick_seconds, row.autoattack_seconds)),
         )
-    table.caption = "points: quick minus AutoAttack; differ: images with other results; passes: forwards and backwards"
+    table.caption = (
+        "points: quick minus AutoAttack; differ: images with other results; passes: forwards and backwards of quick "
+        "relative to AutoAttack; s: seconds of quick"
+    )
     table.caption_justify = "left"
     attacks = {"quick": [row.quick_passes for row in result.rows]}
     attacks["AutoAttack"] = [row.autoattack_passes for row in result.rows]
@@ -164,7 +165,7 @@ def recipe_tables(result: RecipeBenchmark) -> Group:
                     times = [""] * len(times)
         tables.append(table)
     medians = Table(title="medians over seeds", **_LEFT)
-    medians.add_column("training", min_width=16)
+    medians.add_column("training", min_width=12)
     for column in ("clean", "quick", "AutoAttack", "points", "s", "− s"):
         medians.add_column(column, justify="right", no_wrap=True)
     for name, row in summary.items():
@@ -188,6 +189,7 @@ def recipe_tables(result: RecipeBenchmark) -> Group:
         "s: from the start of the process to its end; training: without validation and checkpoints",
         f"points, − s: {result.recipe} minus variant, in points under {result.compared} (paired by image), in seconds",
         f"medians: {next(iter(result.rows[0].accuracies))} checkpoint; branch: {chosen}",
+        "evaluation: " + ", ".join(f"{name} {_seconds(summary[RECIPE][name]['seconds'])} s" for name in ATTACKS),
         *(f"interrupted, so without a wall-clock time: {row.run}" for row in result.rows if row.seconds is None),
         *(f"{row.alarms} warnings of the monitor: {row.run}" for row in result.rows if row.alarms),
     ]

@@ -41,7 +41,9 @@ def study(
     ] = None,
     strict_search: Annotated[
         bool,
-        typer.Option("--strict-search", help="All attacks search in float32. Default: some search in bf16."),
+        typer.Option(
+            "--strict-search", help="Attacks search in float32. Default: AutoAttack, and PGD of E's stand-in, in bf16."
+        ),
     ] = False,
     smoke: Annotated[
         bool, typer.Option("--smoke", help="Run two steps on synthetic images, to check that every part works.")

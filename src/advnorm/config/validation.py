@@ -11,6 +11,7 @@ from typing import Any
 from advnorm._core.errors import NOTHING, AdvnormError, Problem, collect_problems, unknown_name
 from advnorm._core.registry import Registry, keywords
 from advnorm._core.settings import convert_options, in_range
+from advnorm.attacks import PGD
 from advnorm.attacks import get as get_attack
 from advnorm.config.fields import TRAINING, TrainingSettings
 from advnorm.data.registry import DATASETS, resolve_source
@@ -300,6 +301,9 @@ class _Checks:
                 if self.valid("steps_warmup_epochs") and s.steps_warmup_epochs and not hasattr(attack, "steps"):
                     words = f"the attack {s.attack.name!r} has no steps to warm up"
                     self.reject("steps_warmup_epochs", words, "use steps_warmup_epochs=0")
+                if isinstance(attack, PGD) and attack.precision is not None:
+                    hint = "leave it out of the attack, and set the precision of the training"
+                    self.reject("attack.precision", "{field} has no effect in a training", hint, got=attack.precision)
                 if self.valid("objective"):
                     OBJECTIVES.get(s.objective.name).adapt_attack(attack)
         for name in ("validation_attack", "monitor_attack"):

@@ -37,8 +37,8 @@ def outcome_sentence(summary: report_data.StudiesSummary) -> str:
     hours = sum(minutes for device, minutes in summary["minutes"].items() if device != "cpu") / 60
     return (
         f"The five papers make {sum(counts.values())} claims: {verdicts}.{by_protocol} The records come from "
-        f"{summary['networks']} trained networks and {hours:.1f} GPU hours of training; trainings that shared a GPU "
-        "count in full."
+        f"{summary['networks']} trained networks and {hours:.1f} GPU hours of training; a training that shared a "
+        "GPU counts with its full duration."
     )
 
 
@@ -50,16 +50,21 @@ def results_markdown(summary: report_data.StudiesSummary) -> str:
     blocks.append("## Not run")
     blocks.append(
         "In brackets: the cells without a record, and the data set of their training. `--stand-in imagenette` replaces "
-        "imagenet in papers C, D and E."
+        "imagenet in papers D and E."
     )
     blocks.append(
         "\n".join(
-            f"- **{study['name']}** ({missing_cells(study['results'][0])}): {study['printed']['claim']}"
+            f"- **{study['name']}**{_in_brackets(study['results'])}: {study['printed']['claim']}"
             for study in summary["studies"]
             if not _is_tried(study)
         )
     )
     return "\n\n".join(blocks)
+
+
+def _in_brackets(results: Sequence[report_data.ProtocolResult]) -> str:
+    """The missing cells of a study that was not run, or only as a smoke test."""
+    return next((f" ({missing_cells(result)})" for result in results if result["protocol"] is None), "")
 
 
 def missing_cells(result: report_data.ProtocolResult) -> str:

@@ -7,11 +7,13 @@ studies (:data:`advnorm.studies.registry.PAPER_PROTOCOLS`).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, get_args
 
 from advnorm._core.errors import ConfigError, unknown_name
+from advnorm.attacks.surrogate import Precision
 from advnorm.config import Config, Named
 from advnorm.studies.study import Cell, Measure, Protocol
 from advnorm.studies.uncertainty import ANALYSIS_IMAGES
@@ -107,14 +109,26 @@ def _shorten_measure(measure: Measure) -> Measure:
 
 
 def without_search(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove the precision of the search from a measurement's attacks. AutoAttack then searches in bf16 on a GPU."""
-    return _map_attacks(options, lambda spec: re.sub(rf"-({'|'.join(EQUIVALENT_SEARCHES)})(?=-|$)", "", spec))
+    """Remove an equivalent precision of the search from a benchmark's attacks. AutoAttack then uses bf16 on a GPU."""
+    return _map_attacks(options, partial(_without, EQUIVALENT_SEARCHES))
 
 
-def with_search(options: Mapping[str, Any], precision: str, family: str) -> dict[str, Any]:
-    """Set the precision in which the attacks of a family search, for example ``"autoattack"`` or ``"pgd"``."""
+def with_search(options: Mapping[str, Any], precision: Precision, family: str) -> dict[str, Any]:
+    """Set the precision in which a benchmark's attacks of a family search, such as ``"autoattack"`` or ``"pgd"``.
+
+    Attacks of other families lose theirs.
+    """
     name = re.compile(rf"{family}\d*(-.*)?")
-    return _map_attacks(without_search(options), lambda spec: f"{spec}-{precision}" if name.fullmatch(spec) else spec)
+
+    def change(spec: str) -> str:
+        plain = _without(get_args(Precision), spec)
+        return f"{plain}-{precision}" if name.fullmatch(plain) else plain
+
+    return _map_attacks(options, change)
+
+
+def _without(precisions: Iterable[str], spec: str) -> str:
+    return re.sub(rf"-({'|'.join(precisions)})(?=-|$)", "", spec)
 
 
 def _map_attacks(options: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:

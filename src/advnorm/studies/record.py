@@ -101,7 +101,7 @@ def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _normalized_measures(record: CellRecord) -> list[Any]:
-    """Return a record's measurements; the precision of an attack's search makes no other measurement."""
+    """Return a record's measurements; the precision of an attack's search does not distinguish them."""
     return [{**one, "options": without_search(one["options"])} for one in record["measures"]]
 
 

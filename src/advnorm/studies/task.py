@@ -22,8 +22,8 @@ from advnorm.training.run_folder import Run
 class Task:
     """One cell with one seed under one protocol, and the folders of its results and its data.
 
-    With ``strict_search`` all attacks search in float32. By default AutoAttack searches in bf16 on a GPU and under
-    ``fast``, and so does PGD on paper E's stand-in. A float32 forward decides in both cases.
+    With ``strict_search`` the attacks of benchmarks search in float32. By default AutoAttack searches in bf16 on a GPU
+    and under ``fast``, and so does PGD on paper E's stand-in. A float32 forward decides in both cases.
     """
 
     study: str

@@ -37,7 +37,7 @@ class Validation:
 
     Images of a domain outside ``tested`` go through the first branch inside: classical training on ``dual_bn`` never
     updates the clean banks, and AdvProp uses the clean branch for all images. The attack runs in the precision of
-    training; accuracies are forwards in float32.
+    training unless its name sets one; accuracies are forwards in float32.
     """
 
     def __init__(

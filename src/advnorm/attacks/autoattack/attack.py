@@ -52,14 +52,13 @@ class CascadeAttack(CascadeSettings):
     """A cascade: each stage runs on the images that the stages before it did not fool.
 
     A success counts only after a strict float32 forward of the projected image. After a search in ``tf32`` or ``bf16``,
-    FAB-T in float32 continues from the best point of each surviving image whose margin is at most 8 times the
-    difference of margins between the two precisions, if the attack ``finishes``. The batch size is halved after an
-    out-of-memory error.
+    FAB-T in float32 continues from the best point of each surviving image whose margin is at most ``close`` times the
+    difference of margins between the two precisions. The batch size is halved after an out-of-memory error.
     """
 
     def perturb(self, predict: Predict, x: Tensor, y: Tensor, noise: ImageNoise) -> Tensor:
         with float32_as("ieee", x.device):
-            surrogate, scope = search_surrogate(self, predict, x.device)
+            surrogate, scope = search_surrogate(self.precision, predict, x.device)
             cascade = Cascade(self, predict, x, y, noise, surrogate=surrogate, precision=scope)
             return cascade.run().x_adv
 
@@ -94,7 +93,8 @@ class CascadeAttack(CascadeSettings):
             noise, given = self.noise(index.to(device)), search is not None
             surrogate, scope = search, callers_precision
             if not given:
-                surrogate, scope = search_surrogate(self, predict, device, model)
+                settings = {"route": self.route, "statistics": self.statistics}
+                surrogate, scope = search_surrogate(self.precision, predict, device, model, **settings)
             cascade = Cascade(self, predict, x, y, noise, surrogate=surrogate, precision=scope, given=given)
             if record is not None:
                 cascade.record = CascadeRecord(Path(record), self._request(model, x, y, index, cascade))

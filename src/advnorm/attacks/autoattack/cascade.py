@@ -25,8 +25,8 @@ from advnorm.attacks.search import Search, SearchResult
 from advnorm.attacks.surrogate import CapturedSurrogate
 from advnorm.attacks.victim import VictimModel
 
-#: Last stage of a fast search: FAB-T in float32 on images whose margin is at most CLOSE times the tolerance.
-FINISH, CLOSE = "float32", 8
+#: Last stage of a fast search: FAB-T in float32 on images whose margin is small.
+FINISH = "float32"
 #: Value of ``fooled_by`` for an image that no attack fooled.
 ROBUST = -1
 #: Number of images for the checks before the attack.
@@ -92,7 +92,7 @@ class Cascade:
         for place, name in enumerate(stages, 1):
             left = (self.fooled_by == ROBUST) & ~done[name]
             if name == FINISH:
-                left &= self.margin <= CLOSE * self.victim.tolerance
+                left &= self.margin <= self.attack.close * self.victim.tolerance
             else:
                 left &= self.attack.selected(name, self.margin / self.clean_margin, self.zero_gradient)
             self._stage(place, names, stages[name], left.nonzero()[:, 0], classes)
@@ -128,8 +128,7 @@ class Cascade:
             self.warnings.append(ReliabilityWarning("no-gradients", f"{error}; only Square ran"))
         if self.victim is not self.strict:
             self._compare(probe, labels, logits)
-        searches = self.attack.finishes and set(stages) - {"square"} and self.attack.gradient_samples is None
-        if self.victim is not self.strict and searches:
+        if self.victim is not self.strict and set(stages) - {"square"} and self.attack.gradient_samples is None:
             stages[FINISH] = FAB(threat=self.attack.threat, targets=3, steps=20)
         if self.attack.batch_size is None and self.device.type == "cuda":
             self.memory.size = _fitting_rows(self.victim, probe, labels)

@@ -23,8 +23,9 @@ class CascadeSettings(Attack):
     """
 
     needs_gradients = False  # on a model without gradients only Square runs
-    #: Whether FAB-T in float32 continues from close calls after a search in another precision.
-    finishes: ClassVar[bool] = True
+    #: After a search in another precision, FAB-T in float32 continues from the best points of robust images whose
+    #: margin is at most this multiple of the difference of margins between the two precisions.
+    close: ClassVar[float] = 8
     #: Names of the stages that continue from the best candidate of each image.
     continued: ClassVar[frozenset[str]] = frozenset()
 
