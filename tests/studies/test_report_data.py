@@ -5,9 +5,12 @@ import statistics
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from advnorm._core.records import write_json
 from advnorm.studies import PAPERS, STUDIES
-from advnorm.studies.report_data import summarize_studies
+from advnorm.studies.report_data import _length_of_union, summarize_studies
 from advnorm.studies.run_tasks import run_task
 from advnorm.studies.task import list_tasks
 from support.problems import raises_problem
@@ -99,6 +102,24 @@ def test_settings_come_from_the_runs_and_each_cell_lists_its_own(tmp_path):
     assert result["settings"]["attack.step_size"] == "2/255" and result["settings"]["model"] == "resnet18"
     assert "seed" not in result["settings"]
     assert (result["commits"], result["torch"], result["precision"]) == ([COMMIT], ["2.11.0"], ["bf16"])
+
+
+def test_trainings_side_by_side_on_one_gpu_share_its_minutes(tmp_path):
+    """Three on one GPU, of which two overlap, one on another GPU, and one that names none."""
+    cells = (("single/eps16", "a", 0), ("dual_bn/eps16", "a", 300), ("setup1/eps16", "a", 3000))
+    cells += (("setup2/eps16", "b", 0), ("single/eps8", None, 0))
+    for cell, device_id, started in cells:
+        task = make_task(tmp_path, cell, study="A/table3")
+        record = write_record(task, {"shared/clean": 90.0}, seconds=600)
+        record["run"] |= {"device_id": device_id, "first_step_seconds": 20.0, "first_step_ended": 1e9 + started + 20}
+        write_json(task.record_path, record)
+    assert summarize_studies(tmp_path)["minutes"] == {"NVIDIA H200": pytest.approx(15 + 10 + 10 + 10)}
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 20))))
+def test_the_length_of_a_union_is_the_number_of_covered_units(spans):
+    covered = {unit for start, length in spans for unit in range(start, start + length)}
+    assert _length_of_union([(start, start + length) for start, length in spans]) == len(covered)
 
 
 def test_a_shared_training_costs_once(tmp_path):

@@ -244,6 +244,7 @@ def test_the_record_has_all_conditions(tmp_path):
     ]
     assert {"torch", "device", "commit", "advnorm", "threads", "peak_memory"} <= set(record)
     assert record["validation_attack"].startswith("PGD(") and "steps=1," in record["validation_attack"]
+    assert record["device_id"] is None, "a CPU is not identified"
     assert record["processes"] == 1 and record["steps"] == 12 and record["precision"] == "float32"
     assert record["seconds"] > record["first_step_seconds"] > 0 and record["images_per_second"] > 0
     assert record["last"] == run.metrics()[-1] and record["best"] in run.metrics()

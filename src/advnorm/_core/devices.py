@@ -8,6 +8,7 @@ from typing import Annotated
 import torch
 
 from advnorm._core.errors import ConfigError
+from advnorm._core.records import digest
 from advnorm._core.settings import Setting, convert
 
 Threads = Annotated[int, Setting("Number of CPU threads.", "[1, 256]")]  # torch crashes with many thousands
@@ -42,3 +43,10 @@ def resolve_device(device: str | torch.device | None = None) -> torch.device:
         available = f"{{field}} 'cuda:{index}' is not available: found {count} CUDA devices"
         raise ConfigError("no_device", available, field="device", hint="use 'cpu', another index or fewer processes")
     return torch.device("cuda", index)
+
+
+def identify_device(device: torch.device) -> str | None:
+    """Return a text that only processes on the same GPU have in common; None for the CPU."""
+    if device.type != "cuda":
+        return None
+    return digest(str(torch.cuda.get_device_properties(device).uuid))[:12]

@@ -37,8 +37,7 @@ def outcome_sentence(summary: report_data.StudiesSummary) -> str:
     hours = sum(minutes for device, minutes in summary["minutes"].items() if device != "cpu") / 60
     return (
         f"The five papers make {sum(counts.values())} claims: {verdicts}.{by_protocol} The records come from "
-        f"{summary['networks']} trained networks and {hours:.1f} GPU hours of training; a training that shared a "
-        "GPU counts with its full duration."
+        f"{summary['networks']} trained networks and {hours:.1f} GPU hours of training."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
@@ -293,17 +294,32 @@ def _is_benchmark(record: CellRecord) -> bool:
 
 
 def _minutes_by_device(records: Iterable[CellRecord]) -> dict[str, float]:
-    """Sum the minutes of training over all processes. A run that several records share counts once."""
+    """Sum the minutes of training over all processes. A run that several records share counts once.
+
+    Time that several runs spent on one GPU counts once too, if their records identify the GPU.
+    """
     minutes: dict[str, float] = {}
-    seen = set()
-    for record in records:
+    spans: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for record in {training_key(record): record for record in records}.values():
         run = record["run"]
-        key = training_key(record)
-        if key not in seen:
-            seen.add(key)
-            device = str(run.get("device"))
-            minutes[device] = minutes.get(device, 0.0) + run["seconds"] * run["processes"] / 60
+        device, seconds = str(run.get("device")), run["seconds"] * run["processes"]
+        if run.get("device_id") and run.get("first_step_ended"):
+            start = run["first_step_ended"] - run["first_step_seconds"]
+            spans.setdefault((device, str(run["device_id"])), []).append((start, start + run["seconds"]))
+            seconds -= run["seconds"]  # of the other processes
+        minutes[device] = minutes.get(device, 0.0) + seconds / 60
+    for (device, _), intervals in spans.items():
+        minutes[device] += _length_of_union(intervals) / 60
     return minutes
+
+
+def _length_of_union(intervals: Iterable[tuple[float, float]]) -> float:
+    """Return the time that at least one of the intervals covers."""
+    length, covered = 0.0, -math.inf
+    for start, end in sorted(intervals):
+        length += max(0.0, end - max(start, covered))
+        covered = max(covered, end)
+    return length
 
 
 def _distinct(items: Iterable[object]) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from advnorm._core.devices import identify_device
 from advnorm._core.errors import ConfigError, raise_problems
 from advnorm._core.provenance import environment
 from advnorm._core.records import digest, model_fingerprint, write_json
@@ -401,6 +402,7 @@ class TrainingLoop:
             "precision": self.config.precision,
             "compiled": self.program.runs_compiled,
             "processes": self.ranks.world,
+            "device_id": identify_device(device),
             # Reserved: the memory of CUDA graphs is neither free nor counted as allocated.
             "peak_memory": torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None,
             **environ,
