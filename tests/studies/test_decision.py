@@ -8,11 +8,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import t
+from scipy.stats import beta, kstest, t
 
 from advnorm.studies.claims import Clause, mean
 from advnorm.studies.decision import decide_claim
-from advnorm.studies.uncertainty import RESAMPLES, SEED_DEVIATION, SEED_FREEDOM, MeasuredValues, Sample, collect_samples
+from advnorm.studies.uncertainty import (
+    RESAMPLES,
+    SEED_DEVIATION,
+    SEED_FREEDOM,
+    ImageResults,
+    MeasuredValues,
+    Sample,
+    _reweighted,
+    collect_samples,
+)
 
 RECORDS = Path(__file__).parents[2] / "results" / "records"
 ACCURACIES = st.floats(0, 100).map(lambda value: round(value, 2))
@@ -187,3 +196,76 @@ def test_seeds_on_different_numbers_of_images_count_as_on_the_fewest():
         collect_samples(seeds).samples["single/eps8", "shared/clean"] for seeds in ([record], [record, few])
     )
     assert whole.images == 10_000 and both.images == 500 and len(both.values) == 2
+
+
+def results_of(correct, data="cifar10", first=0):
+    correct = np.asarray(correct, bool)
+    return ImageResults(data, first + np.arange(len(correct)), correct)
+
+
+def draw():
+    return np.random.default_rng(5)
+
+
+@pytest.mark.parametrize(("right", "images"), [(0, 50), (7, 50), (120, 200), (200, 200), (1, 1)])
+def test_reweighted_images_give_jeffreys_posterior(right, images):
+    """Many data sets, because each has one set of weights."""
+    names = map(str, range(40))
+    found = np.concatenate(
+        [
+            _reweighted(results_of(np.arange(images) < right, name), np.random.default_rng(i))
+            for i, name in enumerate(names)
+        ]
+    )
+    assert kstest(found, beta(right + 0.5, images - right + 0.5).cdf).pvalue > 1e-3
+
+
+def test_accuracies_on_the_same_images_are_resampled_together():
+    correct = np.random.default_rng(0).random(400) < 0.4
+    fewer = correct & (np.arange(400) >= 3)
+    assert correct[:3].sum() > 0
+    same, one, other, elsewhere = (
+        _reweighted(results, np.random.default_rng(seed))
+        for seed, results in enumerate(
+            [results_of(correct), results_of(correct), results_of(fewer), results_of(correct, "svhn")]
+        )
+    )
+    alone = np.std(same)
+    assert np.std(same - one) < 0.1 * alone, "half an image of each kind is not shared"
+    lost = int(correct[:3].sum())
+    assert np.mean(same - other) == pytest.approx(lost / 400, rel=0.3) and np.std(same - other) < 0.3 * alone
+    assert np.std(same - elsewhere) > 1.2 * alone
+
+
+def test_an_image_has_the_same_weight_whatever_the_other_images():
+    correct = np.arange(100) % 3 == 0
+    few = _reweighted(results_of(correct[40:60], "one", first=40), draw())
+    _reweighted(results_of(np.ones(5000), "one"), draw())
+    assert (_reweighted(results_of(correct[40:60], "one", first=40), draw()) == few).all()
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=30), st.data())
+def test_one_more_correct_image_raises_every_resampled_accuracy(correct, data):
+    place = data.draw(st.integers(0, len(correct) - 1))
+    low, high = ([*correct[:place], kind, *correct[place + 1 :]] for kind in (False, True))
+    low, high = (
+        Sample((100 * np.mean(one),), 100.0, len(one), (results_of(one),)).resampled_means(("c", "v"))[:RESAMPLES]
+        for one in (low, high)
+    )
+    assert (low <= high).all()
+
+
+def test_a_curve_that_loses_no_image_is_flat_in_every_set():
+    """PGD-500 and PGD-2000 fool the same 126 of 200 images. Apart, 200 images would not decide about five percent."""
+    correct = np.arange(200) < 74
+
+    def values(paired):
+        results = (results_of(correct),) if paired else ()
+        samples = {("cell", name): Sample((37.0,), 100.0, 200, results) for name in ("pgd500", "pgd2000")}
+        return MeasuredValues(samples)
+
+    def check(found):
+        before, after = (found["cell", name][0] for name in ("pgd500", "pgd2000"))
+        yield Clause("flat", after >= 0.95 * before)
+
+    assert [decide_claim("x", check, values(paired)).verdict for paired in (True, False)] == ["supported", "undecided"]

@@ -11,7 +11,7 @@ import numpy as np
 
 from advnorm._core.records import digest
 from advnorm.evaluation.intervals import accuracy_interval
-from advnorm.evaluation.outcomes import decode_rows
+from advnorm.evaluation.outcomes import decode_rows, unpack_bits
 
 #: Number of images of an analysis whose measure names no ``limit``.
 ANALYSIS_IMAGES = 1000
@@ -27,15 +27,25 @@ TEST_IMAGES = {"cifar10": 10_000, "cifar100": 10_000, "features": 10_000, "svhn"
 Key = tuple[str, str]
 
 
+class ImageResults(NamedTuple):
+    """Which images of a data set are classified correctly: their rows, and a boolean for each."""
+
+    data: str
+    rows: np.ndarray
+    correct: np.ndarray
+
+
 class Sample(NamedTuple):
     """A number over seeds. ``unit``: 100 for an accuracy in percent, 1 for a fraction, None for another number.
 
-    ``images`` is the number of test images of an accuracy, None if it is unknown.
+    ``images`` is the number of test images of an accuracy, None if it is unknown. ``results`` has the results per image
+    of each seed; empty if they are unknown.
     """
 
     values: tuple[float, ...]
     unit: float | None = None
     images: int | None = None
+    results: tuple[ImageResults, ...] = ()
 
     @property
     def mean(self) -> float:
@@ -62,8 +72,9 @@ class Sample(NamedTuple):
     def resampled_means(self, key: Key, seeds: int | None = None) -> np.ndarray:
         """Return means as other images and other seeds would give them, then those of the probes.
 
-        The quantiles depend on ``key`` only, so a larger number gives larger resampled numbers. ``seeds``: as if so
-        many had been run, with the same spread.
+        An accuracy for other images follows Jeffreys' posterior. Numbers with results per image are resampled together:
+        the same images count more in all of them. The quantiles of other numbers depend on ``key`` only. In both cases
+        a larger number gives larger resampled numbers. ``seeds``: as if so many had been run, with the same spread.
         """
         from scipy.stats import beta, norm, t  # slow to import
 
@@ -81,10 +92,33 @@ class Sample(NamedTuple):
         variance = (SEED_FREEDOM * (SEED_DEVIATION / 100) ** 2 + own * (spread / self.unit) ** 2) / freedom
         share = min(max(self.mean / self.unit, 0.0), 1.0)
         found = np.full(RESAMPLES, share)
-        if self.images:  # Jeffreys' posterior
+        if self.results:
+            found = np.mean([_reweighted(results, draw) for results in self.results], 0)
+        elif self.images:
             found = beta.ppf(images, share * self.images + 0.5, (1 - share) * self.images + 0.5)
         found = found + t.ppf(networks, SEED_FREEDOM + count - 1) * math.sqrt(variance / count)
         return np.concatenate([self.unit * np.clip(found, 0.0, 1.0), probes])
+
+
+#: Weights of the images of a data set in each resampled set, by its name.
+_WEIGHTS: dict[str, np.ndarray] = {}
+
+
+def _reweighted(results: ImageResults, draw: np.random.Generator) -> np.ndarray:
+    """Return the share of correct images in each resampled set.
+
+    Weights of an exponential distribution (Rubin 1981, "The Bayesian bootstrap"), and half an image of each kind beside
+    them, give exactly Jeffreys' posterior: sums of Gamma variables have a Beta ratio.
+    """
+    count = int(results.rows.max(initial=-1)) + 1
+    weights = _WEIGHTS.get(results.data)
+    if weights is None or len(weights) < count:
+        seeded = np.random.default_rng(int(digest(results.data)[:15], 16))
+        # Row by row, so that an image has the same weights whatever the number of images.
+        weights = _WEIGHTS[results.data] = seeded.standard_exponential((count, RESAMPLES))
+    chosen = weights[results.rows]
+    right, wrong = (chosen[results.correct == kind].sum(0) + draw.standard_gamma(0.5, RESAMPLES) for kind in (1, 0))
+    return right / (right + wrong)
 
 
 class Estimate(float):
@@ -142,22 +176,31 @@ class ResampledValues(Mapping[Key, Sequence[float]]):
 
 def collect_samples(records: Sequence[Mapping[str, Any]]) -> MeasuredValues:
     """Return the numbers of records over seeds, with the sources of their uncertainty."""
-    found: dict[Key, list[tuple[float, float | None, int | None]]] = {}
+    found: dict[Key, list[tuple[float, float | None, int | None, ImageResults | None]]] = {}
     for record in records:
-        counted = {
-            name: len(decode_rows(part["rows"])) for part in record.get("outcomes") or () for name in part["bits"]
-        }
+        by_name = dict(_read_results(record))
         for name, value in record["values"].items():
             unit, images = kind_of_value(record, name, float(value))
-            one = float(value), unit, counted.get(name, images)
+            results = by_name.get(name)
+            one = float(value), unit, images if results is None else len(results.rows), results
             found.setdefault((record["cell"], name), []).append(one)
     samples: dict[Key, Sample] = {}
     for key, several in found.items():
-        values, units, images = zip(*several)
+        values, units, images, results = zip(*several)
         known = [count for count in images if count is not None]
         fewest = min(known) if len(known) == len(images) else None
-        samples[key] = Sample(tuple(values), units[0] if len(set(units)) == 1 else None, fewest)
+        paired = () if None in results else results
+        samples[key] = Sample(tuple(values), units[0] if len(set(units)) == 1 else None, fewest, paired)
     return MeasuredValues(samples)
+
+
+def _read_results(record: Mapping[str, Any]) -> Iterator[tuple[str, ImageResults]]:
+    """Yield the results per image of a record by the name of the value."""
+    data = (record["run"]["config"].get("data") or {}).get("name", "")
+    for part in record.get("outcomes") or ():
+        rows = decode_rows(part["rows"])
+        for name, bits in part["bits"].items():
+            yield name, ImageResults(data, rows.numpy(), unpack_bits(bits, len(rows)).numpy())
 
 
 def kind_of_value(record: Mapping[str, Any], name: str, value: float) -> tuple[float | None, int | None]:
