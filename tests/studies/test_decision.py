@@ -209,15 +209,10 @@ def draw():
 
 @pytest.mark.parametrize(("right", "images"), [(0, 50), (7, 50), (120, 200), (200, 200), (1, 1)])
 def test_reweighted_images_give_jeffreys_posterior(right, images):
-    """Many data sets, because each has one set of weights."""
-    names = map(str, range(40))
-    found = np.concatenate(
-        [
-            _reweighted(results_of(np.arange(images) < right, name), np.random.default_rng(i))
-            for i, name in enumerate(names)
-        ]
-    )
-    assert kstest(found, beta(right + 0.5, images - right + 0.5).cdf).pvalue > 1e-3
+    """Several data sets, because each has one set of weights."""
+    correct = np.arange(images) < right
+    sets = [_reweighted(results_of(correct, str(number)), np.random.default_rng(number)) for number in range(8)]
+    assert kstest(np.concatenate(sets), beta(right + 0.5, images - right + 0.5).cdf).pvalue > 1e-3
 
 
 def test_accuracies_on_the_same_images_are_resampled_together():
@@ -269,3 +264,44 @@ def test_a_curve_that_loses_no_image_is_flat_in_every_set():
         yield Clause("flat", after >= 0.95 * before)
 
     assert [decide_claim("x", check, values(paired)).verdict for paired in (True, False)] == ["supported", "undecided"]
+
+
+@given(st.lists(st.booleans(), min_size=2, max_size=40), st.data())
+@settings(max_examples=30)
+def test_images_that_move_away_from_a_claim_never_make_it_supported(correct, data):
+    """``one`` loses correct images and ``other`` gains some: "one is above other" does not become supported."""
+    other = np.asarray(data.draw(st.lists(st.booleans(), min_size=len(correct), max_size=len(correct))))
+    fewer = np.asarray(correct) & np.asarray(
+        data.draw(st.lists(st.booleans(), min_size=len(correct), max_size=len(correct)))
+    )
+
+    def check(found):
+        yield Clause("above", found["cell", "one"][0] > found["cell", "other"][0])
+
+    def verdict(**found):
+        samples = {
+            ("cell", name): Sample((100 * float(np.mean(bits)),), 100.0, len(bits), (results_of(bits),))
+            for name, bits in found.items()
+        }
+        return decide_claim("x", check, MeasuredValues(samples)).verdict
+
+    before = verdict(one=np.asarray(correct), other=other)
+    after = verdict(one=fewer, other=other | np.asarray(correct))
+    assert after != "supported" or before == "supported"
+
+
+def test_results_that_contradict_the_number_or_name_no_data_are_not_used():
+    path = RECORDS / "E" / "fig2" / "adv" / "pgd30" / "imagenette-seed0.json"
+    record = json.loads(path.read_text())
+    key = ("adv/pgd30", "shared/pgd2000")
+    assert collect_samples([record]).samples[key].results
+    moved = {**record, "values": {**record["values"], "shared/pgd2000": 50.0}}
+    assert not collect_samples([moved]).samples[key].results and collect_samples([moved]).samples[key].images == 200
+    run = {**record["run"], "config": {**record["run"]["config"], "data": None}}
+    assert not collect_samples([{**record, "run": run}]).samples[key].results
+    assert not collect_samples([record, {**record, "outcomes": []}]).samples[key].results, "one seed lacks them"
+
+
+def test_a_huge_row_needs_no_memory():
+    far = ImageResults("cifar10", np.array([3, 99_999_999]), np.array([True, False]))
+    assert 0 < _reweighted(far, draw()).mean() < 1

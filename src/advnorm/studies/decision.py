@@ -15,6 +15,8 @@ ClaimVerdict = Literal["supported", "contradicted", "undecided", "not run"]
 Check = Callable[[Values], Iterable[Clause]]
 #: A clause is decided if it holds, or fails, in this share of the resampled sets of values.
 DECIDED = 0.975
+#: Number of resampled sets that are evaluated first, and distance from a share of 0 or 1 within which all are needed.
+FIRST_SETS, CLOSE = 200, 0.06
 #: The largest number of seeds that is tried when asking how many would decide.
 MOST_SEEDS = 10
 
@@ -108,14 +110,20 @@ def _decide_clauses(
     times, held, unchanged = Counter[tuple[str, int]](), Counter[tuple[str, int]](), Counter[tuple[str, int]]()
     resampled = ResampledValues(values, seeds)
     plain = dict(zip(labels, _evaluate(name, check, dict(values)).clauses))
-    for resampled.place in range(RESAMPLES + PROBES):
-        found = _evaluate(name, check, resampled).clauses
-        for label, clause in zip(_labels(found), found):
-            if resampled.place < RESAMPLES:
-                times[label] += 1
-                held[label] += clause.held
-            else:
-                unchanged[label] += clause == plain.get(label)
+
+    def count(places: Iterable[int]) -> None:
+        for resampled.place in places:
+            found = _evaluate(name, check, resampled).clauses
+            for label, clause in zip(_labels(found), found):
+                if resampled.place < RESAMPLES:
+                    times[label] += 1
+                    held[label] += clause.held
+                else:
+                    unchanged[label] += clause == plain.get(label)
+
+    count([*range(FIRST_SETS), *range(RESAMPLES, RESAMPLES + PROBES)])
+    if any(0 < min(held[label], times[label] - held[label]) < CLOSE * times[label] for label in labels):
+        count(range(FIRST_SETS, RESAMPLES))
     results: list[ClauseResult] = []
     for label, clause in zip(labels, clauses):
         share = held[label] / times[label] if times[label] else 0.5

@@ -16,6 +16,7 @@ from advnorm.studies.record import CellRecord, matches_cell, outdated_settings, 
 from advnorm.studies.registry import STUDIES, equivalent_cells
 from advnorm.studies.study import Protocol, Study
 from advnorm.studies.task import Task
+from advnorm.studies.uncertainty import collect_samples
 
 TaskState = Literal["done", "damaged", "started", "pending"]
 
@@ -130,7 +131,8 @@ class RecordStore:
             return self._problem(problems[0].code, f"{{field}} is skipped: not a record of a cell: {reasons}", path)
         try:
             check_cell(record, name, "delete the file, then the same command measures the cell again")
-        except ConfigError as error:
+            collect_samples([record])
+        except (ConfigError, AttributeError, IndexError, TypeError, ValueError) as error:
             return self._problem("damaged_file", f"{{field}} is skipped: {error}", path)
         return record
 
