@@ -43,10 +43,10 @@ def record_problems(record: CellRecord, name: str) -> list[Problem]:
     values, run, measures = (record.get(key) for key in ("values", "run", "measures"))
     if not isinstance(values, dict) or not values or not all(_is_finite(value) for value in values.values()):
         found.append(Problem(code="not_finite", message="{field} must be finite numbers by name", field="values"))
-    costs = [run.get("seconds"), run.get("processes")] if isinstance(run, dict) else [None]
-    costs += (
-        [run.get(name) or 0 for name in ("first_step_seconds", "first_step_ended")] if isinstance(run, dict) else []
-    )
+    costs: list[object] = [None]
+    if isinstance(run, dict):
+        optional = (run.get(name) or 0 for name in ("first_step_seconds", "first_step_ended"))
+        costs = [run.get("seconds"), run.get("processes"), *optional]
     if not isinstance(run, dict) or not isinstance(run.get("config"), dict) or not all(map(_is_finite, costs)):
         found.append(Problem("wrong_type", "{field} must contain a configuration, seconds and processes", "run"))
     if not isinstance(measures, list) or not all(isinstance(one, dict) and "options" in one for one in measures):
